@@ -1,0 +1,1 @@
+"""What a model is: one file a family, data and validation only."""

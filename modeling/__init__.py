@@ -1,0 +1,1 @@
+"""What a model does: operations, composition, caches and the Transformers classes."""

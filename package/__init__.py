@@ -1,0 +1,1 @@
+"""The front door: `import dynattn` registers every model family with the Auto classes."""

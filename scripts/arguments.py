@@ -1,0 +1,50 @@
+"""Dataclass arguments from a YAML file plus command-line overrides: `dynattn JOB [FILE.yaml] [--name value ...]`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from .errors import UserError
+
+Arguments = TypeVar("Arguments")
+
+
+def parse_arguments(cls: type[Arguments], argv: Sequence[str], *, prog: str, description: str | None = None) -> Arguments:
+    """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
+
+    Raises:
+        UserError: the YAML file is missing, malformed, or names an argument that `cls` does not have.
+    """
+    argv = list(argv)
+    parser = HfArgumentParser(cls, prog=prog, description=description, usage="%(prog)s [FILE.yaml] [--option value ...]")
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        defaults = read_yaml(argv.pop(0), allowed={field.name for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+        _use_as_defaults(parser, defaults)
+    (arguments,) = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    return arguments
+
+
+def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
+    """Reads a flat mapping whose keys must all be in `allowed`."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"cannot read the argument file {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a mapping of argument names to values, not a {type(content).__name__}")
+    if unknown := sorted(set(content) - allowed):
+        raise UserError(f"{path} has unknown arguments {unknown}; known are {sorted(allowed)}")
+    return content
+
+
+def _use_as_defaults(parser: HfArgumentParser, defaults: dict[str, Any]) -> None:
+    for action in parser._actions:
+        if action.dest in defaults:
+            action.required = False
+    parser.set_defaults(**defaults)
