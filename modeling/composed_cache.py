@@ -1,0 +1,160 @@
+"""Cache layers that keep keys, values AND the key-side composition factors of the cached tokens.
+
+A composed layer is an ordinary Transformers cache layer beside a second one of the same kind that holds the factors
+(`rows * stages` of `H` numbers for each token: 10 H at rank 2), so that growing, sliding, static allocation, cropping,
+reordering and offloading treat both alike.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+
+class ComposedLayerMixin:
+    """Adds `factors`, a plain layer whose keys are the packed factors `[B, P * rows, S, H]` and whose values are empty."""
+
+    plain_class: type[CacheLayerMixin]
+    factors: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factors = self.plain_class(*args, **kwargs)
+
+    @classmethod
+    def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
+        """Returns `layer` as a composed one; it may be allocated, but must not hold tokens yet.
+
+        Raises:
+            ValueError: the layer already holds tokens, whose factors nobody kept.
+        """
+        if layer.is_initialized and int(layer.get_seq_length()) > 0:
+            raise ValueError(
+                f"the cache holds {int(layer.get_seq_length())} tokens without composition factors; "
+                "start with an empty cache, or one that a model of this configuration filled"
+            )
+        composed = cls.__new__(cls)
+        composed.__dict__.update(vars(layer))
+        composed.factors = _empty_copy(layer)
+        return composed
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Appends tokens; returns `(keys, (values, factors))` over all tokens that the next attention may see.
+
+        `Cache.update` hands on exactly two results, hence the nesting.
+        """
+        factors, _ = self.factors.update(key_factors, key_factors[..., :0])
+        keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        return keys, (values, factors)
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.factors.reset()
+
+    def offload(self) -> None:
+        super().offload()  # type: ignore[misc]
+        self.factors.offload()
+
+    def prefetch(self) -> None:
+        super().prefetch()  # type: ignore[misc]
+        self.factors.prefetch()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.factors.reorder_cache(beam_idx)
+
+
+class _ComposedDynamicMixin(ComposedLayerMixin):
+    """What only growing layers can do."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.factors.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.factors.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.factors.batch_select_indices(indices)
+
+
+class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):
+    """Grows with every token."""
+
+    plain_class = DynamicLayer
+
+
+class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):
+    """Grows up to the window."""
+
+    plain_class = DynamicSlidingWindowLayer
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.factors.activate_past_recording()
+
+
+class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):
+    """Allocated once, for compiled decoding."""
+
+    plain_class = StaticLayer
+
+
+class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):
+    """Allocated once, at the width of the window."""
+
+    plain_class = StaticSlidingWindowLayer
+
+
+COMPOSED_LAYERS: dict[type[CacheLayerMixin], Any] = {
+    layer.plain_class: layer
+    for layer in (
+        ComposedDynamicLayer,
+        ComposedDynamicSlidingWindowLayer,
+        ComposedStaticLayer,
+        ComposedStaticSlidingWindowLayer,
+    )
+}
+
+
+def keep_factors(cache: Cache) -> None:
+    """Makes every layer of `cache` keep composition factors, in place; does nothing where all do already.
+
+    Callers therefore hand any dynamic or static cache to the model, made with or without a configuration.
+
+    Raises:
+        ValueError: a layer of another kind (a quantized one, say), or one that holds tokens without factors.
+    """
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = ComposedDynamicLayer
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, ComposedLayerMixin):
+            continue
+        if type(layer) not in COMPOSED_LAYERS:
+            raise ValueError(
+                f"a {type(layer).__name__} cannot keep composition factors; use a DynamicCache or a StaticCache"
+            )
+        cache.layers[index] = COMPOSED_LAYERS[type(layer)].from_plain(layer)
+
+
+def _empty_copy(layer: CacheLayerMixin) -> CacheLayerMixin:
+    """A layer with the settings of `layer` and no storage."""
+    empty = copy.copy(layer)
+    empty.keys = empty.values = None
+    empty.is_initialized = False
+    if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+        empty.cumulative_length = torch.zeros_like(layer.cumulative_length)
+    return empty

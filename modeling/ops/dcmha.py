@@ -1,0 +1,147 @@
+"""The face of dynamically composable multi-head attention (DCMHA, arXiv 2405.08553).
+
+    scores = Q K^T * scaling            [B, H, T, S]
+    scores = compose(scores, pre)       heads are mixed, for every (query, key) pair on its own
+    probs  = softmax(scores over the visible keys)
+    probs  = compose(probs, post)
+    output = probs V                    [B, T, H, D]
+
+Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` keys, `H` heads, `D` head width, `R` rank,
+`E` hidden size, `K` hidden width of the composition generator, `G` head groups, `P` stages (pre, post).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .dcmha_eager import dcmha_eager
+from .plain import plain_attention
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What mixes the heads of one stage; a field that is `None` is a term that is absent.
+
+    Every term reads the original scores `A` and is added to them:
+    `out[m] = A[m] + sum_n A[n] (static[n, m] + sum_r down[r, n] up[r, m]) + A[m] gate[m]`,
+    with the query's and the key's low-rank and gate terms summed. With `groups` > 1 the low-rank terms mix heads only
+    inside each of that many consecutive groups; `static` is then expected to be block-diagonal.
+    """
+
+    query_down: Tensor | None = None  # [B, T, R, H]
+    query_up: Tensor | None = None  # [B, T, R, H]
+    key_down: Tensor | None = None  # [B, S, R, H]
+    key_up: Tensor | None = None  # [B, S, R, H]
+    query_gate: Tensor | None = None  # [B, T, H]
+    key_gate: Tensor | None = None  # [B, S, H]
+    static: Tensor | None = None  # [H, H], indexed [in, out]
+    groups: int = 1
+
+
+IMPLEMENTATIONS: dict[str, Attention] = {"eager": dcmha_eager, "sdpa": plain_attention}
+
+
+def dcmha_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: Composition | None = None,
+    post: Composition | None = None,
+    scaling: float | None = None,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Multi-head attention whose heads are composed before and after the softmax.
+
+    Queries are aligned to the end of the keys. Keys and values with fewer heads are repeated (grouped-query attention);
+    composition is over the query's heads. A row with no visible key gives zeros.
+
+    Args:
+        query: `[B, H, T, D]`, floating point.
+        key, value: `[B, H_kv, S, D]` with `H` a multiple of `H_kv`, same dtype as `query`.
+        pre, post: the composition of the scores and of the probabilities; `None` leaves the heads independent.
+        scaling: factor on the scores, default `D ** -0.5`.
+        attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
+            causal and the window mask.
+        is_causal: a query sees no later key.
+        sliding_window: a query sees this many keys, itself included.
+        implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest that can do what is asked.
+
+    Returns:
+        `[B, T, H, D]`.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot compose.
+    """
+    _check_shapes(query, key, value, pre, post, sliding_window)
+    attend = IMPLEMENTATIONS[resolve_implementation(implementation, composed=pre is not None or post is not None)]
+    output, _ = attend(
+        query,
+        key,
+        value,
+        pre=pre,
+        post=post,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+    )
+    return output
+
+
+def resolve_implementation(name: str | None, *, composed: bool) -> str:
+    """Returns the implementation to use: `name` where it can do what is asked, the fastest that can for `None`.
+
+    Without composition the op is plain attention and goes to PyTorch's SDPA, so that a baseline is never handicapped.
+
+    Raises:
+        ValueError: the name is unknown, or it cannot compose heads.
+    """
+    if name is None:
+        return "eager" if composed else "sdpa"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
+    if name == "sdpa" and composed:
+        raise ValueError("attn_implementation='sdpa' cannot compose heads; use 'eager', or switch the composition off")
+    return name
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, pre: Composition | None, post: Composition | None, window: int | None
+) -> None:
+    if query.ndim != 4 or key.shape != value.shape or key.ndim != 4:
+        raise ValueError(
+            "query must be [B, H, T, D] and key and value [B, H_kv, S, D], not "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    batch, heads, queries, width = query.shape
+    if key.shape[0] != batch or key.shape[3] != width or heads % key.shape[1]:
+        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)} in batch, heads or width")
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window must be at least 1 (the query itself), not {window}")
+    for stage, composition in (("pre", pre), ("post", post)):
+        if composition is not None:
+            _check_composition(stage, composition, batch, queries, key.shape[2], heads)
+
+
+def _check_composition(stage: str, composition: Composition, batch: int, queries: int, keys: int, heads: int) -> None:
+    for side in ("query", "key"):
+        if (getattr(composition, f"{side}_down") is None) != (getattr(composition, f"{side}_up") is None):
+            raise ValueError(f"{stage}: {side}_down and {side}_up come together or not at all")
+    for field in fields(Composition):
+        factor = getattr(composition, field.name)
+        if not isinstance(factor, torch.Tensor):
+            continue
+        length = queries if field.name.startswith("query") else keys
+        leading = (heads,) if field.name == "static" else (batch, length)
+        if factor.shape[: len(leading)] != leading or factor.shape[-1] != heads:
+            raise ValueError(
+                f"{stage}.{field.name} has shape {tuple(factor.shape)}; expected {leading} first and {heads} heads last"
+            )

@@ -1,0 +1,41 @@
+"""Attention without composition, on PyTorch's scaled dot product attention: the baseline, and the op's fast exit."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masking import both, split_mask, visible_keys
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`dcmha_attention` for `pre` and `post` both None. Returns the output `[B, T, H, D]`, and no attention maps."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    # SDPA's own causal mask is aligned to the start of the keys, which is ours only for as many queries as keys.
+    builtin_causal = is_causal and queries == keys and sliding_window is None and attention_mask is None
+    visible, mask = None, None
+    if not builtin_causal:
+        given, bias = split_mask(attention_mask)
+        structural = visible_keys(
+            queries, keys, is_causal=is_causal, sliding_window=sliding_window, device=query.device
+        )
+        visible = both(structural, given)
+        mask = visible if bias is None or visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
+    enable_gqa = query.shape[1] != key.shape[1]
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=builtin_causal, scale=scaling, enable_gqa=enable_gqa
+    )
+    if visible is not None:
+        output = output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return output.transpose(1, 2), None

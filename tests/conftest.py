@@ -1,0 +1,19 @@
+"""What every test gets: one thread, no network, a fixed seed, poisoned fresh memory."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+# Uninitialised memory is filled with NaN, so that a path that reads what nothing wrote fails loudly.
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

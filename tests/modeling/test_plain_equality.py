@@ -1,0 +1,102 @@
+"""With composition off a DCFormer is a Llama, and with qk-norm a Qwen3: the same weights give the same logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+SHARED = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-5,
+}
+SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
+PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}, {"sliding_window": None}),
+    "llama-bias-tied": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"sliding_window": None, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-yarn": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        {"sliding_window": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}, {"head_dim": 24, "sliding_window": None}),
+    "qwen3-sliding": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "layer_types": SLIDING},
+        {"head_dim": 16, "sliding_window": 7, "layer_types": SLIDING},
+    ),
+}
+
+
+def make_pair(name: str, implementation: str) -> tuple[PreTrainedModel, DCFormerForCausalLM]:
+    config_class, model_class, theirs, ours = PARENTS[name]
+    parent = model_class(config_class(**SHARED, **theirs, attn_implementation=implementation)).eval()
+    qk_norm = {"use_qk_norm": name.startswith("qwen3"), "qk_norm_eps": SHARED["rms_norm_eps"]}
+    off = {"compose_pre": False, "compose_post": False}
+    config = DCFormerConfig(**{**SHARED, **ours, **qk_norm, **off}, attn_implementation=implementation)
+    model = DCFormerForCausalLM(config).eval()
+    model.load_state_dict(parent.state_dict(), strict=True)
+    return parent, model
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", PARENTS)
+@torch.no_grad()
+def test_same_logits_in_every_way_of_running(name: str, implementation: str) -> None:
+    parent, model = make_pair(name, implementation)
+    ids = torch.randint(0, 101, (3, 20))
+    assert_same(model(ids).logits, parent(ids).logits)
+
+    for mask in (padding_mask([0, 5, 11], "left"), padding_mask([0, 5, 11], "right")):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        real = mask.bool()
+        assert_same(model(**inputs).logits[real], parent(**inputs).logits[real])
+
+    ours, theirs = (net(ids[:, :6], use_cache=True) for net in (model, parent))
+    for step in range(6, 20):
+        ours = model(ids[:, step : step + 1], past_key_values=ours.past_key_values)
+        theirs = parent(ids[:, step : step + 1], past_key_values=theirs.past_key_values)
+        assert_same(ours.logits, theirs.logits)
+
+
+def padding_mask(pads: list[int], side: str) -> Tensor:
+    length = 20
+    positions = torch.arange(length)
+    rows = [positions >= pad if side == "left" else positions < length - pad for pad in pads]
+    return torch.stack(rows).long()
+
+
+def test_same_gradients() -> None:
+    parent, model = make_pair("qwen3-sliding", "eager")
+    ids = torch.randint(0, 101, (2, 20))
+    for net in (parent, model):
+        net(ids, labels=ids).loss.backward()
+    theirs = dict(parent.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.grad, theirs[name].grad)
+
+
+def test_default_implementation_is_sdpa_without_composition() -> None:
+    _, model = make_pair("llama", "sdpa")
+    assert DCFormerForCausalLM(model.config).config._attn_implementation == "sdpa"
