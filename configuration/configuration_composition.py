@@ -1,17 +1,29 @@
-"""The composition fields that every DCMHA model has, whatever its block looks like."""
+"""The attention fields that every DCMHA model has, whatever its block looks like."""
 
 from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from .configuration_portable import PortableConfig
+
+LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
 
 @strict
-class ComposedConfig(PreTrainedConfig):
+class ComposedConfig(PortableConfig):
     r"""
-    What dynamic head composition (DCMHA, arXiv 2405.08553) adds to a decoder configuration.
+    Attention with dynamically composed heads (DCMHA, arXiv 2405.08553).
 
     Args:
+        num_key_value_heads (`int`, *optional*): fewer than `num_attention_heads` is grouped-query attention: keys and
+            values are repeated, composition is over all query heads.
+        head_dim (`int`, *optional*): by default `hidden_size // num_attention_heads`.
+        sliding_window (`int`, *optional*, defaults to 256): keys that a token of a sliding layer sees, itself included.
+        layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` for each layer; by default
+            even layers slide and odd layers see everything, or all see everything when `sliding_window` is None.
+        use_qk_norm (`bool`, defaults to `True`): RMS norm of each query and key head before the rotary embedding.
+        qk_norm_eps (`float`, defaults to 1e-6): its epsilon, as in the released PyTorch code.
         compose_pre (`bool`, defaults to `True`): compose the scores, before the softmax.
         compose_post (`bool`, defaults to `True`): compose the probabilities, after the softmax.
         compose_query_wise (`bool`, defaults to `True`): terms that depend on the query token.
@@ -30,8 +42,17 @@ class ComposedConfig(PreTrainedConfig):
             At 0 a new model composes nothing at first, and still every composition parameter learns.
     """
 
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
 
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention_bias: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    sliding_window: int | None = 256
+    layer_types: list[str] | None = None
+    use_qk_norm: bool = True
+    qk_norm_eps: float = 1e-6
     compose_pre: bool = True
     compose_post: bool = True
     compose_query_wise: bool = True
@@ -57,6 +78,21 @@ class ComposedConfig(PreTrainedConfig):
             raise ValueError(f"{cls.__name__} has no size {name!r}; choose from {sorted(cls.sizes)}")
         return cls(**{**cls.sizes[name], **overrides})
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                    f"({self.num_attention_heads}), or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            pattern = "G" if self.sliding_window is None else "LG"
+            self.layer_types = repeat_layer_types(pattern, self.num_hidden_layers)
+        super().__post_init__(**kwargs)
+
     @property
     def compose_stages(self) -> tuple[str, ...]:
         """The stages that are composed, in the order of the weights."""
@@ -79,8 +115,16 @@ class ComposedConfig(PreTrainedConfig):
         """Whether cached tokens need their composition factors."""
         return bool(self.compose_stages) and "key" in self.compose_sides
 
+    def validate_heads(self) -> None:
+        """Part of the strict validation: head counts and widths fit each other."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads < 1 or kv_heads is None or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+        if self.head_dim is None or self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even and positive: rotary embedding turns pairs")
+
     def validate_composition(self) -> None:
-        """Part of the strict validation: rank, groups and epsilon."""
+        """Part of the strict validation: groups, rank, widths and epsilon."""
         heads = self.num_attention_heads
         if self.compose_groups < 1 or heads % self.compose_groups:
             raise ValueError(f"compose_groups ({self.compose_groups}) must divide num_attention_heads ({heads})")
@@ -89,8 +133,8 @@ class ComposedConfig(PreTrainedConfig):
             return
         if group < 2:
             raise ValueError(
-                f"num_attention_heads ({heads}) / compose_groups ({self.compose_groups}) leaves {group} head to compose; "
-                "use at least 2, or switch composition off (compose_pre=False, compose_post=False)"
+                f"num_attention_heads ({heads}) / compose_groups ({self.compose_groups}) leaves {group} to a group; "
+                "composing takes at least 2 heads, or switch it off (compose_pre=False, compose_post=False)"
             )
         if self.compose_low_rank and not 1 <= self.compose_rank <= group:
             raise ValueError(f"compose_rank ({self.compose_rank}) must be from 1 to the heads of a group ({group})")
@@ -100,19 +144,36 @@ class ComposedConfig(PreTrainedConfig):
             raise ValueError(f"compose_norm_eps ({self.compose_norm_eps}) must be positive")
 
     def validate_sliding_window(self) -> None:
-        """Part of the strict validation: sliding layers have a window of at least the token itself."""
-        sliding = "sliding_attention" in (self.layer_types or ())
-        if sliding and self.sliding_window is None:
+        """Part of the strict validation: layer types exist, and sliding layers have a window."""
+        types = set(self.layer_types or ())
+        if unknown := sorted(types - set(LAYER_TYPES.values())):
+            raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
+        if "sliding_attention" in types and self.sliding_window is None:
             raise ValueError(
-                "layer_types has 'sliding_attention' but sliding_window is None; give the keys a token sees"
+                "layer_types has 'sliding_attention' but sliding_window is None; say how many keys it sees"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1 (the token itself), or None")
-        if unknown := sorted(set(self.layer_types or ()) - {"full_attention", "sliding_attention"}):
-            raise ValueError(f"layer_types has {unknown}; only 'full_attention' and 'sliding_attention' exist here")
+
+    def validate_rope_type(self) -> None:
+        """Part of the strict validation: the rotary variant exists."""
+        known = {"default", *ROPE_INIT_FUNCTIONS}
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in known:
+            raise ValueError(f"rope_type {rope_type!r} does not exist; choose from {sorted(known)}")
 
 
-def alternating_layer_types(num_hidden_layers: int, pattern: str) -> list[str]:
+def repeat_layer_types(pattern: str, num_hidden_layers: int) -> list[str]:
     """Returns `layer_types` from a repeated pattern of letters: "LG" is local (sliding), global (full), local, ..."""
-    names = {"L": "sliding_attention", "G": "full_attention"}
-    return [names[pattern[layer % len(pattern)]] for layer in range(num_hidden_layers)]
+    return [LAYER_TYPES[pattern[layer % len(pattern)]] for layer in range(num_hidden_layers)]
+
+
+def model_size(hidden_size: int, layers: int, heads: int, intermediate_size: int, **fields: Any) -> dict[str, Any]:
+    """One entry of `sizes`: the shape, and whatever else differs from the defaults."""
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate_size,
+        **fields,
+    }

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 
 class ComposedLayerMixin:
-    """Adds `factors`, a plain layer whose keys are the packed factors `[B, P * rows, S, H]` and whose values are empty."""
+    """Adds `factors`: a plain layer whose keys are packed factors `[B, P * rows, S, H]` and whose values are empty."""
 
     plain_class: type[CacheLayerMixin]
     factors: Any

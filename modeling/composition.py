@@ -9,13 +9,14 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .ops.dcmha import Composition
+from .rms_norm import rms_normalize
 
 
 class DynamicComposition(nn.Module):
     """Generates the factors of both stages from the (normalised) attention input (DCMHA, arXiv 2405.08553).
 
-    A *component* is one stage seen from one side, in the order pre-query, pre-key, post-query, post-key; `C` counts those
-    that are switched on. The factors of a component are packed as `rows` of `H` numbers for each token: `R` first
+    A *component* is one stage seen from one side, in the order pre-query, pre-key, post-query, post-key; `C` counts
+    those that are switched on. The factors of a component are packed as `rows` of `H` numbers for each token: `R` first
     (normalised) factors, `R` second ones, one gate. This packed form is what the cache keeps for the key side.
 
     Weights (shapes of the official checkpoints, `H/G` heads to a group):
@@ -51,7 +52,7 @@ class DynamicComposition(nn.Module):
         return 2 * self.rank + int(self.has_gate)
 
     def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Returns the packed factors of each side that is on, `[B, P * rows, T, H]`, from `hidden_states` `[B, T, E]`."""
+        """Returns each side's packed factors, `[B, P * rows, T, H]`, from `hidden_states` `[B, T, E]`."""
         if not self.sides:
             return {}
         packed = []
@@ -72,7 +73,7 @@ class DynamicComposition(nn.Module):
         return by_stage.get("pre"), by_stage.get("post")
 
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
-        """The first and second factors, `[B, C, 2R, T, H]`; the first ones have unit mean square over a group's heads."""
+        """Both factors, `[B, C, 2R, T, H]`; the first ones have unit mean square over a group's heads."""
         hidden = self.act_fn(hidden_states @ self.hidden_weight.flatten(1)).unflatten(-1, self.hidden_weight.shape[1:])
         factors = torch.einsum("btgck,gckrh->bcrtgh", hidden, self.factor_weight)
         down, up = factors.split(self.rank, dim=2)
@@ -92,18 +93,12 @@ class DynamicComposition(nn.Module):
         return Composition(**terms, groups=self.groups)
 
 
-def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """Divides by the root mean square of the last dimension; computed in at least float32, returned in `x.dtype`."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 @torch.no_grad()
 def init_composition(module: DynamicComposition, scale: float) -> None:
-    """Initial weights of the official JAX trainer; `scale` multiplies all that makes the composition differ from identity.
+    """Initial weights of the official JAX trainer; `scale` multiplies what makes the composition differ from identity.
 
-    The first factors keep their size at `scale` 0: the second ones then start at zero and receive gradients through them,
-    whereas a generator that is zero throughout would never learn.
+    The first factors keep their size at `scale` 0: the second ones then start at zero and receive gradients through
+    them, whereas a generator that is zero throughout would never learn.
     """
     heads = module.num_heads // module.groups
     if module.factor_weight is not None:

@@ -9,21 +9,51 @@ from transformers import (
 )
 
 from dynattn.configuration.configuration_dcformer import DCFormerConfig
+from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
+from dynattn.configuration.configuration_portable import PortableConfig
 from dynattn.modeling.modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForSequenceClassification,
     DCFormerForTokenClassification,
     DCFormerModel,
 )
+from dynattn.modeling.modeling_dcpythia import (
+    DCPythiaForCausalLM,
+    DCPythiaForSequenceClassification,
+    DCPythiaForTokenClassification,
+    DCPythiaModel,
+)
 from dynattn.modeling.ops.dcmha import Composition, dcmha_attention
+from dynattn.remote_code import write_code
 
 __version__ = "0.1.0"
 
-AutoConfig.register("dcformer", DCFormerConfig, exist_ok=True)
-AutoModel.register(DCFormerConfig, DCFormerModel, exist_ok=True)
-AutoModelForCausalLM.register(DCFormerConfig, DCFormerForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(DCFormerConfig, DCFormerForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(DCFormerConfig, DCFormerForTokenClassification, exist_ok=True)
+for _config, _models in (
+    (
+        DCFormerConfig,
+        (
+            (AutoModel, DCFormerModel),
+            (AutoModelForCausalLM, DCFormerForCausalLM),
+            (AutoModelForSequenceClassification, DCFormerForSequenceClassification),
+            (AutoModelForTokenClassification, DCFormerForTokenClassification),
+        ),
+    ),
+    (
+        DCPythiaConfig,
+        (
+            (AutoModel, DCPythiaModel),
+            (AutoModelForCausalLM, DCPythiaForCausalLM),
+            (AutoModelForSequenceClassification, DCPythiaForSequenceClassification),
+            (AutoModelForTokenClassification, DCPythiaForTokenClassification),
+        ),
+    ),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    for _auto, _model in _models:
+        _auto.register(_config, _model, exist_ok=True)
+
+# What was loaded from a folder with code is saved with code.
+PortableConfig.code_writer = write_code
 
 __all__ = [
     "Composition",
@@ -32,6 +62,11 @@ __all__ = [
     "DCFormerForSequenceClassification",
     "DCFormerForTokenClassification",
     "DCFormerModel",
+    "DCPythiaConfig",
+    "DCPythiaForCausalLM",
+    "DCPythiaForSequenceClassification",
+    "DCPythiaForTokenClassification",
+    "DCPythiaModel",
     "__version__",
     "dcmha_attention",
 ]

@@ -1,12 +1,21 @@
-"""With composition off a DCFormer is a Llama, and with qk-norm a Qwen3: the same weights give the same logits."""
+"""With composition off a DCFormer is a Llama or Qwen3, and a DCPythia is a GPT-NeoX: same weights, same logits."""
 
 from typing import Any
 
 import pytest
 import torch
-from dynattn import DCFormerConfig, DCFormerForCausalLM
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 
 SHARED = {
     "vocab_size": 101,
@@ -44,7 +53,55 @@ PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_pair(name: str, implementation: str) -> tuple[PreTrainedModel, DCFormerForCausalLM]:
+NEOX_MODULES = {
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "gpt_neox.": "model.",
+    "attention.dense.": "self_attn.o_proj.",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}
+
+
+def from_neox(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """GPT-NeoX keeps query, key and value of a head together."""
+    ours = {}
+    for key, value in weights.items():
+        if ".attention.query_key_value." in key:
+            parts = value.unflatten(0, (heads, 3, -1)).unbind(1)
+            for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                there = key.replace("gpt_neox", "model").replace("attention.query_key_value", f"self_attn.{name}")
+                ours[there] = part.flatten(0, 1)
+            continue
+        for theirs, name in NEOX_MODULES.items():
+            key = key.replace(theirs, name)
+        ours[key] = value
+    return ours
+
+
+def make_neox_pair(name: str, implementation: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    shape = {k: v for k, v in SHARED.items() if k not in ("num_key_value_heads", "rms_norm_eps")}
+    shape["use_parallel_residual"] = name != "neox-sequential"
+    shape["attention_bias"] = name != "neox-no-bias"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5 if name == "neox" else 1.0}
+    parent = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rope_parameters=rope, attn_implementation=implementation))
+    config = DCPythiaConfig(
+        **shape,
+        rope_parameters=rope,
+        sliding_window=None,
+        use_qk_norm=False,
+        compose_pre=False,
+        compose_post=False,
+        attn_implementation=implementation,
+    )
+    model = DCPythiaForCausalLM(config).eval()
+    model.load_state_dict(from_neox(parent.state_dict(), SHARED["num_attention_heads"]), strict=True)
+    return parent.eval(), model
+
+
+def make_pair(name: str, implementation: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    if name.startswith("neox"):
+        return make_neox_pair(name, implementation)
     config_class, model_class, theirs, ours = PARENTS[name]
     parent = model_class(config_class(**SHARED, **theirs, attn_implementation=implementation)).eval()
     qk_norm = {"use_qk_norm": name.startswith("qwen3"), "qk_norm_eps": SHARED["rms_norm_eps"]}
@@ -60,7 +117,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", PARENTS)
+@pytest.mark.parametrize("name", [*PARENTS, "neox", "neox-sequential", "neox-no-bias"])
 @torch.no_grad()
 def test_same_logits_in_every_way_of_running(name: str, implementation: str) -> None:
     parent, model = make_pair(name, implementation)

@@ -1,21 +1,24 @@
-"""The official code's own numbers: attention in float64 with every gradient, logits and greedy tokens of whole models."""
+"""The official code's numbers: attention in float64 with every gradient, logits and greedy tokens of whole models."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dynattn import DCFormerConfig, DCFormerForCausalLM
-from dynattn.modeling.modeling_dcformer import DCFormerAttention
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn.modeling.composed_attention import ComposedAttention
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ATTENTION_CASES = sorted(path.name for path in GOLDEN.glob("dcmha_attn_*"))
 MODEL_RUNS = [
     (case.name, run["tag"])
-    for case in sorted(GOLDEN.glob("dcformer_*"))
+    for case in sorted((*GOLDEN.glob("dcformer_*"), *GOLDEN.glob("dcpythia_*")))
     for run in json.loads((case / "meta.json").read_text())["runs"]
 ]
 
@@ -34,8 +37,12 @@ def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def attention_weights(official: dict[str, Tensor], query_wise_only: bool = False) -> dict[str, Tensor]:
     """One attention layer's official tensors under our names and shapes."""
-    ours = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), official["wqkv.weight"].chunk(3), strict=True))
-    ours["o_proj.weight"] = official["wo.weight"]
+    ours: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        if f"wqkv.{kind}" in official:
+            names = (f"q_proj.{kind}", f"k_proj.{kind}", f"v_proj.{kind}")
+            ours.update(zip(names, official[f"wqkv.{kind}"].chunk(3), strict=True))
+            ours[f"o_proj.{kind}"] = official[f"wo.{kind}"]
     for name in ("q_norm", "k_norm"):
         if f"{name}.scale" in official:
             ours[f"{name}.weight"] = official[f"{name}.scale"]
@@ -55,30 +62,36 @@ def attention_weights(official: dict[str, Tensor], query_wise_only: bool = False
     return ours
 
 
-def model_weights(tensors: dict[str, Tensor], layers: int, qk_norm: bool) -> dict[str, Tensor]:
+def model_weights(tensors: dict[str, Tensor], meta: dict[str, Any], qk_norm: bool) -> dict[str, Tensor]:
+    """A whole official model under our names. DCFormer's w1 is the MLP's gate, DCPythia's is its only way up."""
     official = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
-    ours = {
-        "model.embed_tokens.weight": official["tok_embeddings.weight"],
-        "model.norm.weight": official["norm.weight"],
-        "lm_head.weight": official["output.weight"],
+    mlp = {"w1": "up_proj"} if meta["family"] == "dcpythia" else {"w1": "gate_proj", "w3": "up_proj", "mg": "mgate"}
+    modules = {
+        "tok_embeddings": "model.embed_tokens",
+        "norm": "model.norm",
+        "output": "lm_head",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **{f"feed_forward.{theirs}": f"mlp.{name}" for theirs, name in {**mlp, "w2": "down_proj"}.items()},
     }
-    for index in range(layers):
-        here, there = f"layers.{index}.", f"model.layers.{index}."
-        layer = {key.removeprefix(here): value for key, value in official.items() if key.startswith(here)}
-        names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "mg": "mgate"}
-        for theirs, name in names.items():
-            if f"feed_forward.{theirs}.weight" in layer:
-                ours[f"{there}mlp.{name}.weight"] = layer[f"feed_forward.{theirs}.weight"]
-        ours[f"{there}input_layernorm.weight"] = layer["attention_norm.weight"]
-        ours[f"{there}post_attention_layernorm.weight"] = layer["ffn_norm.weight"]
-        attention = {k.removeprefix("attention."): v for k, v in layer.items() if k.startswith("attention.")}
-        for key, value in attention_weights(attention).items():
+    ours: dict[str, Tensor] = {}
+    attention: dict[str, dict[str, Tensor]] = {}
+    for key, value in official.items():
+        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", key).groups(default="")
+        prefix = f"model.{layer}" if layer else ""
+        if rest.startswith("attention."):
+            attention.setdefault(prefix, {})[rest.removeprefix("attention.")] = value
+        else:
+            module, parameter = rest.rsplit(".", 1)
+            ours[f"{prefix}{modules[module]}.{parameter}"] = value
+    for prefix, weights in attention.items():
+        for key, value in attention_weights(weights).items():
             if qk_norm or not key.startswith(("q_norm", "k_norm")):
-                ours[f"{there}self_attn.{key}"] = value
+                ours[f"{prefix}self_attn.{key}"] = value
     return ours
 
 
-def build_attention(meta: dict[str, Any]) -> DCFormerAttention:
+def build_attention(meta: dict[str, Any]) -> ComposedAttention:
     official = meta["config"]
     window = official["window_keys_incl_self"]
     config = DCFormerConfig(
@@ -92,7 +105,7 @@ def build_attention(meta: dict[str, Any]) -> DCFormerAttention:
         compose_key_wise=not official["query_wise_only"],
         attn_implementation="eager",
     )
-    return DCFormerAttention(config, layer_idx=0).double()
+    return ComposedAttention(config, layer_idx=0).double()
 
 
 @pytest.mark.parametrize("name", ATTENTION_CASES)
@@ -116,26 +129,41 @@ def test_attention_equals_the_official_one_in_float64(name: str) -> None:
         torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def build_model(meta: dict[str, Any], tensors: dict[str, Tensor], run: dict[str, Any]) -> DCFormerForCausalLM:
+def build_model(meta: dict[str, Any], tensors: dict[str, Tensor], run: dict[str, Any]) -> PreTrainedModel:
     base = meta["base_config"]
     windows = run.get("keys_visible_incl_self") or run["layer_windows"]
-    config = DCFormerConfig(
-        vocab_size=base["vocab_size"],
-        hidden_size=base["dim"],
-        intermediate_size=base["intermediate_size"],
-        num_hidden_layers=base["n_layer"],
-        num_attention_heads=base["n_head"],
-        max_position_embeddings=base["block_size"],
-        rms_norm_eps=base["norm_eps"],
-        rope_parameters={"rope_type": "default", "rope_theta": float(run.get("rope_base", base.get("rope_base", 1e4)))},
-        use_qk_norm=run["use_qk_norm"],
-        mgate_dim=base.get("mgate_dim"),
-        sliding_window=next((window for window in windows if window), None),
-        layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
-    )
-    model = DCFormerForCausalLM(config).eval()
-    model.load_state_dict(model_weights(tensors, base["n_layer"], run["use_qk_norm"]), strict=True)
-    return model
+    shared = {
+        "vocab_size": base["vocab_size"],
+        "hidden_size": base["dim"],
+        "intermediate_size": base["intermediate_size"],
+        "num_hidden_layers": base["n_layer"],
+        "num_attention_heads": base["n_head"],
+        "max_position_embeddings": base["block_size"],
+        "use_qk_norm": run["use_qk_norm"],
+        "eos_token_id": None,
+        "sliding_window": next((window for window in windows if window), None),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+    rope = {"rope_type": "default", "rope_theta": float(run.get("rope_base", base.get("rope_base", 1e4)))}
+    model: PreTrainedModel
+    if meta["family"] == "dcpythia":
+        bias = base["use_linear_bias"]
+        config = DCPythiaConfig(
+            **shared,
+            layer_norm_eps=base["norm_eps"],
+            rope_parameters={**rope, "partial_rotary_factor": base["rotary_pct"]},
+            use_parallel_residual=base["use_parallel_residual"],
+            attention_bias=bias,
+            mlp_bias=bias,
+        )
+        model = DCPythiaForCausalLM(config)
+    else:
+        mgate_dim = base.get("mgate_dim")
+        model = DCFormerForCausalLM(
+            DCFormerConfig(**shared, rms_norm_eps=base["norm_eps"], rope_parameters=rope, mgate_dim=mgate_dim)
+        )
+    model.load_state_dict(model_weights(tensors, meta, run["use_qk_norm"]), strict=True)
+    return model.eval()
 
 
 @pytest.mark.parametrize(("name", "tag"), MODEL_RUNS, ids=lambda value: value)
@@ -159,7 +187,7 @@ def test_model_equals_the_official_one(name: str, tag: str) -> None:
     assert torch.equal(tokens[:, -run["new_tokens"] :], expected[:, -run["new_tokens"] :])
 
 
-def step_by_step(model: DCFormerForCausalLM, ids: Tensor) -> Tensor:
+def step_by_step(model: PreTrainedModel, ids: Tensor) -> Tensor:
     cache, logits = None, []
     for position in range(ids.shape[1]):
         output = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)

@@ -1,0 +1,165 @@
+"""DCPythia: a GPT-NeoX-style decoder whose attention heads are dynamically composed (arXiv 2405.08553)."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.configuration_dcpythia import DCPythiaConfig
+from .causal_lm import GenericForCausalLM
+from .composed_attention import ComposedAttention, ComposedPreTrainedModel
+from .composed_cache import keep_factors
+from .decoder_inputs import prepare_decoder_inputs
+from .rotary import RotaryEmbedding
+
+
+class DCPythiaMLP(nn.Module):
+    """Two projections with an exact GELU between them."""
+
+    def __init__(self, config: DCPythiaConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class DCPythiaDecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP, side by side (parallel residual) or one after the other."""
+
+    def __init__(self, config: DCPythiaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.use_parallel_residual = config.use_parallel_residual
+        self.self_attn = ComposedAttention(config, layer_idx)
+        self.mlp = DCPythiaMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Tensor:
+        """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`."""
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        if self.use_parallel_residual:
+            return self.mlp(self.post_attention_layernorm(hidden_states)) + attended + hidden_states
+        hidden_states = hidden_states + attended
+        return self.mlp(self.post_attention_layernorm(hidden_states)) + hidden_states
+
+
+class DCPythiaPreTrainedModel(ComposedPreTrainedModel):
+    """What all DCPythia models share."""
+
+    config: DCPythiaConfig
+    _no_split_modules: ClassVar[list[str]] = ["DCPythiaDecoderLayer"]
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": DCPythiaDecoderLayer,
+        "attentions": ComposedAttention,
+    }
+
+
+class DCPythiaModel(DCPythiaPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: DCPythiaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([DCPythiaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
+
+        Any dynamic or static cache will do; it keeps composition factors beside keys and values from then on.
+        """
+        hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
+            self.config,
+            self.embed_tokens,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+        )
+        if past_key_values is not None and self.config.composes_keys:
+            keep_factors(past_key_values)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[layer_type],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+class DCPythiaForCausalLM(GenericForCausalLM, DCPythiaPreTrainedModel, GenerationMixin):
+    """The decoder with a language modeling head."""
+
+    base_class = DCPythiaModel
+
+
+class DCPythiaForSequenceClassification(GenericForSequenceClassification, DCPythiaPreTrainedModel):
+    """The decoder with a classifier on the last real token."""
+
+
+class DCPythiaForTokenClassification(GenericForTokenClassification, DCPythiaPreTrainedModel):
+    """The decoder with a classifier on every token."""
+
+
+__all__ = [
+    "DCPythiaForCausalLM",
+    "DCPythiaForSequenceClassification",
+    "DCPythiaForTokenClassification",
+    "DCPythiaModel",
+    "DCPythiaPreTrainedModel",
+]

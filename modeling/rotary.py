@@ -1,0 +1,52 @@
+"""Rotary position embedding in every variant that Transformers knows, over all or the first dimensions of a head."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines `[B, T, rotary width]` of the angles at `position_ids` `[B, T]`."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        init_fn = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            init_fn = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = init_fn(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: PreTrainedConfig, **_: Any) -> tuple[Tensor, float]:
+        """Returns the inverse frequencies `[rotary width / 2]` and the factor on cosines and sines."""
+        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, width, 2, dtype=torch.float) / width
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (
+            (angles.cos() * self.attention_scaling).to(x.dtype),
+            (angles.sin() * self.attention_scaling).to(x.dtype),
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (i, i + W/2) of the first `W` dimensions of `x` `[B, H, T, D]`; `cos`, `sin` are `[B, T, W]`."""
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -1,0 +1,192 @@
+"""The attention op against the matrix form of composition, written out pair by pair."""
+
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynattn import Composition, dcmha_attention
+
+TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
+
+
+def random_composition(terms: set[str], batch: int, queries: int, keys: int, heads: int, rank: int) -> Composition:
+    def factor(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64) * 0.5
+
+    given: dict[str, Tensor] = {}
+    for side, length in (("query", queries), ("key", keys)):
+        if f"{side}_low_rank" in terms:
+            given[f"{side}_down"] = factor(batch, length, rank, heads)
+            given[f"{side}_up"] = factor(batch, length, rank, heads)
+        if f"{side}_gate" in terms:
+            given[f"{side}_gate"] = factor(batch, length, heads)
+    if "static" in terms:
+        given["static"] = factor(heads, heads)
+    return Composition(**given)
+
+
+def mixing_matrix(c: Composition, b: int, t: int, s: int, heads: int) -> Tensor:
+    """`Wfull` of one (query, key) pair: out[m] = sum_n in[n] Wfull[n, m]."""
+    full = torch.eye(heads, dtype=torch.float64)
+    if c.static is not None:
+        full = full + c.static
+    group = torch.arange(heads) // (heads // c.groups)
+    same_group = (group[:, None] == group[None, :]).double()
+    for down, up, index in ((c.query_down, c.query_up, t), (c.key_down, c.key_up, s)):
+        if down is not None and up is not None:
+            full = full + same_group * torch.einsum("rn,rm->nm", down[b, index], up[b, index])
+    for gate, index in ((c.query_gate, t), (c.key_gate, s)):
+        if gate is not None:
+            full = full + torch.diag(gate[b, index])
+    return full
+
+
+def compose_by_pairs(scores: Tensor, c: Composition | None) -> Tensor:
+    if c is None:
+        return scores
+    composed = torch.empty_like(scores)
+    batch, heads, queries, keys = scores.shape
+    for b, t, s in itertools.product(range(batch), range(queries), range(keys)):
+        composed[b, :, t, s] = scores[b, :, t, s] @ mixing_matrix(c, b, t, s, heads)
+    return composed
+
+
+def attention_by_pairs(
+    query: Tensor, key: Tensor, value: Tensor, pre: Composition | None, post: Composition | None, visible: Tensor
+) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = compose_by_pairs(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5, pre)
+    probs = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1).nan_to_num(0.0)
+    return (compose_by_pairs(probs, post) @ value).transpose(1, 2)
+
+
+def causal(queries: int, keys: int, window: int | None) -> Tensor:
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def random_inputs(batch: int, heads: int, kv_heads: int, queries: int, keys: int, width: int) -> list[Tensor]:
+    shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    return [torch.randn(batch, h, length, width, dtype=torch.float64) for h, length in shapes]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    terms=st.sets(st.sampled_from(TERMS)),
+    stages=st.sampled_from([("pre",), ("post",), ("pre", "post")]),
+    heads=st.sampled_from([(2, 2), (4, 2), (6, 1)]),
+    rank=st.integers(1, 3),
+    queries=st.integers(1, 5),
+    past=st.integers(0, 4),
+    window=st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_every_switch_equals_the_pairwise_definition(
+    terms: set[str],
+    stages: tuple[str, ...],
+    heads: tuple[int, int],
+    rank: int,
+    queries: int,
+    past: int,
+    window: int | None,
+) -> None:
+    keys = queries + past
+    query, key, value = random_inputs(2, *heads, queries, keys, 4)
+    composition = {stage: random_composition(terms, 2, queries, keys, heads[0], rank) for stage in stages}
+    pre, post = composition.get("pre"), composition.get("post")
+    output = dcmha_attention(query, key, value, pre=pre, post=post, sliding_window=window)
+    expected = attention_by_pairs(query, key, value, pre, post, causal(queries, keys, window))
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_groups_mix_only_inside_themselves(groups: int) -> None:
+    query, key, value = random_inputs(2, 6, 6, 5, 5, 4)
+    plain = random_composition(set(TERMS) - {"static"}, 2, 5, 5, 6, 2)
+    pre = post = replace(plain, groups=groups)
+    output = dcmha_attention(query, key, value, pre=pre, post=post)
+    expected = attention_by_pairs(query, key, value, pre, post, causal(5, 5, None))
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_gradients_of_every_input_by_finite_differences() -> None:
+    query, key, value = random_inputs(1, 4, 2, 3, 4, 2)
+    pre, post = (random_composition(set(TERMS), 1, 3, 4, 4, 2) for _ in range(2))
+    names = [field.name for field in fields(Composition) if field.name != "groups"]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        before = Composition(**dict(zip(names, tensors[3:10], strict=True)))
+        after = Composition(**dict(zip(names, tensors[10:], strict=True)))
+        return dcmha_attention(*tensors[:3], pre=before, post=after, sliding_window=3)
+
+    inputs = [query, key, value, *(getattr(c, name) for c in (pre, post) for name in names)]
+    assert torch.autograd.gradcheck(attend, [tensor.requires_grad_() for tensor in inputs])
+
+
+@pytest.mark.parametrize("composed", [True, False])
+@pytest.mark.parametrize("additive", [True, False])
+def test_rows_without_a_visible_key_give_zeros_and_finite_gradients(composed: bool, additive: bool) -> None:
+    query, key, value = (tensor.float().requires_grad_() for tensor in random_inputs(2, 4, 4, 5, 5, 4))
+    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    visible[0, :, :, :2] = False  # left padding: the first two queries of the first row see nothing
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min) if additive else visible
+    pre = Composition(query_gate=torch.randn(2, 5, 4)) if composed else None
+    output = dcmha_attention(query, key, value, pre=pre, attention_mask=mask)
+    assert torch.equal(output[0, :2], torch.zeros_like(output[0, :2]))
+    assert output[0, 2:].abs().min() > 0
+    output.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+def test_an_additive_mask_biases_the_composed_scores() -> None:
+    query, key, value = random_inputs(1, 2, 2, 4, 4, 4)
+    pre = random_composition({"query_low_rank"}, 1, 4, 4, 2, 1)
+    bias = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    output = dcmha_attention(query, key, value, pre=pre, attention_mask=bias)
+    scores = compose_by_pairs(query @ key.transpose(-1, -2) / 2, pre) + bias
+    probs = torch.softmax(scores.masked_fill(~causal(4, 4, None), -torch.inf), -1)
+    torch.testing.assert_close(output, (probs @ value).transpose(1, 2))
+
+
+def test_without_composition_it_is_torchs_own_attention() -> None:
+    query, key, value = random_inputs(2, 4, 2, 7, 7, 8)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+    for implementation in (None, "eager", "sdpa"):
+        output = dcmha_attention(query, key, value, implementation=implementation)
+        torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_plain_attention_aligns_queries_to_the_end(kv_heads: int, window: int | None) -> None:
+    query, key, value = random_inputs(2, 4, kv_heads, 3, 8, 4)
+    expected = attention_by_pairs(query, key, value, None, None, causal(3, 8, window))
+    torch.testing.assert_close(dcmha_attention(query, key, value, sliding_window=window), expected)
+
+
+def test_bad_calls_say_what_is_wrong() -> None:
+    query, key, value = random_inputs(2, 4, 4, 3, 5, 4)
+    gate = Composition(query_gate=torch.zeros(2, 3, 4))
+    cases = [
+        ({"implementation": "fast"}, r"'fast' does not exist; choose from \['eager', 'sdpa'\]"),
+        ({"implementation": "sdpa", "pre": gate}, "'sdpa' cannot compose heads; use 'eager'"),
+        ({"pre": Composition(query_down=torch.zeros(2, 3, 1, 4))}, "query_down and query_up come together"),
+        (
+            {"post": Composition(key_gate=torch.zeros(2, 3, 4))},
+            r"post.key_gate has shape .*; expected \(2, 5\)",
+        ),
+        ({"sliding_window": 0}, "sliding_window must be at least 1"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            dcmha_attention(query, key, value, **arguments)
+    with pytest.raises(ValueError, match="does not fit query"):
+        dcmha_attention(query, key[:, :3], value[:, :3])
+    with pytest.raises(ValueError, match=r"query must be \[B, H, T, D\]"):
+        dcmha_attention(query[0], key, value)

@@ -1,0 +1,145 @@
+"""Caches keep keys, values and key-side factors together, through everything that generation does to a cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache
+
+from dynattn import DCFormerForCausalLM
+from dynattn.modeling.composed_cache import ComposedLayerMixin
+
+MakeModel = Callable[..., DCFormerForCausalLM]
+
+
+def random_ids(batch: int, length: int) -> Tensor:
+    return torch.randint(0, 97, (batch, length))
+
+
+@torch.no_grad()
+def continue_from(model: DCFormerForCausalLM, cache: Cache, ids: Tensor) -> Tensor:
+    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], dim=1)
+
+
+@torch.no_grad()
+def filled(model: DCFormerForCausalLM, ids: Tensor, cache: Cache | None = None) -> Cache:
+    return model(ids, past_key_values=cache, use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_numbers_a_token_and_layer(make_model: MakeModel, rank: int) -> None:
+    model = make_model(compose_rank=rank)
+    cache = filled(model, random_ids(2, 30))
+    heads, kv_heads, width = 6, 3, 8
+    for layer, layer_type in zip(cache.layers, model.config.layer_types, strict=True):
+        tokens = 30 if layer_type == "full_attention" else model.config.sliding_window - 1
+        assert layer.keys.shape == layer.values.shape == (2, kv_heads, tokens, width)
+        assert layer.factors.keys.shape == (2, 2 * (2 * rank + 1), tokens, heads)  # 10 H at rank 2
+        assert layer.factors.values.numel() == 0
+
+
+def test_query_wise_models_use_ordinary_caches(make_model: MakeModel) -> None:
+    cache = filled(make_model(compose_key_wise=False), random_ids(1, 5))
+    assert not any(isinstance(layer, ComposedLayerMixin) for layer in cache.layers)
+
+
+MAKERS: dict[str, Callable[[Any], Cache]] = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "dynamic-without-config": lambda config: DynamicCache(),
+    "static": lambda config: StaticCache(config=config, max_cache_len=48),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("prompt", [1, 7, 20])
+def test_any_cache_gives_the_full_forwards_logits(make_model: MakeModel, kind: str, prompt: int) -> None:
+    model, ids = make_model(), random_ids(2, 33)
+    cache = filled(model, ids[:, :prompt], MAKERS[kind](model.config))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, prompt:]
+    torch.testing.assert_close(continue_from(model, cache, ids[:, prompt:]), expected, atol=1e-4, rtol=0)
+
+
+def test_chunked_prefill(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 40)
+    cache: Cache | None = None
+    logits = []
+    with torch.no_grad():
+        for chunk in ids.split([1, 12, 3, 17, 7], dim=1):
+            output = model(chunk, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reorder(make_model: MakeModel, kind: str) -> None:
+    model, ids, tail = make_model(), random_ids(3, 15), random_ids(3, 4)
+    order = torch.tensor([2, 0, 0])
+    cache = filled(model, ids, MAKERS[kind](model.config))
+    cache.reorder_cache(order)
+    expected = continue_from(model, filled(model, ids[order]), tail)
+    torch.testing.assert_close(continue_from(model, cache, tail), expected, atol=1e-4, rtol=0)
+
+
+def test_repeat_and_select(make_model: MakeModel) -> None:
+    model, ids, tail = make_model(), random_ids(2, 15), random_ids(1, 4)
+    cache = filled(model, ids)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2]))
+    expected = continue_from(model, filled(model, ids[1:]), tail)
+    torch.testing.assert_close(continue_from(model, cache, tail), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("length", [6, 25])
+def test_crop_with_recorded_past(make_model: MakeModel, length: int) -> None:
+    model, ids, tail = make_model(), random_ids(2, length), random_ids(2, 4)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    filled(model, ids, cache)
+    cache.crop(-3)
+    expected = continue_from(model, filled(model, ids[:, :-3]), tail)
+    with torch.no_grad():
+        output = model(tail, past_key_values=cache).logits
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reset(make_model: MakeModel, kind: str) -> None:
+    model, ids = make_model(), random_ids(2, 20)
+    cache = filled(model, random_ids(2, 20), MAKERS[kind](model.config))
+    cache.reset()
+    fresh = MAKERS[kind](model.config)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=fresh).logits
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-5, rtol=0)
+    tail = random_ids(2, 3)
+    torch.testing.assert_close(continue_from(model, cache, tail), continue_from(model, fresh, tail))
+
+
+def test_offload_moves_the_factors_too(make_model: MakeModel) -> None:
+    cache = filled(make_model(), random_ids(2, 12))
+    layer = cache.layers[1]
+    before = layer.factors.keys.clone()
+    layer.offload()
+    layer.prefetch()
+    assert torch.equal(layer.factors.keys, before)
+
+
+def test_an_allocated_static_cache_is_taken_over(make_model: MakeModel) -> None:
+    model, ids = make_model(), random_ids(2, 20)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    cache.early_initialization(batch_size=2, num_heads=3, head_dim=8, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_cache_filled_by_another_model_is_refused(make_model: MakeModel) -> None:
+    cache = filled(make_model(compose_pre=False, compose_post=False), random_ids(1, 5))
+    with pytest.raises(ValueError, match="holds 5 tokens without composition factors"):
+        make_model()(random_ids(1, 1), past_key_values=cache)

@@ -1,0 +1,115 @@
+"""The generator: sizes, initial weights, every switch, and the start as identity."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.modeling.composition import DynamicComposition, init_composition
+
+SWITCHES: list[dict[str, Any]] = [
+    {"compose_pre": False},
+    {"compose_post": False},
+    {"compose_query_wise": False},
+    {"compose_key_wise": False},
+    {"compose_low_rank": False},
+    {"compose_gate": False},
+    {"compose_static": True},
+    {"compose_static": True, "compose_query_wise": False, "compose_key_wise": False},
+    {"compose_rank": 1},
+    {"compose_rank": 3},
+    {"compose_groups": 2},
+    {"compose_groups": 3, "compose_static": True},
+    {"compose_hidden_size": 5},
+    {"compose_act": "gelu_pytorch_tanh"},
+]
+
+
+def switch_name(switches: dict[str, Any]) -> str:
+    return "-".join(f"{key.removeprefix('compose_')}={value}" for key, value in switches.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "per_layer"), [("405m", 344_064), ("2.8b", 1_703_936), ("6.9b", 2_686_976)], ids=lambda value: str(value)
+)
+def test_parameters_added_to_a_layer_are_the_official_ones(size: str, per_layer: int) -> None:
+    with torch.device("meta"):
+        module = DynamicComposition(DCFormerConfig.from_size(size))
+    assert sum(parameter.numel() for parameter in module.parameters()) == per_layer
+
+
+def test_initial_weights_have_the_jax_trainers_spread() -> None:
+    module = DynamicComposition(DCFormerConfig.from_size("405m"))
+    init_composition(module, scale=1.0)
+    hidden, heads, width = 1024, 16, 64
+    expected = {
+        "hidden_weight": math.sqrt(2 / (hidden + width)),
+        "factor_weight": 0.02 / (math.sqrt(width) * (heads + 2)),
+        "gate_weight": 0.005 * math.sqrt(2 / (hidden + heads)),
+    }
+    for name, std in expected.items():
+        assert getattr(module, name).std().item() == pytest.approx(std, rel=0.02)
+        assert abs(getattr(module, name).mean().item()) < 0.02 * std
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=switch_name)
+def test_every_switch_changes_the_model_and_decodes_as_it_prefills(
+    make_model: Callable[..., DCFormerForCausalLM], switches: dict[str, Any]
+) -> None:
+    model = make_model(**switches)
+    ids = torch.randint(0, 97, (2, 21))
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        output = model(ids[:, :13])
+        steps = [output.logits]
+        for position in range(13, 21):
+            output = model(ids[:, position : position + 1], past_key_values=output.past_key_values)
+            steps.append(output.logits)
+        plain = make_model(compose_pre=False, compose_post=False)
+        plain.load_state_dict({k: v for k, v in model.state_dict().items() if "composition" not in k})
+        assert (plain(ids).logits - full).abs().max() > 0.01 * full.abs().max()
+    torch.testing.assert_close(torch.cat(steps, 1), full, atol=1e-4, rtol=0)
+    model(ids, labels=ids).loss.backward()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert not dead
+
+
+def test_switching_everything_off_leaves_no_composition(make_model: Callable[..., DCFormerForCausalLM]) -> None:
+    for off in (
+        {"compose_pre": False, "compose_post": False},
+        {"compose_query_wise": False, "compose_key_wise": False},
+        {"compose_low_rank": False, "compose_gate": False},
+    ):
+        model = make_model(**off)
+        assert not model.config.composes
+        assert not [name for name, _ in model.named_parameters() if "composition" in name]
+
+
+def test_scale_zero_starts_as_identity_and_still_learns(make_model: Callable[..., DCFormerForCausalLM]) -> None:
+    model = make_model(compose_init_scale=0, compose_static=True)
+    plain = make_model(compose_pre=False, compose_post=False, attn_implementation="eager")
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "composition" not in k})
+    ids = torch.randint(0, 97, (2, 16))
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    composition = {name: p for name, p in model.named_parameters() if "composition" in name}
+    assert len(composition) == 4 * model.config.num_hidden_layers
+    assert all(p.grad.abs().max() > 0 for p in composition.values())
+
+
+def test_static_mixing_of_groups_is_block_diagonal() -> None:
+    config = DCFormerConfig.from_size("tiny", compose_static=True, compose_groups=2)
+    module = DynamicComposition(config)
+    init_composition(module, scale=1.0)
+    pre, _ = module.assemble(module(torch.randn(1, 3, config.hidden_size)))
+    assert pre is not None and pre.static is not None
+    assert torch.equal(pre.static[:2, 2:], torch.zeros(2, 2))
+    assert torch.equal(pre.static[:2, :2], module.static_weight[0, 0])
