@@ -62,7 +62,7 @@ class DCPythiaConfig(ComposedConfig):
 
     def validate_rotary_width(self) -> None:
         """Part of the strict validation: the rotated part of a head is made of pairs."""
-        factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        factor: Any = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         width = int((self.head_dim or 0) * factor)
         if width < 2 or width % 2:
             raise ValueError(

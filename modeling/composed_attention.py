@@ -1,15 +1,13 @@
 """Dynamically composable attention as a layer, and what every model built on it tells Transformers."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 
 from .composition import DynamicComposition, init_composition
 from .ops.dcmha import resolve_implementation
@@ -70,7 +68,7 @@ class ComposedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`."""
         query, key, value = self._project(hidden_states, position_embeddings)
@@ -117,7 +115,7 @@ class ComposedPreTrainedModel(PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values"]
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     # Context parallelism drops the mask and splits the keys; neither is possible while heads are composed.

@@ -91,13 +91,13 @@ class _ComposedDynamicMixin(ComposedLayerMixin):
         self.factors.batch_select_indices(indices)
 
 
-class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):
+class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore[misc]
     """Grows with every token."""
 
     plain_class = DynamicLayer
 
 
-class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):
+class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """Grows up to the window."""
 
     plain_class = DynamicSlidingWindowLayer
@@ -107,19 +107,19 @@ class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWin
         self.factors.activate_past_recording()
 
 
-class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):
+class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):  # type: ignore[misc]
     """Allocated once, for compiled decoding."""
 
     plain_class = StaticLayer
 
 
-class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):
+class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
     """Allocated once, at the width of the window."""
 
     plain_class = StaticSlidingWindowLayer
 
 
-COMPOSED_LAYERS: dict[type[CacheLayerMixin], Any] = {
+COMPOSED_LAYERS: dict[type, Any] = {
     layer.plain_class: layer
     for layer in (
         ComposedDynamicLayer,
@@ -155,6 +155,7 @@ def _empty_copy(layer: CacheLayerMixin) -> CacheLayerMixin:
     empty = copy.copy(layer)
     empty.keys = empty.values = None
     empty.is_initialized = False
-    if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
-        empty.cumulative_length = torch.zeros_like(layer.cumulative_length)
+    count = getattr(layer, "cumulative_length", None)
+    if isinstance(count, torch.Tensor):
+        empty.cumulative_length = torch.zeros_like(count)  # type: ignore[assignment]
     return empty

@@ -1,5 +1,6 @@
 """From what a caller hands to a decoder to what its layers read. Errors name the value, the limit and the fix."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
-MASK_MAKERS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASK_MAKERS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 class DecoderInputs(NamedTuple):
@@ -52,18 +56,18 @@ def prepare_decoder_inputs(
     if position_ids is None:
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
-    masks = attention_mask
-    if not isinstance(masks, dict):
-        masks = {
-            layer_type: MASK_MAKERS[layer_type](
-                config=config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
-            for layer_type in sorted(set(config.layer_types))
-        }
+    if isinstance(attention_mask, dict):
+        return DecoderInputs(inputs_embeds, position_ids, past_key_values, attention_mask)
+    masks = {
+        layer_type: MASK_MAKERS[layer_type](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        for layer_type in sorted(set(config.layer_types))
+    }
     return DecoderInputs(inputs_embeds, position_ids, past_key_values, masks)
 
 

@@ -1,28 +1,22 @@
 """DCFormer: a LLaMA-style decoder whose attention heads are dynamically composed (arXiv 2405.08553)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcformer import DCFormerConfig
-from .causal_lm import GenericForCausalLM
 from .composed_attention import ComposedAttention, ComposedPreTrainedModel
 from .composed_cache import keep_factors
 from .decoder_inputs import prepare_decoder_inputs
+from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .rms_norm import RMSNorm
 from .rotary import RotaryEmbedding
 
@@ -67,7 +61,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> Tensor:
         """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`."""
         attended, _ = self.self_attn(
@@ -87,8 +81,8 @@ class DCFormerPreTrainedModel(ComposedPreTrainedModel):
     """What all DCFormer models share."""
 
     config: DCFormerConfig
-    _no_split_modules: ClassVar[list[str]] = ["DCFormerDecoderLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _no_split_modules = ["DCFormerDecoderLayer"]
+    _can_record_outputs = {
         "hidden_states": DCFormerDecoderLayer,
         "attentions": ComposedAttention,
     }
@@ -116,7 +110,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
 
@@ -135,7 +129,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if past_key_values is not None and self.config.composes_keys:
             keep_factors(past_key_values)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):  # type: ignore[arg-type]
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],
@@ -150,18 +144,22 @@ class DCFormerModel(DCFormerPreTrainedModel):
         )
 
 
-class DCFormerForCausalLM(GenericForCausalLM, DCFormerPreTrainedModel, GenerationMixin):
+class DCFormerForCausalLM(CausalLMHead, DCFormerPreTrainedModel, GenerationMixin):
     """The decoder with a language modeling head."""
 
     base_class = DCFormerModel
 
 
-class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
+class DCFormerForSequenceClassification(SequenceClassificationHead, DCFormerPreTrainedModel):
     """The decoder with a classifier on the last real token."""
 
+    base_class = DCFormerModel
 
-class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
+
+class DCFormerForTokenClassification(TokenClassificationHead, DCFormerPreTrainedModel):
     """The decoder with a classifier on every token."""
+
+    base_class = DCFormerModel
 
 
 __all__ = [

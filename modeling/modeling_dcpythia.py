@@ -1,27 +1,21 @@
 """DCPythia: a GPT-NeoX-style decoder whose attention heads are dynamically composed (arXiv 2405.08553)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcpythia import DCPythiaConfig
-from .causal_lm import GenericForCausalLM
 from .composed_attention import ComposedAttention, ComposedPreTrainedModel
 from .composed_cache import keep_factors
 from .decoder_inputs import prepare_decoder_inputs
+from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .rotary import RotaryEmbedding
 
 
@@ -57,7 +51,7 @@ class DCPythiaDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> Tensor:
         """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`."""
         attended, _ = self.self_attn(
@@ -79,8 +73,8 @@ class DCPythiaPreTrainedModel(ComposedPreTrainedModel):
     """What all DCPythia models share."""
 
     config: DCPythiaConfig
-    _no_split_modules: ClassVar[list[str]] = ["DCPythiaDecoderLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _no_split_modules = ["DCPythiaDecoderLayer"]
+    _can_record_outputs = {
         "hidden_states": DCPythiaDecoderLayer,
         "attentions": ComposedAttention,
     }
@@ -108,7 +102,7 @@ class DCPythiaModel(DCPythiaPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
 
@@ -127,7 +121,7 @@ class DCPythiaModel(DCPythiaPreTrainedModel):
         if past_key_values is not None and self.config.composes_keys:
             keep_factors(past_key_values)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):  # type: ignore[arg-type]
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],
@@ -142,18 +136,22 @@ class DCPythiaModel(DCPythiaPreTrainedModel):
         )
 
 
-class DCPythiaForCausalLM(GenericForCausalLM, DCPythiaPreTrainedModel, GenerationMixin):
+class DCPythiaForCausalLM(CausalLMHead, DCPythiaPreTrainedModel, GenerationMixin):
     """The decoder with a language modeling head."""
 
     base_class = DCPythiaModel
 
 
-class DCPythiaForSequenceClassification(GenericForSequenceClassification, DCPythiaPreTrainedModel):
+class DCPythiaForSequenceClassification(SequenceClassificationHead, DCPythiaPreTrainedModel):
     """The decoder with a classifier on the last real token."""
 
+    base_class = DCPythiaModel
 
-class DCPythiaForTokenClassification(GenericForTokenClassification, DCPythiaPreTrainedModel):
+
+class DCPythiaForTokenClassification(TokenClassificationHead, DCPythiaPreTrainedModel):
     """The decoder with a classifier on every token."""
+
+    base_class = DCPythiaModel
 
 
 __all__ = [

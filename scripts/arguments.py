@@ -1,6 +1,7 @@
 """Dataclass arguments from a YAML file plus command-line overrides: `dynattn JOB [FILE.yaml] [--name value ...]`."""
 
 import dataclasses
+from argparse import Action
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +14,17 @@ from .errors import UserError
 Arguments = TypeVar("Arguments")
 
 
-def parse_arguments(cls: type[Arguments], argv: Sequence[str], *, prog: str, description: str | None = None) -> Arguments:
+def parse_arguments(
+    cls: type[Arguments], argv: Sequence[str], *, prog: str, description: str | None = None
+) -> Arguments:
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
     Raises:
         UserError: the YAML file is missing, malformed, or names an argument that `cls` does not have.
     """
     argv = list(argv)
-    parser = HfArgumentParser(cls, prog=prog, description=description, usage="%(prog)s [FILE.yaml] [--option value ...]")
+    usage = "%(prog)s [FILE.yaml] [--option value ...]"
+    parser = HfArgumentParser(cls, prog=prog, description=description, usage=usage)  # type: ignore[arg-type]
     if argv and argv[0].endswith((".yaml", ".yml")):
         defaults = read_yaml(argv.pop(0), allowed={field.name for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
         _use_as_defaults(parser, defaults)
@@ -47,4 +51,12 @@ def _use_as_defaults(parser: HfArgumentParser, defaults: dict[str, Any]) -> None
     for action in parser._actions:
         if action.dest in defaults:
             action.required = False
-    parser.set_defaults(**defaults)
+            action.default = _as_option(action, defaults[action.dest])
+
+
+def _as_option(action: Action, value: Any) -> Any:
+    """The value as the command line would have given it, so that argparse converts and checks it in the same way."""
+    if action.nargs == "+" and value is not None:
+        return value if isinstance(value, list) else [value]
+    is_mapping_as_json = isinstance(value, dict) and action.type is str
+    return value if value is None or is_mapping_as_json else str(value)

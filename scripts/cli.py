@@ -10,6 +10,8 @@ JOBS = {
     "pretrain": ("dynattn.scripts.pretrain.main", "train a model from scratch, or continue one, with Accelerate"),
     "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
     "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
+    "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
+    "publish": ("dynattn.scripts.publish.main", "write a folder that loads anywhere, verify it, push it to the Hub"),
     "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
 }
 

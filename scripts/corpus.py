@@ -1,9 +1,9 @@
 """The built-in corpus: the language reference that ships inside CPython as `pydoc_data.topics`.
 
-Real English on every machine without a download; about 0.4 MB of text after deduplication. Topics repeat each other (the
-page "compound statements" holds the whole page on "if"), so every paragraph is kept once, in the longest page that has it;
-the last tenth of each page's paragraphs is held out. No held-out paragraph therefore occurs in the training split. The text
-differs a little between Python versions; records name the version that they used.
+Real English on every machine without a download; about 0.4 MB of text after deduplication. Topics repeat each other
+(the page "compound statements" holds the whole page on "if"), so every paragraph is kept once, in the longest page that
+has it; the last tenth of each page's paragraphs is held out. No held-out paragraph occurs in the training split.
+The text differs a little between Python versions; records name the version that they used.
 """
 
 import platform

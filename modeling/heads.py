@@ -1,25 +1,30 @@
-"""The language modeling head that every decoder of this package has."""
+"""The heads that every decoder of this package has; a family mixes them in front of its PreTrainedModel."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import can_return_tuple
 
 
-class GenericForCausalLM:
-    """A mixin as Transformers' generic heads: `XForCausalLM(GenericForCausalLM, XPreTrainedModel, GenerationMixin)`."""
+class CausalLMHead:
+    """Language modeling: `class XForCausalLM(CausalLMHead, XPreTrainedModel, GenerationMixin)`."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _pp_plan: ClassVar[dict[str, Any]] = {"lm_head": (["hidden_states"], ["logits"])}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     base_class: ClassVar[type[nn.Module]]
+    # What PreTrainedModel brings.
+    config: Any
+    loss_function: Callable[..., Tensor]
+    post_init: Callable[[], None]
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -36,7 +41,7 @@ class GenericForCausalLM:
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Returns logits `[B, T, V]` and, with labels, the loss.
 
@@ -47,7 +52,7 @@ class GenericForCausalLM:
 
         The other arguments are those of the base model.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -68,6 +73,35 @@ class GenericForCausalLM:
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+class SequenceClassificationHead(GenericForSequenceClassification):
+    """A classifier on the last real token. The body is made by class: remote code cannot ask an Auto class for it."""
+
+    base_class: ClassVar[type[nn.Module]]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super(GenericForSequenceClassification, self).__init__(config)  # type: ignore[call-arg]
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class TokenClassificationHead(GenericForTokenClassification):
+    """A classifier on every token."""
+
+    base_class: ClassVar[type[nn.Module]]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super(GenericForTokenClassification, self).__init__(config)  # type: ignore[call-arg]
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:

@@ -1,0 +1,36 @@
+# Every target sets itself up: `make test` in a fresh clone creates .venv, installs the pinned versions and runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Type checkers cannot follow the import hook of an editable install; links that mirror the package serve them instead.
+TYPES := $(VENV)/types
+
+.PHONY: test test-slow lint quickstart clean
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPES) && mkdir -p $(TYPES)/dynattn
+	ln -s $(CURDIR)/package/* $(CURDIR)/configuration $(CURDIR)/modeling $(CURDIR)/scripts $(TYPES)/dynattn/
+	MYPYPATH=$(TYPES) $(BIN)/python -m mypy --config-file pyproject.toml -p dynattn
+
+quickstart: $(INSTALLED)
+	$(BIN)/dynattn quickstart
+
+# torch comes first and alone: a requirement that another package states may resolve to another build than the pinned one.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,105 @@
+"""Finding and loading lm-eval tasks: ours, which need no download, and lm-eval's own."""
+
+import difflib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from ..errors import UserError
+from .hub import offline_if_unreachable
+
+TASKS = Path(__file__).parent / "tasks"
+HELDOUT = "builtin_heldout"
+SUITES = {
+    "builtin": (HELDOUT, "dynattn_synthetic"),
+    "pythia": (
+        "lambada_openai", "hellaswag", "piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "sciq", "logiqa",
+    ),
+}  # fmt: skip
+
+
+class TaskCatalog:
+    """The tasks, groups and tags that were asked for, known to exist but not loaded yet.
+
+    Args:
+        names: names as lm-eval knows them; a pattern such as "dynattn_*" stands for the tasks, not groups, that match.
+        include_path: a folder with further task files.
+
+    Raises:
+        UserError: no task is named, a name is unknown, or `include_path` is not a folder.
+    """
+
+    def __init__(self, names: Sequence[str], include_path: str | Path | None = None) -> None:
+        if include_path is not None and not Path(include_path).is_dir():
+            raise UserError(f"include_path {include_path} is not a folder")
+        folders = (TASKS,) if include_path is None else (TASKS, Path(include_path))
+        self._manager = _task_manager(folders, include_defaults=False)
+        self.is_local = all(self._manager.match_tasks([name]) for name in names)
+        if not self.is_local:
+            self._manager = _task_manager(folders, include_defaults=True)
+        self.names = list(dict.fromkeys(match for name in names for match in self._match(name)))
+        if not self.names:
+            raise UserError("no task is named; give --tasks NAME ... or --suite " + "|".join(SUITES))
+
+    def _match(self, name: str) -> list[str]:
+        if matches := self._manager.match_tasks([name]):
+            tasks = [match for match in matches if match in self._manager.all_subtasks]
+            return matches if name in matches else tasks or matches
+        near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`dynattn lm-eval ls tasks` lists all"
+        raise UserError(f"there is no task {name!r}; {hint}")
+
+    def load(self) -> tuple[list[Task | Group], dict[str, str]]:
+        """Loads every task, with its data.
+
+        Returns:
+            The tasks and groups that could be had, and for each other name the reason why not, in one line.
+
+        Raises:
+            UserError: a task is asked for twice, under two names.
+        """
+        if self.is_local:
+            return self._distinct({name: self._load(name) for name in self.names}), {}
+        loaded, missing = {}, {}
+        with offline_if_unreachable() as reachable:
+            for name in self.names:
+                try:
+                    loaded[name] = self._load(name)
+                except Exception as error:  # whatever stops one task must not stop the others
+                    missing[name] = _reason(error, reachable)
+        return self._distinct(loaded), missing
+
+    def _load(self, name: str) -> list[Task | Group]:
+        found = self._manager.load([name])
+        return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+
+    @staticmethod
+    def _distinct(loaded: dict[str, list[Task | Group]]) -> list[Task | Group]:
+        origins: dict[str, str] = {}
+        for name, items in loaded.items():
+            for task in leaf_tasks(items):
+                if task.task_name in origins:
+                    both = f"by {origins[task.task_name]!r} and by {name!r}"
+                    raise UserError(f"task {task.task_name!r} is asked for twice, {both}; drop one")
+                origins[task.task_name] = name
+        return [item for items in loaded.values() for item in items]
+
+
+@functools.cache  # reading lm-eval's own thousands of task files takes seconds
+def _task_manager(folders: tuple[Path, ...], *, include_defaults: bool) -> TaskManager:
+    return TaskManager(include_path=list(folders), include_defaults=include_defaults)
+
+
+def leaf_tasks(items: Sequence[Task | Group]) -> list[Task]:
+    """The tasks themselves, groups replaced by their members."""
+    return [task for item in items for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
+
+
+def _reason(error: Exception, reachable: bool) -> str:
+    if not reachable and isinstance(error, OSError):
+        return "the Hub cannot be reached and the local cache has no copy of the data"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,111 @@
+"""Loading a checkpoint to be scored, and refusing one whose scores would mean nothing."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import dynattn  # noqa: F401  registers the model types
+
+from ..errors import UserError
+from .hub import offline_if_unreachable
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+def load_checkpoint(
+    path: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a model, in evaluation mode, and its tokenizer from a folder or a Hub name.
+
+    Args:
+        path: folder or Hub name of the model.
+        tokenizer: folder or Hub name of the tokenizer; `path` by default.
+        dtype: a torch dtype's name, or "auto" for the one that the checkpoint was saved in.
+        device: where to put the model; by default a GPU if there is one.
+        trust_remote_code: whether to run model code that comes with the checkpoint.
+
+    Raises:
+        UserError: either is missing or damaged, or the device is not there.
+    """
+    target = find_device(device)
+    for place in {path, tokenizer or path}:
+        _check_place(place)
+    remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
+    with offline_if_unreachable() if remote else nullcontext():
+        model = _load_model(path, dtype, trust_remote_code)
+        loaded_tokenizer = _load_tokenizer(tokenizer or path, trust_remote_code)
+    model.to(target)  # type: ignore[arg-type]
+    return model.eval(), loaded_tokenizer
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`, or the first GPU, or the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA fails an assertion
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError if `tokenizer` cannot feed `model` or cannot begin a text."""
+    rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= rows:
+        raise UserError(
+            f"the tokenizer has ids up to {highest} but the model embeds {rows} (0 ... {rows - 1}); "
+            "give the tokenizer that the model was trained with (--tokenizer)"
+        )
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has neither a bos nor an eos token, one of which must begin a scored text")
+
+
+def _check_place(place: str) -> None:
+    folder = Path(place)
+    if folder.is_dir():
+        if not any(folder.iterdir()):
+            raise UserError(f"{place} is an empty folder")
+    elif folder.exists():
+        raise UserError(f"{place} is a file; give the folder that `save_pretrained` wrote")
+    elif not HUB_NAME.fullmatch(place):
+        raise UserError(f"there is no folder {place}")
+
+
+def _load_model(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        model, info = loaded
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
+        raise UserError(f"cannot load a causal language model from {place}: {_first_line(error)}") from error
+    if absent := sorted(info["missing_keys"]):
+        raise UserError(f"the checkpoint {path} lacks {len(absent)} of the model's weights, such as {absent[0]}")
+    return model
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"there is no usable tokenizer in {path}; save one there or give --tokenizer PATH") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")

@@ -1,0 +1,207 @@
+"""Scoring a model object with lm-eval, in process."""
+
+import copy
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lm_eval
+import torch
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ..corpus import builtin_documents
+from ..errors import UserError
+from .catalog import HELDOUT, SUITES, TaskCatalog, leaf_tasks
+from .checkpoint import check_pair
+from .heldout import score_documents
+from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
+
+DIRECT = f"{HELDOUT} (direct)"
+AGREEMENT = 0.01
+BOOTSTRAPS = 1000
+
+
+class StrictHFLM(HFLM):
+    """lm-eval's model wrapper, which neither cuts contexts silently nor makes scores from NaN.
+
+    Log-probabilities are computed in float32, whatever the dtype of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, truncate: bool, **kwargs: Any):
+        # lm-eval may set the tokenizer's padding token: on a copy, the caller's stays as it was.
+        tokenizer = copy.deepcopy(tokenizer)
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", softmax_dtype="float32", **kwargs)
+        self._truncate = truncate
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        longest = max((len(context) + len(target) for _, context, target in requests), default=0)
+        if longest > self.max_length + 1 and not self._truncate:
+            raise UserError(
+                f"the longest prompt has {longest - 1} tokens but the model takes {self.max_length}; "
+                "lower --num_fewshot, leave the task out, or pass --truncate to cut prompts from the left"
+            )
+        # Rolling perplexity calls this once a batch: a progress bar each would bury the terminal.
+        hide = disable_tqdm or override_bs is not None
+        try:
+            return super()._loglikelihood_tokens(requests, disable_tqdm=hide, override_bs=override_bs)
+        except UserError:
+            print(file=sys.stderr)  # the message must not stand on the progress bar's line
+            raise
+
+    def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = super()._model_call(*args, **kwargs)
+        if logits.isnan().any():
+            raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+        return logits
+
+
+def evaluate_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: TaskCatalog | Sequence[str] = SUITES["builtin"],
+    *,
+    num_fewshot: int | Sequence[int] | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    truncate: bool = False,
+    seed: int = 1234,
+    log_samples: bool = False,
+) -> Results:
+    """Scores a causal language model, on the device where it is, and leaves it in the mode that it was in.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        tasks: names of lm-eval tasks, ours or lm-eval's.
+        num_fewshot: examples in the prompt; several numbers score each task at each; None leaves it to the task.
+        limit: score only the first so many documents of each task.
+        batch_size: sequences a forward pass; scores do not depend on it.
+        max_length: tokens of context, at most and by default the model's `max_position_embeddings`.
+        truncate: cut longer prompts from the left instead of refusing them.
+        seed: for choosing the examples; the global random generators are seeded with it too.
+        log_samples: keep every document with its prompts and log-likelihoods in `Results.samples`.
+
+    Raises:
+        UserError: the model and tokenizer or the tasks do not fit together, or the scores are not numbers.
+    """
+    catalog = tasks if isinstance(tasks, TaskCatalog) else TaskCatalog(tasks)
+    check_pair(model, tokenizer)
+    context = _context_length(model, max_length)
+    shots = num_fewshot if isinstance(num_fewshot, Sequence) else [num_fewshot]
+    results = Results(describe_model(model), {}, describe_environment(model.device))
+    with _evaluation_mode(model), _quiet("lm_eval", "transformers"):
+        set_seed(seed)
+        lm = StrictHFLM(model, tokenizer, truncate=truncate, batch_size=batch_size, max_length=context)
+        for number in shots:
+            items, missing = catalog.load()
+            results.unavailable |= missing
+            if items:
+                _set_examples(items, number, seed)
+                _collect(results, items, _run(lm, items, limit, log_samples))
+        if any(result.task == HELDOUT for result in results.tasks):
+            _score_directly(model, tokenizer, results, lm.max_length, limit)
+    if not is_finite(results.tasks):
+        raise UserError("some scores are infinite or NaN: the model has diverged, or overflows in this dtype (--dtype)")
+    results.settings = {
+        "tasks": catalog.names, "num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size,
+        "max_length": lm.max_length, "truncate": truncate, "seed": seed,
+    }  # fmt: skip
+    return results
+
+
+def _context_length(model: PreTrainedModel, asked: int | None) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if asked is not None and limit is not None and asked > limit:
+        raise UserError(f"max_length {asked} exceeds the model's max_position_embeddings, {limit}; lower --max_length")
+    return asked
+
+
+def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: int) -> None:
+    """Sets the number of examples by lm-eval's rule: a task whose own file says 0 keeps 0."""
+    for task in leaf_tasks(items):
+        own = task.get_config("num_fewshot")
+        if own is None or (num_fewshot is not None and own != 0):
+            task.set_config("num_fewshot", num_fewshot or 0)
+        task.set_fewshot_seed(seed)
+
+
+def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_samples: bool) -> dict[str, Any]:
+    tasks = {task.task_name: task for task in leaf_tasks(items)}
+    groups = {group.name: group for group in _groups(items)}
+    loaded = {"tasks": tasks, "groups": groups}
+    try:
+        return lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=log_samples)
+    except OverflowError as error:
+        raise UserError("a perplexity is too large for a number: the model has diverged") from error
+
+
+def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any]) -> None:
+    """Adds what lm-eval returned to `results`, but no task again at the same number of examples."""
+    known = {(result.task, result.num_fewshot) for result in results.tasks}
+    for result in read_lm_eval(raw, _chances(items)):
+        if (result.task, result.num_fewshot) not in known:
+            results.tasks.append(result)
+            label = {"task": result.task, "num_fewshot": result.num_fewshot}
+            results.samples += [label | sample for sample in raw.get("samples", {}).get(result.task, [])]
+
+
+def _groups(items: Sequence[Task | Group]) -> list[Group]:
+    return [group for item in items if isinstance(item, Group) for group in (item, *item.get_all_groups())]
+
+
+def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
+    """Chance level by name, for the tasks and groups whose files tell it."""
+    metadata = {task.task_name: task.config.metadata for task in leaf_tasks(items)}
+    metadata |= {group.name: group.metadata for group in _groups(items)}
+    return {name: fields["chance"] for name, fields in metadata.items() if fields and "chance" in fields}
+
+
+def _score_directly(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, max_length: int, limit: int | None
+) -> None:
+    """Adds the held-out scores without padding, and a warning if lm-eval's differ."""
+    documents = builtin_documents("validation")[:limit]
+    scores = score_documents(model, tokenizer, documents, max_length=max_length)
+    metrics = {name: Metric(value, None, name == "accuracy") for name, value in scores.items()}
+    place = [result.task for result in results.tasks].index(HELDOUT) + 1
+    results.tasks.insert(place, TaskResult(DIRECT, 0, len(documents), metrics))
+    padded, direct = results.value(HELDOUT, "bits_per_byte"), scores["bits_per_byte"]
+    if abs(padded - direct) > AGREEMENT * direct:
+        results.warnings.append(
+            f"bits per byte is {padded:.4f} in padded batches but {direct:.4f} without padding: "
+            "the model lets padding or later tokens reach earlier ones, so its lm-eval scores mean nothing"
+        )
+
+
+@contextmanager
+def _evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keeps these libraries' advice, which is about their own options, off the terminal."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,76 @@
+"""The held-out part of the built-in corpus: as a dataset for lm-eval, and scored directly as a check on lm-eval.
+
+lm-eval scores windows of different lengths in one batch, padded on the right without an attention mask. The function
+`score_documents` does the same sum with no padding and no code in common. When the two disagree, the model lets padding
+or later tokens reach earlier ones, and its lm-eval scores mean nothing.
+"""
+
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import evaluate
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..corpus import builtin_documents
+
+METRIC = Path(__file__).parent / "metrics" / "next_token.py"
+
+
+def load_dataset(**_: object) -> DatasetDict:
+    """The held-out documents as the split "test" with a column "text"; lm-eval calls it from the YAML."""
+    return DatasetDict(test=Dataset.from_dict({"text": builtin_documents("validation")}))
+
+
+def score_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    *,
+    max_length: int,
+    stride: int | None = None,
+) -> dict[str, float]:
+    """Next-token accuracy, token perplexity and bits per byte of `documents`, in windows of up to `max_length` tokens.
+
+    Every token is predicted once; from a document's second window on, it is predicted from more than
+    `max_length - stride` tokens. The default stride, `max_length`, is lm-eval's; smaller ones cost more, score better.
+
+    Raises:
+        ValueError: `stride` is not in 1 ... `max_length`.
+    """
+    stride = max_length if stride is None else stride
+    if not 1 <= stride <= max_length:
+        raise ValueError(f"stride must be between 1 and max_length = {max_length}, not {stride}")
+    with tempfile.TemporaryDirectory() as cache:
+        metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
+        for document in documents:
+            tokens = tokenizer.encode(document, verbose=False)
+            for inputs, targets in _windows([_prefix(tokenizer), *tokens], max_length, stride):
+                predictions, log_probs = _predict(model, inputs, targets)
+                metric.add_batch(predictions=predictions, references=targets, log_probs=log_probs)
+        return metric.compute(bytes=sum(len(document.encode()) for document in documents))
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> int:
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def _windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the inputs of a window and those targets, the tokens after its last inputs, that no earlier window had."""
+    done = 1
+    while done < len(tokens):
+        end = min(done + (max_length if done == 1 else stride), len(tokens))
+        yield tokens[max(0, end - 1 - max_length) : end - 1], tokens[done:end]
+        done = end
+
+
+@torch.no_grad()
+def _predict(model: PreTrainedModel, inputs: list[int], targets: list[int]) -> tuple[list[int], list[float]]:
+    logits = model(torch.tensor([inputs], device=model.device)).logits[0, -len(targets) :].float()  # [T, V]
+    log_probs = logits.log_softmax(-1)
+    truth: Tensor = torch.tensor(targets, device=logits.device)
+    return logits.argmax(-1).tolist(), log_probs.gather(-1, truth[:, None])[:, 0].tolist()

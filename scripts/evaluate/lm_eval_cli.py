@@ -1,0 +1,36 @@
+"""The `lm_eval` command with our model types registered and our tasks known.
+
+Run: `dynattn lm-eval run --model hf --model_args pretrained=CHECKPOINT --tasks builtin_heldout`
+
+The plain `lm_eval` command cannot load a model type that lives in another package.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from lm_eval._cli import HarnessCLI
+from lm_eval.utils import setup_logging
+
+import dynattn  # noqa: F401  registers the model types
+
+from ..errors import UserError
+from .catalog import TASKS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs lm_eval with its own arguments; `--include_path` adds to our tasks instead of replacing them.
+
+    Raises:
+        UserError: lm_eval refused the arguments or could not read something.
+    """
+    sys.argv = ["dynattn lm-eval", *argv]  # lm_eval reads, and completes, the process's own arguments
+    setup_logging()
+    cli = HarnessCLI()
+    arguments = cli.parse_args()
+    theirs = getattr(arguments, "include_path", None)
+    arguments.include_path = [str(TASKS), theirs] if theirs else [str(TASKS)]
+    try:
+        cli.execute(arguments)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error).strip()) from error
+    return 0

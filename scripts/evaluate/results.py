@@ -1,0 +1,198 @@
+"""What an evaluation found: a JSON file that carries its own circumstances, and a table to read."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.utils import handle_non_serializable
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+
+RESULTS, TABLE, SAMPLES = "results.json", "results.md", "samples.jsonl"
+PACKAGES = ("dynattn", "torch", "transformers", "lm_eval", "datasets", "evaluate")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number; `stderr` is None where lm-eval gives none."""
+
+    value: float
+    stderr: float | None = None
+    higher_is_better: bool | None = None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task or group at one number of in-context examples; `chance` is the accuracy of guessing, where known."""
+
+    task: str
+    num_fewshot: int | None
+    samples: int
+    metrics: dict[str, Metric]
+    version: str | None = None
+    chance: float | None = None
+
+
+@dataclass
+class Results:
+    """All of one evaluation. `unavailable` maps tasks that could not be had to the reason."""
+
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    tasks: list[TaskResult] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def value(self, task: str, metric: str, num_fewshot: int | None = None) -> float:
+        """The first value of `metric` of `task`, at `num_fewshot` examples if given.
+
+        Raises:
+            KeyError: there is no such value.
+        """
+        for result in self.tasks:
+            if result.task == task and metric in result.metrics and num_fewshot in (None, result.num_fewshot):
+                return result.metrics[metric].value
+        raise KeyError(f"no value of {metric!r} for task {task!r} with num_fewshot={num_fewshot}")
+
+
+def read_lm_eval(raw: Mapping[str, Any], chances: Mapping[str, float]) -> list[TaskResult]:
+    """Turns lm-eval's result dictionary into `TaskResult`s, tasks first and groups after them."""
+    return [
+        TaskResult(
+            task=name,
+            num_fewshot=raw["n-shot"].get(name),
+            samples=scores["sample_len"],
+            metrics=_metrics(scores, raw["higher_is_better"].get(name, {})),
+            version=str(raw["versions"].get(name)),
+            chance=chances.get(name),
+        )
+        for name, scores in raw["results"].items()
+        if "sample_len" in scores
+    ]
+
+
+def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Metric]:
+    """lm-eval's keys are "metric,filter", and "metric_stderr,filter" for the standard error."""
+    metrics = {}
+    for key, value in scores.items():
+        name, comma, task_filter = key.partition(",")
+        if not comma or name.endswith("_stderr"):
+            continue
+        stderr = scores.get(f"{name}_stderr,{task_filter}")
+        label = name if task_filter == "none" else f"{name} ({task_filter})"
+        metrics[label] = Metric(float(value), stderr if isinstance(stderr, float) else None, higher_is_better.get(name))
+    return metrics
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Where the model came from, its size, and a hash of its configuration without path and library version."""
+    config = model.config.to_dict()
+    path = config.pop("_name_or_path", None) or model.config._name_or_path
+    config.pop("transformers_version", None)
+    text = json.dumps(config, sort_keys=True, default=str)
+    return {
+        "path": path,
+        "model_type": model.config.model_type,
+        "architecture": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Date (UTC), versions and hardware."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {device.type}"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def format_table(results: Results) -> str:
+    """A Markdown table, aligned for reading in a terminal, followed by what could not be had."""
+    head = ("Task", "Shots", "n", "Metric", "", "Value", "±", "Chance")
+    rows = [_row(result, name, metric) for result in results.tasks for name, metric in result.metrics.items()]
+    lines = _aligned([head, *rows]) if rows else []
+    lines += [f"not available: {task}: {reason}" for task, reason in results.unavailable.items()]
+    lines += [f"warning: {text}" for text in results.warnings]
+    return "\n".join(lines)
+
+
+def _row(result: TaskResult, name: str, metric: Metric) -> tuple[str, ...]:
+    shots = "" if result.num_fewshot is None else str(result.num_fewshot)
+    arrow = {True: "↑", False: "↓", None: ""}[metric.higher_is_better]
+    stderr = "" if metric.stderr is None else f"{metric.stderr:.4f}"
+    chance = f"{result.chance:.4f}" if result.chance is not None and name.startswith("acc") else ""
+    value = f"{metric.value:.4f}" if abs(metric.value) < 1e5 else f"{metric.value:.4g}"
+    return result.task, shots, str(result.samples), name, arrow, value, stderr, chance
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = [["-" * max(width, 1) for width in widths]]
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in [rows[0], *rule, *rows[1:]]
+    ]
+
+
+def check_output(folder: str | Path, overwrite: bool) -> None:
+    """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`."""
+    folder = Path(folder)
+    if (folder / RESULTS).exists() and not overwrite:
+        raise UserError(f"{folder / RESULTS} exists; choose another --output or pass --overwrite")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror}") from error
+
+
+def write_results(results: Results, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Writes results.json, results.md and, if samples were logged, samples.jsonl, each whole or not at all.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: as `check_output`.
+    """
+    check_output(folder, overwrite)
+    folder = Path(folder)
+    content = {key: value for key, value in asdict(results).items() if key != "samples"}
+    lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
+    if lines:
+        _write_atomically(folder / SAMPLES, "\n".join(lines) + "\n")
+    else:
+        (folder / SAMPLES).unlink(missing_ok=True)  # an overwritten evaluation's samples would pass for this one's
+    _write_atomically(folder / TABLE, format_table(results) + "\n")
+    _write_atomically(folder / RESULTS, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return folder / RESULTS
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def is_finite(results: Sequence[TaskResult]) -> bool:
+    """Whether every value is a number."""
+    return all(math.isfinite(metric.value) for result in results for metric in result.metrics.values())

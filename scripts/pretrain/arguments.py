@@ -1,0 +1,186 @@
+"""Everything that `dynattn pretrain` can be told."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..errors import UserError
+
+Precision = Literal["no", "bf16"]
+
+POSITIVE = (
+    "vocab_size",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "epochs",
+    "learning_rate",
+    "max_grad_norm",
+    "adam_epsilon",
+    "log_every",
+    "eval_every",
+    "save_every",
+)
+NOT_NEGATIVE = ("warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
+FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
+
+
+@dataclass
+class PretrainArguments:
+    """Arguments of one run; a YAML file holds the same names.
+
+    Raises:
+        UserError: a value is out of its range, or two values contradict each other.
+    """
+
+    output: str = field(metadata={"help": "folder of the run: checkpoints, metrics, final model"})
+
+    model_type: str | None = field(
+        default=None, metadata={"help": "architecture to train from scratch; dcformer when not given"}
+    )
+    model_size: str | None = field(
+        default=None, metadata={"help": "named size of the architecture; tiny when not given and it has sizes"}
+    )
+    model_config: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "changes to the configuration: a mapping in YAML, JSON on the command line"}
+    )
+    init_from: str | None = field(
+        default=None, metadata={"help": "checkpoint folder or Hub name to continue from, instead of fresh weights"}
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "attention implementation; the model's default when not given"}
+    )
+
+    dataset: str = field(
+        default="builtin",
+        metadata={"help": "builtin, a .txt/.jsonl/.parquet file, glob or folder, or a Hub dataset name"},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "configuration name of a Hub dataset"})
+    train_split: str = field(default="train", metadata={"help": "split of a Hub dataset to train on"})
+    validation_split: str | None = field(default=None, metadata={"help": "split of a Hub dataset to validate on"})
+    validation_dataset: str | None = field(
+        default=None, metadata={"help": "file, glob, folder or Hub dataset to validate on"}
+    )
+    validation_share: float = field(
+        default=0.05, metadata={"help": "share of the documents to hold out when no validation data is named"}
+    )
+    text_column: str = field(default="text", metadata={"help": "column that holds the text"})
+
+    tokenizer: str | None = field(
+        default=None,
+        metadata={"help": "bpe (train one on the data), a folder or a Hub name; if not given: init_from, or bpe"},
+    )
+    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer that bpe trains"})
+
+    sequence_length: int = field(default=256, metadata={"help": "tokens in each packed sequence"})
+    mask_documents: bool = field(
+        default=True, metadata={"help": "keep attention inside each document of a packed sequence"}
+    )
+
+    batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass of one process"})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes that make one update"})
+    max_steps: int | None = field(default=None, metadata={"help": "updates to make; give this or epochs"})
+    epochs: float | None = field(
+        default=None, metadata={"help": "passes over the data; one when max_steps is not given either"}
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
+    min_learning_rate_ratio: float = field(
+        default=0.1, metadata={"help": "end of the cosine, as a fraction of the peak"}
+    )
+    warmup_steps: int | None = field(
+        default=None, metadata={"help": "updates of linear warmup; a fiftieth of all when not given"}
+    )
+    weight_decay: float = field(
+        default=0.1, metadata={"help": "decay of matrices; embeddings, biases and norms have none"}
+    )
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first moment"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second moment"})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "AdamW's epsilon"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
+
+    seed: int = field(default=0, metadata={"help": "seed of the initial weights, the order of the data and dropout"})
+    mixed_precision: Precision = field(
+        default="no", metadata={"help": "no (float32) or bf16 (autocast; weights stay float32)"}
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "recompute activations in the backward pass to save memory"}
+    )
+    compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
+    dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
+
+    log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
+    eval_every: int = field(
+        default=100, metadata={"help": "updates between two validations; the last update is always validated"}
+    )
+    save_every: int = field(
+        default=100, metadata={"help": "updates between two checkpoints; the last update is always saved"}
+    )
+    keep_checkpoints: int = field(default=3, metadata={"help": "newest checkpoints to keep; 0 keeps all"})
+    resume: str = field(
+        default="auto",
+        metadata={"help": "auto (newest checkpoint of the output folder), never, or a checkpoint folder"},
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace the run that the output folder holds"})
+
+    def __post_init__(self) -> None:
+        """Resolves what depends on other values and checks every range."""
+        self.model_config = _parse_mapping(self.model_config)
+        # YAML reads a bare `no` as false.
+        if str(self.mixed_precision) == "False":
+            self.mixed_precision = "no"
+        if self.tokenizer is None:
+            self.tokenizer = self.init_from or "bpe"
+        if self.max_steps is None and self.epochs is None:
+            self.epochs = 1.0
+        self._check_ranges()
+        self._check_combinations()
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """`model_config` as a mapping, empty when not given."""
+        return self.model_config if isinstance(self.model_config, dict) else {}
+
+    def _check_ranges(self) -> None:
+        for name in POSITIVE:
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "positive")
+        for name in NOT_NEGATIVE:
+            value = getattr(self, name)
+            _require(value is None or value >= 0, name, value, "zero or more")
+        for name in FRACTIONS:
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+        _require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
+        _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
+        choices = get_args(Precision)
+        _require(self.mixed_precision in choices, "mixed_precision", self.mixed_precision, f"one of {choices}")
+
+    def _check_combinations(self) -> None:
+        if self.max_steps is not None and self.epochs is not None:
+            raise UserError(f"max_steps={self.max_steps} and epochs={self.epochs} exclude each other; give one")
+        fresh = [name for name in ("model_type", "model_size", "model_config") if getattr(self, name)]
+        if self.init_from and fresh:
+            raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
+        if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.max_steps:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
+            )
+
+
+def _parse_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(value, str):
+        parsed = value
+    else:
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"model_config {value!r} is not JSON ({error}); write it like '{{\"hidden_size\": 64}}'"
+            ) from error
+    if parsed is not None and not isinstance(parsed, dict):
+        raise UserError(f"model_config must be a mapping of field names to values, not {value!r}")
+    return parsed
+
+
+def _require(condition: bool, name: str, value: object, limit: str) -> None:
+    if not condition:
+        raise UserError(f"{name}={value} must be {limit}")

@@ -1,0 +1,125 @@
+"""The model card of a final checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .arguments import PretrainArguments
+from .documents import is_hub_name
+from .results import Result
+
+LISTED_ARGUMENTS = (
+    "sequence_length",
+    "mask_documents",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "min_learning_rate_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "mixed_precision",
+    "seed",
+)
+
+BODY = """
+# {name}
+
+A `{model_type}` language model that `dynattn pretrain` made from {origin}.
+
+## Use
+
+```python
+import dynattn  # registers the model types of this package
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
+model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")
+inputs = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+
+It continues text, as well as its size and data allow. It was not tuned to follow instructions, and it repeats whatever
+errors and biases its training text has.
+
+## Measured
+
+On the held-out part of the data, after the last update:
+
+{measured}
+
+## Training
+
+{training}
+
+## Settings
+
+{settings}
+
+## Software
+
+{versions}
+"""
+
+
+def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
+    """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
+    is_hub_model = arguments.init_from is not None and not Path(arguments.init_from).exists()
+    data = ModelCardData(
+        datasets=[arguments.dataset] if is_hub_name(arguments.dataset) else None,
+        base_model=arguments.init_from if is_hub_model else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dynattn", model_type],
+        model_name=result.output.resolve().name,
+        eval_results=_evaluations(result),
+    )
+    text = BODY.format(
+        name=result.output.resolve().name,
+        model_type=model_type,
+        origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
+        measured=table(
+            {
+                "validation loss (nats per token)": f"{result.validation_loss:.4f}",
+                "validation perplexity": f"{result.perplexity:.3f}",
+                "validation bits per byte": f"{result.bits_per_byte:.4f}",
+                "training loss (nats per token)": f"{result.train_loss:.4f}",
+            }
+        ),
+        training=table(
+            {
+                "data": result.dataset,
+                "updates": f"{result.steps:,}",
+                "tokens": f"{result.tokens:,}",
+                "parameters": f"{result.parameters:,}",
+                "parameters without embeddings": f"{result.non_embedding_parameters:,}",
+                "hardware": result.hardware,
+                "processes": result.processes,
+                "tokens per second (median)": f"{result.tokens_per_second:,.0f}",
+                "seconds of training": f"{result.train_seconds:,.0f}",
+            }
+        ),
+        settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
+        versions=table(result.versions),
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """A two-column Markdown table."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _evaluations(result: Result) -> list[EvalResult]:
+    metrics = {"loss": result.validation_loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=result.dataset,
+            dataset_name=f"{result.dataset} (held-out part)",
+            metric_type=name,
+            metric_value=round(value, 6),
+        )
+        for name, value in metrics.items()
+    ]

@@ -1,0 +1,65 @@
+"""Pretrains a language model, or continues one.
+
+    dynattn pretrain [FILE.yaml] [--option value ...]
+    torchrun --nproc_per_node 2 -m dynattn.scripts.cli pretrain [FILE.yaml] [--option value ...]
+
+FILE.yaml is a file of yours or the name of one that ships beside this module, like `tiny.yaml`.
+The output folder must be on storage that all processes see.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..arguments import parse_arguments
+from ..errors import UserError
+from .arguments import PretrainArguments
+from .job import pretrain
+from .results import Result
+
+DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the job and returns its exit status; under torchrun only the first process tells a user's mistake."""
+    try:
+        arguments = parse_arguments(
+            PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION
+        )
+        result = pretrain(arguments)
+    except UserError:
+        if is_first_process():
+            raise
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 130
+    if is_first_process():
+        print(summary(result))
+    return 0
+
+
+def find_shipped(argv: Sequence[str]) -> list[str]:
+    """Puts the path of a shipped YAML file in place of its bare name, unless the user has a file of that name."""
+    shipped = Path(__file__).with_name(argv[0]) if argv else None
+    if shipped is None or shipped.suffix != ".yaml" or Path(argv[0]).exists() or not shipped.exists():
+        return list(argv)
+    return [str(shipped), *argv[1:]]
+
+
+def is_first_process() -> bool:
+    """Whether this process is the first of a torchrun, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def summary(result: Result) -> str:
+    """What a run ends with, for the terminal."""
+    return (
+        f"validation loss {result.validation_loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
+        f"{result.bits_per_byte:.4f} bits per byte after {result.steps} updates\n"
+        f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, "
+        f"{result.train_seconds:.0f} s of training\n"
+        f"model, tokenizer and card: {result.model}\n"
+        f"metrics: {result.output / 'metrics.jsonl'}"
+    )

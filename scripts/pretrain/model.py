@@ -1,0 +1,144 @@
+"""The model of a run: fresh weights from a configuration, or the weights of a checkpoint."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import dynattn  # noqa: F401  (registers the package's model types)
+
+from ..errors import UserError
+from .arguments import PretrainArguments
+from .tokenizer import required_vocabulary, start_token_id
+
+DEFAULT_MODEL_TYPE = "dcformer"
+DEFAULT_MODEL_SIZE = "tiny"
+# Matrix products are fastest when the vocabulary is a multiple of the hardware's tile.
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Number of parameters: all of them, and all but the token embeddings and the output head."""
+
+    total: int
+    non_embedding: int
+
+
+def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration that the arguments describe, fitted to the tokenizer.
+
+    Raises:
+        UserError: the model type, size, a field or its value is not valid, the vocabulary is too small for the
+            tokenizer, or the sequences are longer than the model's positions.
+    """
+    tokens = {
+        "bos_token_id": start_token_id(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if arguments.init_from:
+        config = _load_config(arguments.init_from)
+        for name, token in tokens.items():
+            setattr(config, name, token)
+    else:
+        padded = -(-required_vocabulary(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        config = _new_config(arguments, {"vocab_size": padded, **tokens, **arguments.config_overrides})
+    _check_fit(config, arguments, tokenizer)
+    return config
+
+
+def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with float32 weights, ready to be trained; fresh weights depend on torch's random state.
+
+    Raises:
+        UserError: the weights cannot be loaded, or the model lacks what the arguments ask for.
+    """
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    try:
+        if arguments.init_from:
+            model = AutoModelForCausalLM.from_pretrained(arguments.init_from, config=config, **options)
+        else:
+            model = AutoModelForCausalLM.from_config(config, **options)
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        source = arguments.init_from or config.model_type
+        raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
+    model.train()
+    return model
+
+
+def count_parameters(model: PreTrainedModel) -> ParameterCounts:
+    """Counts each parameter once, tied ones too."""
+    excluded = {id(weight) for module in _embedding_modules(model) for weight in module.parameters()}
+    total = sum(weight.numel() for weight in model.parameters())
+    return ParameterCounts(total, sum(weight.numel() for weight in model.parameters() if id(weight) not in excluded))
+
+
+def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings()
+    return modules if head is None else [*modules, head]
+
+
+def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreTrainedConfig:
+    model_type = arguments.model_type or DEFAULT_MODEL_TYPE
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {DEFAULT_MODEL_TYPE} is")
+    config_class: Any = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    if unknown := sorted(set(arguments.config_overrides) - fields):
+        raise UserError(f"model_config names {unknown}, which {model_type} does not have; it has {sorted(fields)}")
+    try:
+        if not hasattr(config_class, "from_size"):
+            if arguments.model_size is not None:
+                raise UserError(f"model_type={model_type} has no named sizes; replace model_size by model_config")
+            return config_class(**overrides)
+        size = arguments.model_size or DEFAULT_MODEL_SIZE
+        if size not in config_class.sizes:
+            raise UserError(
+                f"model_size={size} is not a size of {model_type}; choose from {', '.join(config_class.sizes)}"
+            )
+        return config_class.from_size(size, **overrides)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise UserError(f"model_config is not valid for {model_type}: {_one_line(error)}") from error
+
+
+def _load_config(name: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"cannot load init_from={name}: {_one_line(error)}; give a folder or a Hub name") from error
+
+
+def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    needed = required_vocabulary(tokenizer)
+    if needed > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
+            "raise it in model_config or give a smaller tokenizer"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and arguments.sequence_length > limit:
+        raise UserError(
+            f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
+            "lower it, or raise the limit in model_config"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

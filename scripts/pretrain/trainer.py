@@ -1,0 +1,188 @@
+"""The training loop on Accelerate."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from ..errors import UserError
+from . import checkpoint
+from .arguments import PretrainArguments
+from .checkpoint import Fingerprint, Progress
+from .metrics import MetricsLog
+from .optimizer import CosineSchedule
+from .order import ProcessBatches, TrainingOrder
+from .packing import PackedSequences
+from .run_folder import RunFolder
+from .validation import Validation, count_targets, validate
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Trainer:
+    """One run from wherever `progress` says it is to the end of the schedule.
+
+    `model` and `optimizer` have gone through `accelerator.prepare`. The loss of an update is the mean over all target
+    tokens of all its forward passes on all processes, so that gradient accumulation, processes and batch size only
+    matter through their product.
+    """
+
+    accelerator: Accelerator
+    arguments: PretrainArguments
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: CosineSchedule
+    order: TrainingOrder
+    train_sequences: PackedSequences
+    validation_sequences: PackedSequences
+    run: RunFolder
+    metrics: MetricsLog
+    fingerprint: Fingerprint
+    progress: Progress
+    learning_rate: float = field(default=0.0, init=False)
+    _window_steps: int = field(default=0, init=False)
+    _window_seconds: float = field(default=0.0, init=False)
+
+    def train(self) -> Validation:
+        """Makes all remaining updates and returns the last validation.
+
+        Raises:
+            UserError: a loss or gradient is not finite; nothing has been saved after it.
+        """
+        batches = iter(self._loader())
+        validation = None
+        with self._progress_bar() as bar:
+            while self.progress.step < self.schedule.max_steps:
+                loss, norm = self._timed_update(batches)
+                self._show(bar, loss)
+                if self._due(self.arguments.log_every):
+                    self._log_training(norm)
+                if self._due(self.arguments.eval_every):
+                    validation = self._validate()
+                if self._due(self.arguments.save_every):
+                    self._save()
+        return validation or validate(*self._validation_inputs())
+
+    def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
+        started = time.perf_counter()
+        self.learning_rate = self.schedule(self.progress.step)
+        loss, norm = self._update(list(islice(batches, self.arguments.gradient_accumulation_steps)))
+        seconds = time.perf_counter() - started
+        progress = self.progress
+        progress.step += 1
+        progress.tokens += self.order.global_batch * self.train_sequences.length
+        progress.seconds += seconds
+        progress.loss_sum += loss
+        progress.loss_count += 1
+        self._window_steps += 1
+        self._window_seconds += seconds
+        return loss, norm
+
+    def _update(self, batches: list[Batch]) -> tuple[float, float]:
+        """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
+        loss = self._accumulate(batches)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
+        values = torch.stack([loss, norm.to(loss)]).tolist()
+        self._check_finite(*values)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return values[0], values[1]
+
+    def _accumulate(self, batches: list[Batch]) -> Tensor:
+        """Runs all forward and backward passes of one update; returns the mean loss over all processes."""
+        device, processes = self.accelerator.device, self.accelerator.num_processes
+        targets = torch.tensor(sum(count_targets(batch["labels"]) for batch in batches), device=device)
+        targets = self.accelerator.reduce(targets, reduction="sum")
+        total = torch.zeros((), device=device)
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+                loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
+                # Gradients are averaged over processes, while each loss is already a share of the sum over them.
+                self.accelerator.backward(loss * processes)
+            total += loss.detach()
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
+        raise UserError(
+            f"update {self.progress.step + 1} has loss {loss} and gradient norm {norm}, so training stopped; {last}; "
+            "lower learning_rate or max_grad_norm, or lengthen warmup_steps, in a new run"
+        )
+
+    def _log_training(self, norm: float) -> None:
+        progress = self.progress
+        tokens = self._window_steps * self.order.global_batch * self.train_sequences.length
+        self.metrics.write(
+            {
+                "step": progress.step,
+                "split": "train",
+                "loss": progress.loss_sum / progress.loss_count,
+                "learning_rate": self.learning_rate,
+                "grad_norm": norm,
+                "tokens": progress.tokens,
+                "tokens_per_second": tokens / self._window_seconds,
+                "seconds": progress.seconds,
+            }
+        )
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        self._window_steps, self._window_seconds = 0, 0.0
+
+    def _validate(self) -> Validation:
+        validation = validate(*self._validation_inputs())
+        if not math.isfinite(validation.loss):
+            raise UserError(
+                f"the validation loss after update {self.progress.step} is {validation.loss}; lower learning_rate"
+            )
+        record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
+        self.metrics.write({**record, **asdict(validation)})
+        return validation
+
+    def _validation_inputs(self) -> tuple[Accelerator, nn.Module, PackedSequences, int]:
+        return self.accelerator, self.model, self.validation_sequences, self.arguments.batch_size
+
+    def _save(self) -> None:
+        checkpoint.save(
+            self.accelerator, self.run.checkpoints, self.progress, self.fingerprint, self.arguments.keep_checkpoints
+        )
+
+    def _due(self, every: int) -> bool:
+        return self.progress.step % every == 0 or self.progress.step == self.schedule.max_steps
+
+    def _loader(self) -> DataLoader[Batch]:
+        steps = range(self.progress.step, self.schedule.max_steps)
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        return DataLoader(
+            self.train_sequences,
+            batch_sampler=ProcessBatches(self.order, steps, self.arguments.batch_size, process, processes),
+            num_workers=self.arguments.dataloader_workers,
+            pin_memory=self.accelerator.device.type == "cuda",
+            # Without a generator of its own the loader would draw from the random state that checkpoints restore.
+            generator=torch.Generator(),
+        )
+
+    def _progress_bar(self) -> tqdm:
+        hidden = None if self.accelerator.is_main_process else True
+        return tqdm(initial=self.progress.step, total=self.schedule.max_steps, unit="step", disable=hidden)
+
+    def _show(self, bar: tqdm, loss: float) -> None:
+        tokens_per_second = self.progress.tokens / self.progress.seconds
+        bar.set_postfix_str(
+            f"loss {loss:.3f}, lr {self.learning_rate:.2e}, {tokens_per_second:,.0f} tokens/s", refresh=False
+        )
+        bar.update()

@@ -1,0 +1,66 @@
+"""Loss, perplexity and bits per byte of held-out text."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from .packing import IGNORED, PackedSequences
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Measured on all held-out text.
+
+    Attributes:
+        loss: nats per target token. Targets are all tokens of the text and the end token of each document.
+        perplexity: exp(loss).
+        bits_per_byte: the nats of all targets, end tokens included, divided by ln 2 and by the UTF-8 bytes of the text,
+            end tokens excluded. It does not depend on the tokenizer's vocabulary.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+    @classmethod
+    def from_sums(cls, nats: float, targets: int, text_bytes: int) -> "Validation":
+        """From the total negative log-likelihood of `targets` tokens that spell `text_bytes` bytes of text."""
+        loss = nats / targets
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return cls(loss, perplexity, nats / math.log(2) / text_bytes)
+
+
+@torch.no_grad()
+def validate(accelerator: Accelerator, model: nn.Module, sequences: PackedSequences, batch_size: int) -> Validation:
+    """Scores every target once, the processes taking turns; the model is left in the mode it was in."""
+    unwrapped = accelerator.unwrap_model(model)
+    was_training = unwrapped.training
+    unwrapped.eval()
+    nats, targets = 0.0, 0
+    for batch in _batches_of_process(accelerator, sequences, batch_size):
+        targets += count_targets(batch["labels"])
+        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+        one = torch.ones((), device=accelerator.device)
+        nats += unwrapped(**batch, use_cache=False, num_items_in_batch=one).loss.item()
+    unwrapped.train(was_training)
+    sums = gather_object([(nats, targets)])
+    return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)
+
+
+def count_targets(labels: Tensor) -> int:
+    """How many positions of labels [B, T] are predicted, given that the model shifts them by one."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def _batches_of_process(
+    accelerator: Accelerator, sequences: PackedSequences, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    indices = range(accelerator.process_index, len(sequences), accelerator.num_processes)
+    for begin in range(0, len(indices), batch_size):
+        yield default_collate([sequences[index] for index in indices[begin : begin + batch_size]])

@@ -1,0 +1,54 @@
+"""Everything that `dynattn publish` can be told."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..errors import UserError
+
+
+@dataclass
+class PublishArguments:
+    """Arguments of one publication; a YAML file holds the same names.
+
+    Raises:
+        UserError: the Hub cannot have a repository of that name, or an argument has no effect without it.
+    """
+
+    checkpoint: str = field(metadata={"help": "checkpoint folder; may be given without the option's name"})
+    output: str | None = field(
+        default=None, metadata={"help": "folder to write; beside the checkpoint, with '-hub' appended, when not given"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace the output folder if it holds a checkpoint"})
+    verify: bool = field(
+        default=True, metadata={"help": "load the folder in a process without the package and compare what it answers"}
+    )
+    license: str | None = field(
+        default=None, metadata={"help": "license of the weights for the model card, such as apache-2.0"}
+    )
+    repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
+    dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})
+    private: bool = field(default=False, metadata={"help": "make the repository private if it does not exist yet"})
+    revision: str | None = field(default=None, metadata={"help": "branch to push to, made if it does not exist; main"})
+    commit_message: str | None = field(default=None, metadata={"help": "message of the commit on the Hub"})
+
+    def __post_init__(self) -> None:
+        if self.repo is not None:
+            try:
+                validate_repo_id(self.repo)
+            except HFValidationError as error:
+                raise UserError(
+                    f"repo {self.repo!r} is no name for a repository, such as NAME/MODEL: {error}"
+                ) from error
+            return
+        unused = [name for name in ("private", "revision", "commit_message") if getattr(self, name)]
+        if unused:
+            raise UserError(f"{', '.join(unused)} only matter for a push; give --repo NAME/MODEL, or leave them out")
+
+    @property
+    def destination(self) -> Path:
+        """The folder to write, as an absolute path."""
+        source = Path(self.checkpoint).resolve()
+        return Path(self.output).resolve() if self.output else source.with_name(f"{source.name}-hub")

@@ -1,0 +1,168 @@
+"""The model card of a published folder: the checkpoint's own, completed, or one rendered from its configuration."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard
+from transformers import PreTrainedConfig
+
+from ..errors import UserError
+from .checkpoint import Checkpoint, last_line
+
+TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+PAPERS = {
+    "2405.08553": ("Da Xiao and Qingye Meng and Shengping Li and Xingyuan Yuan", 2024,
+                   "Improving Transformers with Dynamically Composable Multi-Head Attention"),
+    "2308.03429": ("Herman Sugiharto and Aradea and Husni Mubarok", 2023,
+                   "RCMHA: Relative Convolutional Multi-Head Attention for Natural Language Modelling"),
+}  # fmt: skip
+
+RENDERED = """\
+---
+{{}}
+---
+# {name}
+
+{summary}
+
+The model has {parameters} parameters. This card was written by `dynattn publish` from the checkpoint alone: it knows
+neither the training data nor any score.
+
+{usage}
+## Architecture
+
+| field | value |
+|---|---|
+{architecture}
+
+## Limits
+
+- Positions beyond `max_position_embeddings` were not seen in training.
+- The text it was trained on decides what it can do; it may produce text that is wrong, biased or offensive.
+- The cache must be a `DynamicCache` or a `StaticCache` of Transformers.
+
+## Citation
+
+{citation}
+"""
+
+USAGE = """\
+## How to load
+
+With the `dynattn` package installed, its own code is used:
+
+```python
+import dynattn  # registers the model type
+from transformers import {imports}
+
+{load}
+```
+
+Without the package, Transformers can run the code files of this repository. It never does so by default: say so, after
+you have read them, and pin the `revision` that you read when you load from the Hub.
+
+```python
+from transformers import {imports}
+
+{load_remote}
+```
+"""
+
+
+def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None) -> str:
+    """Returns the text of README.md.
+
+    Args:
+        checkpoint: its README.md is kept, and completed where metadata or a way to load it are missing.
+        name: what users pass to `from_pretrained`, the title of a rendered card.
+        license_name: license of the weights; None leaves what the card says, if anything.
+
+    Raises:
+        UserError: the checkpoint's README.md is no valid model card.
+    """
+    readme = checkpoint.folder / "README.md"
+    card = _read_card(readme) if readme.is_file() else ModelCard(_render(checkpoint, name))
+    _complete_metadata(card.data, checkpoint, license_name)
+    if "import dynattn" not in card.text or "trust_remote_code=True" not in card.text:
+        card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
+    return str(card)
+
+
+def arxiv_ids(model_class: type) -> list[str]:
+    """The papers that the module of a model names in its docstring."""
+    docstring = sys.modules[model_class.__module__].__doc__ or ""
+    return re.findall(r"arXiv[ :](\d{4}\.\d{4,5})", docstring)
+
+
+def _read_card(path: Path) -> ModelCard:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is no model card that the Hub accepts: {last_line(error)}") from error
+
+
+def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
+    data.library_name = "transformers"
+    data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, "feature-extraction")
+    data.license = license_name or data.license
+    tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
+    papers = [f"arxiv:{paper}" for paper in arxiv_ids(checkpoint.model_class)]
+    wanted = ["dynattn", checkpoint.config.model_type, "custom_code", *papers]
+    data.tags = tags + [tag for tag in wanted if tag not in tags]
+
+
+def _render(checkpoint: Checkpoint, name: str) -> str:
+    docstring = sys.modules[checkpoint.model_class.__module__].__doc__ or checkpoint.config.model_type
+    return RENDERED.format(
+        name=name,
+        summary=docstring.strip().splitlines()[0],
+        parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.numbers.most_common()),
+        usage=_usage(checkpoint, name),
+        architecture="\n".join(f"| `{key}` | {value} |" for key, value in _architecture(checkpoint.config)),
+        citation="\n\n".join(_bibtex(paper) for paper in arxiv_ids(checkpoint.model_class)),
+    )
+
+
+def _architecture(config: PreTrainedConfig) -> list[tuple[str, str]]:
+    """The fields that the configuration adds to those of every Transformers model, without absent ones."""
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
+    values = {name: getattr(config, name) for name in names}
+    return [(name, _format_value(value)) for name, value in values.items() if value is not None]
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return ", ".join(f"{count} x {item}" for item, count in Counter(value).items())
+    return json.dumps(value, default=str)
+
+
+def _bibtex(paper: str) -> str:
+    if paper not in PAPERS:
+        return f"<https://arxiv.org/abs/{paper}>"
+    authors, year, title = PAPERS[paper]
+    key = f"{authors.split()[1].lower()}{year}"
+    fields = {"title": title, "author": authors, "year": year, "eprint": paper, "archivePrefix": "arXiv"}
+    lines = ",\n".join(f"  {field} = {{{value}}}" for field, value in fields.items())
+    return f"```bibtex\n@misc{{{key},\n{lines}\n}}\n```"
+
+
+def _usage(checkpoint: Checkpoint, name: str) -> str:
+    classes = [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
+
+    def load(options: str) -> str:
+        variables = {"AutoTokenizer": "tokenizer"}
+        return "\n".join(f'{variables.get(cls, "model")} = {cls}.from_pretrained("{name}"{options})' for cls in classes)
+
+    return USAGE.format(imports=", ".join(classes), load=load(""), load_remote=load(", trust_remote_code=True"))

@@ -1,0 +1,126 @@
+"""Reading the checkpoint that is to be published, and refusing one that could not work anywhere else."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+import dynattn
+from dynattn.remote_code import registered_classes
+
+from ..errors import UserError
+from .weights import Weights, read_weights
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+)
+COMPANIONS = ("generation_config.json", "LICENSE*", "NOTICE*", "*.png", "*.svg")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder of one of our families, whose configuration, weight files and tokenizer were found sound."""
+
+    folder: Path
+    config: PreTrainedConfig
+    auto_class: str  # the Auto class of its architecture, such as "AutoModelForCausalLM"
+    model_class: type
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def files_to_copy(self) -> list[str]:
+        """What is published as it is: weights, tokenizer, generation configuration, license, pictures of the card."""
+        patterns = (*COMPANIONS, *(TOKENIZER_FILES if self.tokenizer else ()))
+        found = {path.name for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
+        return [*self.weights.files, *sorted(found - set(self.weights.files))]
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Reads everything but the weights themselves.
+
+    Raises:
+        UserError: something is missing, damaged, or not of this package.
+    """
+    folder = Path(path).resolve()
+    config_class = _find_config_class(_read_config(folder), folder)
+    try:
+        config = config_class.from_pretrained(folder)
+    except (StrictDataclassError, ValueError, TypeError, OSError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} is not a valid {config_class.__name__}: {last_line(error)}"
+        ) from error
+    auto_class, model_class = _find_model_class(config, folder)
+    tokenizer = _load_tokenizer(folder)
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {config.vocab_size}; "
+            "put the tokenizer there that the model was trained with"
+        )
+    return Checkpoint(folder, config, auto_class, model_class, read_weights(folder), tokenizer)
+
+
+def last_line(error: Exception | str) -> str:
+    """What an error says, in one line: Transformers and the Hub put the cause last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; give the folder that `save_pretrained` wrote")
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if any(folder.iterdir()) else "is empty"
+        raise UserError(f"{folder} {what}; give the folder that `save_pretrained` wrote")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(config).__name__}")
+    return config
+
+
+def _find_config_class(config: dict[str, Any], folder: Path) -> type[PreTrainedConfig]:
+    public = [getattr(dynattn, name) for name in dynattn.__all__]
+    ours = {cls.model_type: cls for cls in public if isinstance(cls, type) and issubclass(cls, PreTrainedConfig)}
+    model_type = config.get("model_type")
+    if model_type not in ours:
+        raise UserError(
+            f"{folder} holds a model of type {model_type!r}; only {', '.join(sorted(ours))} can be published"
+        )
+    return ours[model_type]
+
+
+def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type]:
+    registered = registered_classes(type(config))
+    by_name = {cls.__name__: (auto, cls) for auto, cls in registered.items() if auto != "AutoConfig"}
+    architecture = next(iter(config.architectures or ()), None)
+    if architecture not in by_name:
+        raise UserError(
+            f"the architecture {architecture!r} in {folder / 'config.json'} is none of {', '.join(sorted(by_name))}; "
+            "save the model with `save_pretrained`"
+        )
+    return by_name[architecture]
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        raise UserError(f"the tokenizer in {folder} does not load: {last_line(error)}") from error

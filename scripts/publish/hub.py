@@ -1,0 +1,77 @@
+"""Pushing a finished folder to the Hugging Face Hub, and saying in one line why that did not work."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+from ..errors import UserError
+from .checkpoint import last_line
+
+# What an earlier push may have left behind and Transformers would prefer to, or mix with, the files of this one.
+STALE = ["*.safetensors", "*.safetensors.index.json", "*.py", "pytorch_model*.bin*"]
+ADVICE = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token with write permission",
+    403: "use a token with write permission for that namespace",
+    404: "check the name of the repository, and that your token may see it",
+}
+
+
+def check_token_and_network() -> None:
+    """Raises UserError where a push is bound to fail, before any work is done."""
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or leave out --repo")
+    if get_token() is None:
+        raise UserError(f"there is no token for the Hub; {ADVICE[401]}")
+
+
+def push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Makes the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
+
+    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit.
+
+    Raises:
+        UserError: the Hub cannot be reached or refuses; `folder` is complete and stays.
+    """
+    api = HfApi()
+    with one_line_errors(repo, folder, api.endpoint):
+        # A repository that exists keeps its visibility, hence None instead of False.
+        full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(full_name, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=full_name,
+            folder_path=folder,
+            revision=revision,
+            commit_message=commit_message or "Publish with dynattn",
+            delete_patterns=STALE,
+        )
+    return commit.commit_url
+
+
+@contextmanager
+def one_line_errors(repo: str, folder: Path, endpoint: str) -> Iterator[None]:
+    """Turns what the Hub's client raises into a UserError that says what to do."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        raise UserError(
+            f"cannot push to {repo} at {endpoint}: {_reason(error)}. The folder {folder} is complete; "
+            f"push it later with `hf upload {repo} {folder}`"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, HfHubHTTPError):
+        return last_line(str(error.__cause__ or error))
+    status, said = error.response.status_code, error.server_message or "no reason given"
+    return f"{status} ({last_line(said)}); {ADVICE.get(status, 'try again later')}"

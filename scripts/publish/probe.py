@@ -1,0 +1,147 @@
+"""What a checkpoint answers, measured in the same way with the package and without it.
+
+Run by path (`python -I probe.py JOB.json`) this loads a folder with `trust_remote_code=True`, in a process that cannot
+import the package, and writes its answers. It therefore imports nothing of the package.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+PACKAGE = "dynattn"
+ROWS, LENGTH, DECODED, GENERATED = 3, 24, 4, 8
+TEXT = "Heads are composed before and after the softmax; 2405.08553."
+
+
+class PackageBlocker(MetaPathFinder):
+    """Makes the package impossible to import, however it is installed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] == PACKAGE:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return None
+
+
+@torch.no_grad()
+def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
+    """Returns what a model in eval mode answers to a fixed batch, by the way of asking.
+
+    The first output of the model is compared: logits, or hidden states where it has no head. Values at padding are
+    nobody's business and set to zero.
+    """
+    tokens = _probe_tokens(model)  # [B, T]
+    mask = torch.ones_like(tokens)
+    for row in range(len(tokens)):
+        mask[row, : (row + (len(tokens) == 1)) * tokens.shape[1] // 4] = 0
+    plain = model(tokens, use_cache=True)
+    answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask)[0], mask)}
+    if plain.get("past_key_values") is not None:
+        answers["cached"] = _decode(model, tokens)
+    if model.can_generate():
+        answers["generated"] = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=GENERATED, do_sample=False, num_beams=1, pad_token_id=0
+        )
+    if tokenizer is not None:
+        answers["tokenizer"] = torch.tensor(tokenizer(TEXT)["input_ids"], dtype=torch.int64)
+    return {name: answer.contiguous() for name, answer in answers.items()}
+
+
+def load_remote(folder: str, job: dict[str, Any]) -> tuple[Any, Any]:
+    """Loads the model of `folder` and its tokenizer, if it has one, by the folder's own code."""
+    auto = getattr(transformers, job["auto_class"])
+    model = auto.from_pretrained(folder, dtype="auto", trust_remote_code=True)
+    if not type(model).__module__.startswith("transformers_modules."):
+        raise RuntimeError(
+            f"{type(model).__name__} comes from {type(model).__module__}, not from the folder's own code"
+        )
+    tokenizer = None
+    if job["has_tokenizer"]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    return model.eval(), tokenizer
+
+
+def refuse_package(roots: Sequence[str]) -> None:
+    """Raises RuntimeError where this process can import the package, or has loaded a file from its folders `roots`."""
+    try:
+        importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
+        pass
+    else:
+        raise RuntimeError(f"{PACKAGE} can be imported, so that loading without it was not tried")
+    own = Path(__file__).resolve()
+    files = {Path(path).resolve() for module in list(sys.modules.values()) if (path := _file_of(module))}
+    if borrowed := sorted(str(file) for file in files - {own} if any(file.is_relative_to(root) for root in roots)):
+        raise RuntimeError(f"{borrowed[0]} of {PACKAGE} was loaded, so that loading without it was not tried")
+
+
+def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loads the folder, asks, saves the model again, loads that copy and asks it too; returns both answers.
+
+    Raises:
+        RuntimeError: the classes are not those of the folder, or the saved copy lacks code.
+    """
+    model, tokenizer = load_remote(job["folder"], job)
+    answers = measure(model, tokenizer)
+    model.save_pretrained(job["copy"])
+    if tokenizer is not None:
+        tokenizer.save_pretrained(job["copy"])
+    code, copied = ({path.name for path in Path(job[name]).glob("*.py")} for name in ("folder", "copy"))
+    if absent := code - copied:
+        raise RuntimeError(f"saved again, the model lacks the code files {sorted(absent)}")
+    del model
+    return answers, measure(*load_remote(job["copy"], job))
+
+
+def main(job_file: str) -> None:
+    """Does the job that a JSON file describes, which `verify_folder` writes."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    sys.meta_path.insert(0, PackageBlocker())
+    refuse_package(job["roots"])
+    torch.set_num_threads(job["threads"])
+    transformers.AutoConfig.from_pretrained(job["folder"], trust_remote_code=True)
+    answers, copy_answers = answer_twice(job)
+    refuse_package(job["roots"])
+    save_file(answers, job["answers"])
+    save_file(copy_answers, job["copy_answers"])
+
+
+def _probe_tokens(model: Any) -> Tensor:
+    """Random tokens `[B, T]`; one row for models that may have no padding token to find the ends of rows by."""
+    config = model.config.get_text_config()
+    shape = (ROWS if model.can_generate() else 1, min(LENGTH, config.max_position_embeddings))
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _decode(model: Any, tokens: Tensor) -> Tensor:
+    """The first output for a prompt and then for one token at a time, with the cache, along dimension 1."""
+    prompt = max(1, tokens.shape[1] - DECODED)
+    step = model(tokens[:, :prompt], use_cache=True)
+    outputs = [step[0]]
+    for position in range(prompt, tokens.shape[1]):
+        step = model(tokens[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
+        outputs.append(step[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _hide_padding(output: Tensor, mask: Tensor) -> Tensor:
+    if output.shape[:2] != mask.shape:  # one output for each row, not for each token
+        return output
+    return output.masked_fill(~mask.bool()[..., None], 0.0)
+
+
+def _file_of(module: Any) -> str | None:
+    return getattr(module, "__file__", None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,138 @@
+"""Proving that a published folder needs nothing but itself: a process without the package gives equal answers."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dynattn
+
+from ..errors import UserError
+from . import probe
+from .checkpoint import Checkpoint, last_line
+
+# The same code on the same machine usually gives the same bits; this allows for kernels that sum in another order.
+ROUNDINGS = 8
+NOT_PASSED_ON = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, and the largest difference between the answers with and without the package."""
+
+    compared: tuple[str, ...]
+    max_difference: float
+
+
+def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Loads the checkpoint with the package's classes and returns what it answers to the probe.
+
+    Raises:
+        UserError: it does not load, its weights do not fit its configuration, or it answers something not finite.
+    """
+    auto = getattr(transformers, checkpoint.auto_class)
+    try:
+        model, info = auto.from_pretrained(checkpoint.folder, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{checkpoint.folder} does not load: {last_line(error)}") from error
+    for kind, verb in (("missing_keys", "lacks"), ("unexpected_keys", "has besides"), ("mismatched_keys", "misshapes")):
+        if names := sorted(map(str, info[kind])):
+            raise UserError(
+                f"the weights in {checkpoint.folder} do not fit its config.json: it {verb} {names[0]} "
+                f"({len(names)} in all); save model and configuration together"
+            )
+    answers = probe.measure(model.eval(), checkpoint.tokenizer)
+    for name, answer in answers.items():
+        if not torch.isfinite(answer).all():
+            raise UserError(f"the model in {checkpoint.folder} answers NaN or infinity ({name}); repair its weights")
+    return answers
+
+
+def verify_folder(folder: Path, checkpoint: Checkpoint, expected: dict[str, Tensor]) -> Verification:
+    """Loads `folder` in a process that cannot import the package and compares its answers with `expected`.
+
+    That process also generates, and saves the model again and loads the copy. It works in a temporary folder (`TMPDIR`)
+    that must have room for one copy of the weights.
+
+    Raises:
+        UserError: the folder does not work there, or answers differ by more than rounding.
+    """
+    with tempfile.TemporaryDirectory(prefix="publish-") as temporary:
+        work = Path(temporary)
+        job: dict[str, Any] = {
+            "folder": str(folder),
+            "auto_class": checkpoint.auto_class,
+            "has_tokenizer": checkpoint.tokenizer is not None,
+            "copy": str(work / "copy"),
+            "answers": str(work / "answers.safetensors"),
+            "copy_answers": str(work / "copy_answers.safetensors"),
+            "threads": torch.get_num_threads(),
+            "roots": package_roots(),
+        }
+        (work / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        run_probe(work)
+        compare_answers(expected, load_file(job["copy_answers"]))
+        return compare_answers(expected, load_file(job["answers"]))
+
+
+def run_probe(work: Path) -> None:
+    """Runs the probe on `job.json` in `work`, isolated (`-I`: no PYTHONPATH, no current folder), with caches in `work`.
+
+    Raises:
+        UserError: it failed; the message is its last line.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
+    environment |= {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-I", probe.__file__, str(work / "job.json")]
+    finished = subprocess.run(
+        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if finished.returncode != 0:
+        reason = last_line(finished.stderr) if finished.stderr.strip() else f"exit status {finished.returncode}"
+        raise UserError(f"the folder does not work without the package, so it was not written: {reason}")
+
+
+def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) -> Verification:
+    """Compares answers of the same names: integers exactly, other numbers to a few roundings of the largest one.
+
+    Raises:
+        UserError: an answer is absent or differs.
+    """
+    if expected.keys() != observed.keys():
+        raise UserError(f"with the package the answers are {sorted(expected)}, without it {sorted(observed)}")
+    largest = 0.0
+    for name, answer in expected.items():
+        if answer.shape != observed[name].shape or answer.dtype != observed[name].dtype:
+            raise UserError(f"without the package the answer {name!r} has another shape or dtype")
+        difference = (answer.double() - observed[name].double()).abs().max().item()
+        if not difference <= (limit := rounding_error(answer)):
+            raise UserError(
+                f"without the package the answer {name!r} differs by {difference:.1e}, which is more than rounding "
+                f"({limit:.1e}), so the folder was not written"
+            )
+        largest = max(largest, difference)
+    return Verification(tuple(expected), largest)
+
+
+def rounding_error(answer: Tensor) -> float:
+    """What two computations of `answer` may differ by: nothing for integers, a few roundings of the largest number."""
+    if not answer.is_floating_point():
+        return 0.0
+    return ROUNDINGS * torch.finfo(answer.dtype).eps * answer.abs().max().item()
+
+
+def package_roots() -> list[str]:
+    """The folders that the package's code is in, however it is installed."""
+    packages = [module for name, module in sys.modules.items() if name == "dynattn" or name.startswith("dynattn.")]
+    paths = {Path(path).resolve() for module in packages for path in getattr(module, "__path__", ())}
+    return sorted(str(path) for path in paths | {Path(path).resolve() for path in dynattn.__path__})

@@ -1,0 +1,185 @@
+"""All ways of running a model agree: whole, chunked, cached, padded, packed, static, beams, assisted, and both dtypes.
+
+The tolerance is tied to noise: against the forward pass in float64, a way of running may be wrong by a small multiple
+of what the plain forward pass in the same dtype is wrong by.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+
+FAMILIES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
+VOCAB, WINDOW = 89, 16
+LENGTHS = {torch.float32: (1, 63, 100, 257), torch.bfloat16: (1, 63, 100)}
+MULTIPLE = 4
+
+
+def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        initializer_range=0.12,
+        compose_init_scale=30.0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return model_class(config).eval().to(dtype)
+
+
+def whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def chunked(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split(37, dim=1)], dim=1)
+
+
+def one_by_one(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], dim=1)
+
+
+def static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
+    chunks = [ids[:, :11], *ids[:, 11:].split(1, dim=1)] if ids.shape[1] > 11 else [ids]
+    return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+
+
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Row by row against a batch in which every row has another padding."""
+    pads = [3 * row for row in range(ids.shape[0])]
+    width = ids.shape[1] + max(pads)
+    padded, mask = torch.zeros(ids.shape[0], width, dtype=torch.long), torch.zeros(ids.shape[0], width).long()
+    for row, pad in enumerate(pads):
+        start = width - ids.shape[1] - pad  # some rows are padded on the right too
+        padded[row, start : start + ids.shape[1]] = ids[row]
+        mask[row, start : start + ids.shape[1]] = 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return logits[mask.bool()].unflatten(0, (ids.shape[0], -1))
+
+
+def right_padded_without_mask(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    tail = torch.zeros(ids.shape[0], 13, dtype=torch.long)
+    return whole(model, torch.cat([ids, tail], dim=1))[:, : ids.shape[1]]
+
+
+def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """All rows in one sequence; positions that restart separate the documents."""
+    positions = torch.arange(ids.shape[1]).repeat(ids.shape[0])[None]
+    logits = model(ids.reshape(1, -1), position_ids=positions, use_cache=False).logits
+    return logits.unflatten(1, (ids.shape[0], -1))[0]
+
+
+def checkpointed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    model.gradient_checkpointing_enable()
+    model.train()
+    logits = whole(model, ids)
+    model.eval()
+    return logits
+
+
+def alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return torch.cat([whole(model, row) for row in ids.split(1)])
+
+
+def assert_within_noise(logits: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """No further from the truth than `MULTIPLE` times the plain pass, or times one rounding of the largest logit."""
+    rounding = torch.finfo(plain.dtype).eps * truth.abs().max()
+    noise = max((plain - truth).abs().max(), rounding)
+    assert (logits - truth).abs().max() <= MULTIPLE * noise
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {
+    way.__name__: way
+    for way in (
+        chunked,
+        one_by_one,
+        static,
+        left_padded,
+        right_padded_without_mask,
+        packed,
+        checkpointed,
+        alone,
+    )
+}
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(dtype, n) for dtype in LENGTHS for n in LENGTHS[dtype]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_same_logits(family: str, way: str, length: int, dtype: torch.dtype) -> None:
+    model = make(family, dtype)
+    ids = torch.randint(1, VOCAB, (3, length))
+    assert_within_noise(WAYS[way](model, ids), whole(model, ids), whole(copy.deepcopy(model).double(), ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_documents_and_windows_hide_what_they_should(family: str) -> None:
+    """The ladder's other half: a token that must be seen does change the logits."""
+    model = make(family)
+    ids = torch.randint(1, VOCAB, (1, 40))
+    changed = ids.clone()
+    changed[0, 10] = (changed[0, 10] % (VOCAB - 1)) + 1
+    difference = (whole(model, ids) - whole(model, changed)).abs().amax(-1)[0]
+    assert difference[:10].max() == 0
+    assert difference[10:].min() > 1e-4
+    positions = torch.cat([torch.arange(20), torch.arange(20)])[None]
+    separate = [model(x, position_ids=positions, use_cache=False).logits for x in (ids, changed)]
+    assert (separate[0] - separate[1])[0, 20:].abs().max() == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["static", "beams", "assisted", "sampled", "left-padded"])
+def test_generation_agrees_with_the_model_without_a_cache(family: str, how: str) -> None:
+    model = make(family)
+    ids = torch.randint(1, VOCAB, (1 if how == "assisted" else 2, 21))
+    arguments: dict = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    arguments["attention_mask"] = torch.ones_like(ids)
+    if how == "beams":
+        arguments["num_beams"] = 4
+    if how == "sampled":
+        arguments |= {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    if how == "left-padded":
+        arguments["attention_mask"][1, :9] = 0
+    other: dict = {}
+    if how == "static":
+        other["cache_implementation"] = "static"
+    if how == "assisted":
+        torch.manual_seed(5)
+        other["assistant_model"] = make(family)
+    torch.manual_seed(3)
+    with_cache = model.generate(ids, **arguments, **other)
+    torch.manual_seed(3)
+    assert torch.equal(with_cache, model.generate(ids, **arguments, use_cache=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_compiled_decoding_step(family: str) -> None:
+    model = make(family)
+    ids = torch.randint(1, VOCAB, (2, 40))
+    cache = StaticCache(config=model.config, max_cache_len=48)
+    prefill = model(ids[:, :12], past_key_values=cache).logits
+    step = torch.compile(model, fullgraph=True)
+    logits = [step(token, past_key_values=cache).logits for token in ids[:, 12:].split(1, dim=1)]
+    truth = whole(copy.deepcopy(model).double(), ids)
+    assert_within_noise(torch.cat([prefill, *logits], dim=1), whole(model, ids), truth)

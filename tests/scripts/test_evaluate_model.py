@@ -1,0 +1,382 @@
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts.cli import main
+from dynattn.scripts.corpus import builtin_documents
+from dynattn.scripts.errors import UserError
+from dynattn.scripts.evaluate.catalog import SUITES, TASKS, TaskCatalog
+from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
+from dynattn.scripts.evaluate.heldout import score_documents
+from dynattn.scripts.evaluate.results import Results, format_table, write_results
+
+CONTEXT = 384
+VOCABULARY = 384
+TASK = "dynattn_owner"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(builtin_documents("train")[:5], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(params=["llama", "dcformer"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path / "checkpoint"
+    llama().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def llama(**overrides: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    limits = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
+    fields: dict[str, Any] = sizes | limits | overrides
+    return LlamaForCausalLM(LlamaConfig(**fields))
+
+
+def dcformer() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    limits = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    return DCFormerForCausalLM(DCFormerConfig.from_size("tiny", **sizes, **limits))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "dcformer": dcformer}
+
+
+def test_heldout_bits_per_byte_is_the_hand_computed_sum(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = llama()
+    results = evaluate_model(model, tokenizer, ["builtin_heldout"], limit=3, max_length=100)
+    bits, size = 0.0, 0
+    for document in builtin_documents("validation")[:3]:
+        tokens = [tokenizer.eos_token_id, *tokenizer.encode(document)]
+        size += len(document.encode())
+        for start in range(0, len(tokens) - 1, 100):
+            end = min(start + 100, len(tokens) - 1)
+            inputs = tokens[max(0, end - 100) : end]
+            with torch.no_grad():
+                log_probs = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
+            for position in range(start, end):
+                bits -= log_probs[position - end, tokens[position + 1]].item() / math.log(2)
+    assert results.value("builtin_heldout", "bits_per_byte") == pytest.approx(bits / size, rel=1e-6)
+    assert results.value(DIRECT, "bits_per_byte") == pytest.approx(bits / size, rel=1e-6)
+    assert results.warnings == []
+
+
+def test_direct_scores_match_their_definitions(tokenizer: PreTrainedTokenizerFast) -> None:
+    document = builtin_documents("validation")[0][:300]
+    tokens = tokenizer.encode(document)
+    model = llama()
+    scores = score_documents(model, tokenizer, [document], max_length=CONTEXT)
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.eos_token_id, *tokens[:-1]]])).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens)).item()
+    assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert scores["bits_per_byte"] == pytest.approx(loss * len(tokens) / math.log(2) / len(document.encode()), rel=1e-5)
+    assert scores["accuracy"] == (logits.argmax(-1) == torch.tensor(tokens)).float().mean().item()
+
+
+@pytest.mark.parametrize("stride", [1, 7, 50])
+def test_a_stride_predicts_every_token_once_from_full_windows(stride: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    lengths: list[int] = []
+
+    class Recorder(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, inputs: torch.Tensor) -> object:
+            lengths.append(inputs.shape[1])
+            return type("Output", (), {"logits": torch.zeros(*inputs.shape, VOCABULARY)})
+
+    document = builtin_documents("validation")[0][:400]
+    scores = score_documents(Recorder(), tokenizer, [document], max_length=50, stride=stride)  # type: ignore[arg-type]
+    tokens = len(tokenizer.encode(document))
+    assert scores["perplexity"] == pytest.approx(VOCABULARY)
+    assert scores["bits_per_byte"] == pytest.approx(tokens * math.log2(VOCABULARY) / len(document.encode()))
+    assert set(lengths) == {50}
+    assert len(lengths) == 1 + math.ceil((tokens - 50) / stride)
+
+
+@pytest.mark.parametrize("stride", [0, 51])
+def test_impossible_strides(stride: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="stride must be between 1 and max_length = 50"):
+        score_documents(llama(), tokenizer, ["text"], max_length=50, stride=stride)
+
+
+def test_scores_do_not_depend_on_the_batch_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    names = ["builtin_heldout", "dynattn_k*"]
+    options: dict[str, Any] = {"limit": 12, "max_length": 128, "truncate": True, "log_samples": True}
+    one, eight = (evaluate_model(model, tokenizer, names, batch_size=size, **options) for size in (1, 8))
+    assert one.warnings == eight.warnings == []
+    for first, second in zip(one.samples, eight.samples, strict=True):
+        assert flat(first["filtered_resps"]) == pytest.approx(flat(second["filtered_resps"]), rel=1e-4, abs=1e-4)
+
+
+def flat(responses: list) -> list[float]:
+    return [
+        number for response in responses for number in (response if isinstance(response, list | tuple) else [response])
+    ]
+
+
+def test_results_equal_simple_evaluate(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = llama()
+    ours = evaluate_model(model, tokenizer, [TASK, "builtin_heldout"], num_fewshot=1, limit=24, seed=7)
+    catalog = TaskCatalog([TASK, "builtin_heldout"])
+    theirs = lm_eval.simple_evaluate(
+        HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=3),
+        tasks=catalog.names,
+        num_fewshot=1,
+        limit=24,
+        fewshot_random_seed=7,
+        task_manager=catalog._manager,
+    )["results"]
+    assert ours.value(TASK, "acc", num_fewshot=1) == theirs[TASK]["acc,none"]
+    assert ours.value(TASK, "acc_norm") == theirs[TASK]["acc_norm,none"]
+    expected = theirs["builtin_heldout"]["bits_per_byte,none"]
+    assert ours.value("builtin_heldout", "bits_per_byte", num_fewshot=0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_padding_that_reaches_earlier_tokens_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Leaky(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **kwargs: object) -> object:
+            output = super().forward(input_ids, **kwargs)
+            padded = (input_ids == 0).sum(1) > 1
+            output.logits = output.logits + 9 * padded[:, None, None] * torch.arange(VOCABULARY).cos()
+            return output
+
+    results = evaluate_model(Leaky(llama().config), tokenizer, ["builtin_heldout"])
+    assert "without padding: the model lets padding" in results.warnings[0]
+    assert "warning: bits per byte" in format_table(results)
+
+
+def test_the_model_and_tokenizer_stay_as_they_were(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = llama().train()
+    assert tokenizer.pad_token is None
+    evaluate_model(model, tokenizer, [TASK], limit=2)
+    assert model.training
+    assert tokenizer.pad_token is None
+
+
+def test_several_numbers_of_examples(tokenizer: PreTrainedTokenizerFast) -> None:
+    results = evaluate_model(llama(), tokenizer, [TASK, "builtin_heldout"], num_fewshot=[0, 1], limit=3)
+    assert [(result.task, result.num_fewshot) for result in results.tasks] == [
+        (TASK, 0), ("builtin_heldout", 0), (DIRECT, 0), (TASK, 1),
+    ]  # fmt: skip
+
+
+def test_a_suite_without_network_says_what_is_missing_and_runs_the_rest(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = TaskCatalog([TASK])
+    found = catalog._load(TASK)
+    catalog.names, catalog.is_local = [*SUITES["pythia"], TASK], False
+
+    def load(name: str) -> list:
+        if name == TASK:
+            return found
+        raise {"sciq": ConnectionError("unreachable"), "piqa": ImportError("needs a package\nand more")}.get(
+            name, ConnectionError("Couldn't reach the Hub")
+        )
+
+    monkeypatch.setattr(catalog, "_load", load)
+    results = evaluate_model(llama(), tokenizer, catalog, limit=2)
+    assert [result.task for result in results.tasks] == [TASK]
+    assert list(results.unavailable) == list(SUITES["pythia"])
+    assert results.unavailable["sciq"] == "the Hub cannot be reached and the local cache has no copy of the data"
+    assert results.unavailable["piqa"] == "needs a package"
+    assert "not available: piqa: needs a package" in format_table(results).splitlines()
+
+
+def test_the_pythia_suite_offline(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["evaluate", str(checkpoint), "--suite", "pythia", "--output", str(output)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == list(SUITES["pythia"])
+    assert list(output.iterdir()) == []
+
+
+def test_command_line_writes_complete_results(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    options = ["--limit", "12", "--num_fewshot", "1", "--log_samples", "--seed", "5", "--output", str(output)]
+    assert main(["evaluate", str(checkpoint), "--tasks", f"builtin_heldout,{TASK}", *options]) == 0
+    table = capsys.readouterr().out
+    content = json.loads((output / "results.json").read_text())
+    assert content["model"] | {"config_sha256": ""} == {
+        "path": str(checkpoint), "model_type": "llama", "architecture": "LlamaForCausalLM", "config_sha256": "",
+        "parameters": llama().num_parameters(), "dtype": "float32",
+    }  # fmt: skip
+    assert content["settings"] == {
+        "tasks": ["builtin_heldout", TASK], "num_fewshot": [1], "limit": 12, "batch_size": 8, "max_length": CONTEXT,
+        "truncate": False, "seed": 5,
+    }  # fmt: skip
+    assert set(content["environment"]) == {"date", "hardware", "threads", "python", "versions"}
+    assert [result["task"] for result in content["tasks"]] == ["builtin_heldout", DIRECT, TASK]
+    owner = content["tasks"][2]
+    assert (owner["num_fewshot"], owner["samples"], owner["chance"]) == (1, 12, 0.3611)
+    assert owner["metrics"]["acc"]["higher_is_better"] and owner["metrics"]["acc"]["stderr"] > 0
+    assert f"| {TASK} " in table and (output / "results.md").read_text().strip() in table
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [sample["task"] for sample in samples] == ["builtin_heldout"] * 12 + [TASK] * 12
+    assert sorted(path.name for path in output.iterdir()) == ["results.json", "results.md", "samples.jsonl"]
+
+
+def test_arguments_from_a_yaml_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = tmp_path / "evaluate.yaml"
+    arguments.write_text(f"model: {checkpoint}\ntasks: {TASK}\nlimit: 2\nnum_fewshot: 1\n")
+    assert main(["evaluate", str(arguments), "--batch_size", "1"]) == 0
+    assert f"| {TASK} | 1     | 2 |" in capsys.readouterr().out
+    arguments.write_text(f"model: {checkpoint}\nnum_fewshot: [many]\n")
+    assert main(["evaluate", str(arguments)]) == 2
+    assert_one_line(capsys, "num_fewshot must be a whole number of at least 0, not 'many'")
+
+
+@pytest.mark.slow
+def test_lm_eval_command_knows_our_tasks_and_models(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    (extra / "mine.yaml").write_text(f"include: {TASKS / f'{TASK}.yaml'}\ntask: mine\n")
+    options = ["--device", "cpu", "--limit", "2", "--include_path", str(extra)]
+    command = ["lm-eval", "run", "--model", "hf", "--model_args", f"pretrained={checkpoint}", *options]
+    assert main([*command, "--tasks", f"mine,{TASK}"]) == 0
+    assert f"|{TASK}|" in capsys.readouterr().out
+    assert main([*command, "--tasks", "yours"]) == 2
+    assert "lm-eval: error: Tasks not found: yours" in capsys.readouterr().err
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    weights = checkpoint / "model.safetensors"
+    match how:
+        case "no tokenizer":
+            (checkpoint / "tokenizer.json").unlink()
+            (checkpoint / "tokenizer_config.json").unlink()
+        case "broken tokenizer":
+            (checkpoint / "tokenizer.json").write_text('{"version": ')
+        case "truncated weights":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "NaN weights":
+            model = llama()
+            model.lm_head.weight.data[3, 3] = math.nan
+            model.save_pretrained(checkpoint)
+        case "small embedding":
+            llama(vocab_size=300).save_pretrained(checkpoint)
+        case "unknown type":
+            (checkpoint / "config.json").write_text('{"model_type": "unheard_of"}')
+        case "no config":
+            (checkpoint / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no tokenizer", "there is no usable tokenizer in"),
+        ("broken tokenizer", "there is no usable tokenizer in"),
+        ("truncated weights", "cannot load a causal language model from"),
+        ("NaN weights", "the model's logits are NaN"),
+        ("small embedding", "the tokenizer has ids up to 383 but the model embeds 300 (0 ... 299)"),
+        ("unknown type", "`unheard_of`"),
+        ("no config", "cannot load a causal language model from"),
+    ],
+)
+def test_damaged_checkpoints(how: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(checkpoint, how)
+    assert main(["evaluate", str(checkpoint), "--tasks", TASK, "--limit", "2"]) == 2
+    assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", "dynattn_ownr"], "there is no task 'dynattn_ownr'; did you mean dynattn_owner"),
+        (["--tasks", TASK, "dynattn_synthetic"], f"task '{TASK}' is asked for twice"),
+        (["--tasks", ","], "no task is named"),
+        (["--tasks", TASK, "--max_length", "999"], f"exceeds the model's max_position_embeddings, {CONTEXT}"),
+        (
+            ["--tasks", "dynattn_two_step", "--num_fewshot", "9", "--limit", "3"],
+            f"but the model takes {CONTEXT}; lower",
+        ),
+        (["--limit", "0"], "limit must be a whole number of at least 1, not 0"),
+        (["--num_fewshot", "2", "-1"], "num_fewshot must be a whole number of at least 0, not -1"),
+        (["--batch_size", "0"], "batch_size must be a whole number of at least 1, not 0"),
+        (["--log_samples"], "log_samples needs a folder"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--include_path", "nowhere"], "include_path nowhere is not a folder"),
+        (["--tokenizer", "./nowhere"], "there is no folder ./nowhere"),
+    ],
+)
+def test_bad_options(
+    options: list[str],
+    message: str,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["evaluate", str(checkpoint), *options]) == 2
+    assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize("place", ["./missing", "/missing/folder", "missing-name", "{tmp}/file", "{tmp}"])
+def test_no_checkpoint(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = place.format(tmp=tmp_path)
+    if place.endswith("file"):
+        Path(path).write_text("not a folder")
+    assert main(["evaluate", path]) == 2
+    assert_one_line(capsys, path)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dynattn")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert lines[0].startswith("dynattn evaluate: error: ")
+
+
+def test_nothing_is_overwritten_unasked(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results({}, {}, {})
+    (tmp_path / "samples.jsonl").write_text("old")
+    path = write_results(results, tmp_path)
+    before = path.read_bytes()
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert main(["evaluate", str(checkpoint), "--output", str(tmp_path)]) == 2
+    assert_one_line(capsys, "results.json exists; choose another --output or pass --overwrite")
+    assert path.read_bytes() == before
+    results.unavailable["sciq"] = "no network"
+    write_results(results, tmp_path, overwrite=True)
+    assert json.loads(path.read_text())["unavailable"] == {"sciq": "no network"}
+    with pytest.raises(UserError, match="cannot write into"):
+        write_results(results, path / "below")
+
+
+def test_unknown_values_are_key_errors() -> None:
+    with pytest.raises(KeyError, match="no value of 'acc' for task 'x'"):
+        Results({}, {}, {}).value("x", "acc")

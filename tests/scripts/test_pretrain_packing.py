@@ -1,0 +1,112 @@
+"""Packing against what it must mean: every token once, positions and labels that know the documents."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dynattn.scripts.pretrain.order import ProcessBatches, TrainingOrder
+from dynattn.scripts.pretrain.packing import IGNORED, PackedSequences, TokenStream, split_long, write_stream
+from dynattn.scripts.pretrain.tokenizer import train_bpe
+from dynattn.scripts.pretrain.validation import count_targets
+
+# Three documents of 5, 1 and 4 text tokens between a start token 100 and an end token 101.
+TOKENS = [100, 1, 2, 3, 4, 5, 101, 100, 6, 101, 100, 7, 8, 9, 10, 101]
+STARTS = [0, 7, 10]
+
+
+def make(length: int, *, score_all: bool = False, mask_documents: bool = True) -> PackedSequences:
+    stream = TokenStream(np.array(TOKENS, dtype=np.int32), np.array(STARTS, dtype=np.int64), text_bytes=10)
+    return PackedSequences(stream, length, pad=0, mask_documents=mask_documents, score_all=score_all)
+
+
+def test_training_windows_hold_every_token_once_and_drop_the_tail():
+    sequences = make(length=5)
+    held = [token for item in sequences for token in item["input_ids"].tolist()]
+    assert held == TOKENS[:15]
+    assert sequences.unused_tokens == 1
+
+
+def test_positions_restart_at_each_document_and_at_each_window():
+    positions = [item["position_ids"].tolist() for item in make(length=8)]
+    assert positions == [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
+
+
+def test_plain_concatenation_carries_no_positions():
+    assert set(make(length=8, mask_documents=False)[0]) == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+def test_start_tokens_are_never_targets(mask_documents: bool):
+    for item in make(length=8, mask_documents=mask_documents):
+        is_start = item["input_ids"] == 100
+        assert (item["labels"][is_start] == IGNORED).all()
+        assert (item["labels"][~is_start] == item["input_ids"][~is_start]).all()
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 8, 15, 16, 17, 40])
+def test_validation_scores_every_token_exactly_once(length: int):
+    sequences = make(length, score_all=True)
+    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORED]
+    assert targets == [token for token in TOKENS if token != 100]
+    assert all(len(values) == length for item in sequences for values in item.values())
+    assert sum(count_targets(item["labels"][None]) for item in sequences) == len(targets)
+
+
+def test_packed_documents_do_not_see_each_other():
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    packed = make(length=16)[0]
+    together = model(input_ids=packed["input_ids"][None], position_ids=packed["position_ids"][None], use_cache=False)
+    for begin, end in [(0, 7), (7, 10), (10, 16)]:
+        alone = model(input_ids=packed["input_ids"][None, begin:end], use_cache=False)
+        torch.testing.assert_close(together.logits[:, begin:end], alone.logits)
+
+
+def test_a_written_stream_reads_back_as_the_documents(tmp_path: Path):
+    documents = ["one two\nthree\n", "vier fünf", "x"]
+    tokenizer = train_bpe([documents], vocab_size=300)
+    write_stream([documents[:2], documents[2:]], tokenizer, tmp_path / "stream")
+    stream = TokenStream.open(tmp_path / "stream")
+    parts = np.split(stream.tokens, stream.starts[1:])
+    assert [tokenizer.decode(part[1:-1]) for part in parts] == documents
+    assert all(part[0] == tokenizer.bos_token_id and part[-1] == tokenizer.eos_token_id for part in parts)
+    assert stream.text_bytes == sum(len(text.encode()) for text in documents)
+
+
+def test_a_long_document_is_tokenized_in_parts_without_changing_it():
+    text = "".join(f"line {number}\n" for number in range(500))
+    tokenizer = train_bpe([[text]], vocab_size=300)
+    parts = list(split_long(text, limit=100))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 100
+    tokens = [token for part in parts for token in tokenizer(part)["input_ids"]]
+    assert tokens == tokenizer(text)["input_ids"]
+    assert "".join(split_long("x" * 250, limit=100)) == "x" * 250
+
+
+def test_each_epoch_is_a_permutation_and_steps_run_on_across_it():
+    order = TrainingOrder(sequences=10, global_batch=4, seed=3)
+    seen = np.concatenate([order[step] for step in range(10)])
+    epochs = seen.reshape(4, 10)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert np.array_equal(order[2], TrainingOrder(10, 4, seed=3)[2])
+
+
+def test_processes_and_accumulation_share_out_the_same_sequences():
+    order = TrainingOrder(sequences=50, global_batch=8, seed=0)
+    expected = [Counter(order[step].tolist()) for step in range(3)]
+    for batch_size, processes in [(8, 1), (4, 1), (2, 2), (1, 4)]:
+        passes = 8 // batch_size // processes
+        shared: list[Counter[int]] = [Counter() for _ in range(3)]
+        for process in range(processes):
+            batches = list(ProcessBatches(order, range(3), batch_size, process, processes))
+            for index, batch in enumerate(batches):
+                shared[index // passes].update(batch)
+        assert shared == expected

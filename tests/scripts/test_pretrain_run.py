@@ -1,0 +1,385 @@
+"""Whole runs in this process: what they leave behind, resuming, equal updates, and every way to go wrong."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dynattn  # noqa: F401
+from dynattn.scripts.cli import main
+from dynattn.scripts.corpus import builtin_documents
+from dynattn.scripts.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
+from dynattn.scripts.pretrain import trainer as trainer_module
+from dynattn.scripts.pretrain.documents import load_documents
+from dynattn.scripts.pretrain.metrics import read_metrics
+from dynattn.scripts.pretrain.tokenizer import train_bpe
+
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.1,
+}
+RUN = {
+    "model_type": "llama",
+    "model_config": LLAMA,
+    "vocab_size": 300,
+    "sequence_length": 32,
+    "batch_size": 4,
+    "max_steps": 12,
+    "warmup_steps": 2,
+    "learning_rate": 1e-2,
+    "validation_share": 0.1,
+    "log_every": 1,
+    "eval_every": 4,
+    "save_every": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of 10 sequences, so that updates of 4 cross the end of an epoch."""
+    path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
+    lines = [json.dumps({"text": f"The number {n} is followed by {n + 1}. " * (1 + n % 3)}) for n in range(20)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run(tmp_path_factory.mktemp("runs") / "straight", corpus)
+
+
+def run(output: Path, corpus: Path, **changes: Any) -> Result:
+    return pretrain(arguments(output, corpus, **changes))
+
+
+def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
+    return PretrainArguments(**{"output": str(output), "dataset": str(corpus), **RUN, **changes})
+
+
+def curve(output: Path) -> list[dict[str, Any]]:
+    timing = ("seconds", "tokens_per_second")
+    return [
+        {name: value for name, value in line.items() if name not in timing}
+        for line in read_metrics(output / "metrics.jsonl")
+    ]
+
+
+class KilledError(Exception):
+    """Stands for the end of a process."""
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the next run die after `step` updates, before anything of that step is logged or saved."""
+
+    def show(self: trainer_module.Trainer, bar: Any, loss: float) -> None:
+        if self.progress.step == step:
+            raise KilledError
+
+    monkeypatch.setattr(trainer_module.Trainer, "_show", show)
+
+
+def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(KilledError):
+            run(output, corpus, **changes)
+
+
+def test_a_finished_run_learned_and_leaves_everything(finished: Result):
+    assert finished.validation_loss < read_metrics(finished.output / "metrics.jsonl", "train")[0]["loss"]
+    names = {path.name for path in finished.output.iterdir()}
+    assert names == {
+        "run.json",
+        "tokenizer",
+        "data",
+        "checkpoints",
+        "metrics.jsonl",
+        "tensorboard",
+        "model",
+        "result.json",
+    }
+    assert [path.name for path in sorted((finished.output / "checkpoints").iterdir())] == [
+        "step-000004", "step-000008", "step-000012",
+    ]  # fmt: skip
+    stored = json.loads((finished.output / "result.json").read_text())
+    assert stored["validation_loss"] == finished.validation_loss
+    assert stored["arguments"]["learning_rate"] == 1e-2
+    assert finished.steps == 12
+    assert finished.tokens == 12 * 4 * 32
+    assert list((finished.output / "tensorboard").iterdir())
+
+
+def test_final_model_reloads_and_scores_what_was_reported(corpus: Path, tmp_path: Path):
+    """Bits per byte from the saved files alone: each document by itself, behind its start token."""
+    result = run(tmp_path / "run", corpus, sequence_length=256, max_steps=1, warmup_steps=0)
+    model = AutoModelForCausalLM.from_pretrained(result.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    texts = load_documents(arguments(result.output, corpus)).validation["text"]
+    nats, targets = 0.0, 0
+    for text in texts:
+        tokens = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+        nats += torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="sum").item()
+        targets += len(tokens) - 1
+    text_bytes = sum(len(text.encode()) for text in texts)
+    assert result.validation_loss == pytest.approx(nats / targets, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats / torch.log(torch.tensor(2.0)).item() / text_bytes, rel=1e-5)
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_final_card_is_valid_and_quotes_the_measurements(finished: Result):
+    card = ModelCard.load(finished.model / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    values = {result.metric_type: result.metric_value for result in card.data.eval_results or []}
+    assert values == pytest.approx(
+        {"loss": finished.validation_loss, "perplexity": finished.perplexity, "bits_per_byte": finished.bits_per_byte},
+        rel=1e-4,
+    )
+    assert f"| validation loss (nats per token) | {finished.validation_loss:.4f} |" in card.text
+    assert str(finished.output.parent) not in card.content
+
+
+@pytest.mark.parametrize("step", [3, 6, 9, 12])
+def test_a_killed_run_resumes_to_the_same_curve_and_weights(step: int, finished: Result, corpus: Path, tmp_path: Path):
+    killed_run(tmp_path / "run", corpus, step)
+    resumed = run(tmp_path / "run", corpus)
+    assert curve(resumed.output) == curve(finished.output)
+    expected, actual = (load_file(result.model / "model.safetensors") for result in (finished, resumed))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert resumed.validation_loss == finished.validation_loss
+
+
+def test_a_run_killed_while_it_saves_the_model_only_saves_again(finished: Result, corpus: Path, tmp_path: Path):
+    copy = Path(shutil.copytree(finished.output, tmp_path / "copy"))
+    (copy / "model").rename(copy / ".model.partial")
+    again = run(copy, corpus)
+    assert again.validation_loss == finished.validation_loss
+    assert curve(copy) == curve(finished.output)
+    assert not (copy / ".model.partial").exists()
+
+
+def test_accumulation_and_batch_size_make_the_same_update(finished: Result, corpus: Path, tmp_path: Path):
+    """Documents differ in length, so forward passes differ in their number of targets."""
+    config = {**LLAMA, "attention_dropout": 0.0}
+    one = run(tmp_path / "one", corpus, model_config=config)
+    four = run(tmp_path / "four", corpus, model_config=config, batch_size=1, gradient_accumulation_steps=4)
+    assert [line["loss"] for line in curve(four.output)] == pytest.approx(
+        [line["loss"] for line in curve(one.output)], rel=1e-4
+    )
+    assert [line["grad_norm"] for line in curve(four.output) if line["split"] == "train"] == pytest.approx(
+        [line["grad_norm"] for line in curve(one.output) if line["split"] == "train"], rel=1e-3
+    )
+
+
+def test_epochs_count_updates_and_old_checkpoints_go(corpus: Path, tmp_path: Path):
+    result = run(tmp_path / "run", corpus, max_steps=None, epochs=2.0, save_every=2, keep_checkpoints=1)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{result.steps:06d}"]
+    training_tokens = (tmp_path / "run" / "data" / "train" / "tokens.bin").stat().st_size // 4
+    assert result.steps == -(-2 * (training_tokens // 32) // 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mixed_precision": "bf16"},
+        {"gradient_checkpointing": True},
+        {"mask_documents": False},
+        {"dataloader_workers": 1},
+    ],
+)
+def test_switches_train(changes: dict[str, Any], corpus: Path, tmp_path: Path):
+    assert run(tmp_path / "run", corpus, max_steps=2, warmup_steps=0, **changes).validation_loss < 6.5
+
+
+def test_dcformer_trains_resumes_generates_and_continues_elsewhere(corpus: Path, tmp_path: Path):
+    dcformer = {
+        "model_type": None,
+        "model_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    }
+    straight = run(tmp_path / "straight", corpus, max_steps=5, **dcformer)
+    killed_run(tmp_path / "killed", corpus, 5, max_steps=5, **dcformer)
+    run(tmp_path / "killed", corpus, max_steps=5, **dcformer)
+    assert curve(tmp_path / "killed") == curve(straight.output)
+    model = AutoModelForCausalLM.from_pretrained(straight.model)
+    assert model.config.model_type == "dcformer"
+    tokenizer = AutoTokenizer.from_pretrained(straight.model)
+    assert (
+        model.generate(**tokenizer("The number", return_tensors="pt"), max_new_tokens=3, do_sample=False).shape[1] > 2
+    )
+    fresh = {"model_type": None, "model_config": None, "init_from": str(straight.model)}
+    continued = run(tmp_path / "continued", corpus, max_steps=2, warmup_steps=1, learning_rate=1e-6, **fresh)
+    assert continued.validation_loss == pytest.approx(straight.validation_loss, abs=1e-3)
+
+
+def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: Path, tmp_path: Path):
+    before = {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
+    with pytest.raises(UserError, match="already holds a finished model"):
+        run(finished.output, corpus)
+    killed_run(tmp_path / "killed", corpus, 5)
+    with pytest.raises(UserError, match="already holds a run with step-000004"):
+        run(tmp_path / "killed", corpus, resume="never")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"holds thesis\.tex and no run"):
+            run(tmp_path / "foreign", corpus, overwrite=overwrite)
+    with pytest.raises(UserError, match="is a file"):
+        run(corpus, corpus)
+    assert before == {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
+    assert run(tmp_path / "killed", corpus, overwrite=True, max_steps=3).steps == 3
+    assert [line["step"] for line in curve(tmp_path / "killed") if line["split"] == "train"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_mistake_changes_nothing(overwrite: bool, corpus: Path, tmp_path: Path):
+    killed_run(tmp_path / "run", corpus, 5)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for changes in (
+        {"vocab_size": 280, "model_config": {"vocab_size": 64}},
+        {"dataset": "missing.txt"},
+        {"sequence_length": 5000},
+    ):
+        with pytest.raises(UserError):
+            run(tmp_path / "run", corpus, overwrite=overwrite, **changes)
+        assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        assert not (tmp_path / "run" / ".prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_config": {**LLAMA, "hidden_size": 32}}, r"model.hidden_size \(was 16, is 32\)"),
+        ({"learning_rate": 2e-2}, r"peak \(was 0.01, is 0.02\)"),
+        ({"max_steps": 20}, r"max_steps \(was 12, is 20\)"),
+        ({"vocab_size": 290}, r"tokenizer \(was bpe 300, is bpe 290\)"),
+        ({"validation_share": 0.2}, "training_data .*, validation_data"),
+        ({"batch_size": 2}, r"global_batch \(was 4, is 2\)"),
+        ({"sequence_length": 16}, r"sequence_length \(was 32, is 16\)"),
+    ],
+)
+def test_resuming_another_run_names_what_changed(
+    changes: dict[str, Any], message: str, interrupted: Path, corpus: Path
+):
+    with pytest.raises(UserError, match=message):
+        run(interrupted, corpus, **changes)
+
+
+@pytest.fixture(scope="module")
+def interrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "interrupted"
+    killed_run(output, corpus, 10)
+    return output
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "state.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_a_damaged_checkpoint_is_named_with_the_one_to_use(
+    name: str, damage: str, interrupted: Path, corpus: Path, tmp_path: Path
+):
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    file = output / "checkpoints" / "step-000008" / name
+    content = file.read_bytes()
+    if damage == "delete":
+        file.unlink()
+    else:
+        middle = len(content) // 2
+        file.write_bytes(
+            content[:middle] + (b"" if damage == "truncate" else bytes([content[middle] ^ 255]) + content[middle + 1 :])
+        )
+    with pytest.raises(UserError, match=rf"step-000008 is damaged: {name}.*; resume from .*step-000004 instead"):
+        run(output, corpus)
+
+
+def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Result, corpus: Path, tmp_path: Path):
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    run(output, corpus, resume=str(output / "checkpoints" / "step-000004"))
+    assert curve(output) == curve(finished.output)
+    elsewhere = run(tmp_path / "new", corpus, resume=str(interrupted / "checkpoints" / "step-000008"))
+    assert curve(elsewhere.output) == [line for line in curve(finished.output) if line["step"] > 8]
+    with pytest.raises(UserError, match="there is no checkpoint nowhere"):
+        run(tmp_path / "other", corpus, resume="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "lama"}, "model_type=lama is not known"),
+        ({"model_type": "llama", "model_size": "tiny"}, "llama has no named sizes"),
+        (
+            {"model_type": "dcformer", "model_size": "huge", "model_config": None},
+            "model_size=huge is not a size of dcformer; choose from",
+        ),
+        ({"model_config": {"hidden_sise": 8}}, r"model_config names \['hidden_sise'\]"),
+        ({"model_config": {**LLAMA, "hidden_size": "8"}}, "model_config is not valid for llama"),
+        ({"model_config": {**LLAMA, "num_attention_heads": 3}}, "model_config is not valid for llama"),
+        ({"model_config": {**LLAMA, "vocab_size": 100}}, "tokens, more than the model's vocab_size=100"),
+        ({"model_config": {**LLAMA, "max_position_embeddings": 16}}, "sequence_length=32 is above .*=16"),
+        ({"attn_implementation": "nothing"}, "cannot build the model 'llama'"),
+        ({"sequence_length": 2000}, "fewer than one sequence of sequence_length=2000"),
+        ({"tokenizer": "missing/folder"}, "cannot load the tokenizer 'missing/folder'"),
+        ({"init_from": "missing/folder", "model_type": None, "model_config": None}, "cannot load"),
+        ({"text_column": "body"}, "has no column 'body'"),
+    ],
+)
+def test_foreseeable_mistakes_are_one_clear_error(changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", corpus, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_given_tokenizer_must_fit_a_given_model(finished: Result, corpus: Path, tmp_path: Path):
+    train_bpe([builtin_documents("validation")], vocab_size=400).save_pretrained(tmp_path / "large")
+    changes = {
+        "init_from": str(finished.model),
+        "model_type": None,
+        "model_config": None,
+        "tokenizer": str(tmp_path / "large"),
+    }
+    with pytest.raises(UserError, match="more than the model's vocab_size="):
+        run(tmp_path / "run", corpus, **changes)
+
+
+def test_validating_on_the_training_data_is_refused(corpus: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"the validation data is the training data of corpus\.jsonl"):
+        run(tmp_path / "run", corpus, validation_dataset=str(corpus))
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    accumulate = trainer_module.Trainer._accumulate
+
+    def explode(self: trainer_module.Trainer, batches: list[Any]) -> torch.Tensor:
+        loss = accumulate(self, batches)
+        return loss * float("nan") if self.progress.step == 7 else loss
+
+    monkeypatch.setattr(trainer_module.Trainer, "_accumulate", explode)
+    with pytest.raises(UserError, match=r"update 8 has loss nan .* last good checkpoint is .*step-000004"):
+        run(tmp_path / "run", corpus)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_the_command_prints_one_line_for_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert main(["pretrain", "--output", str(tmp_path / "run"), "--dataset", str(tmp_path / "missing.txt")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dynattn pretrain: error: there is no file or folder")
+    assert error.count("\n") == 1
+
+
+def test_the_arguments_of_a_run_are_stored(finished: Result, corpus: Path):
+    stored = json.loads((finished.output / "run.json").read_text())
+    assert stored == dataclasses.asdict(arguments(finished.output, corpus))

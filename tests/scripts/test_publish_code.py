@@ -1,0 +1,93 @@
+"""The code that travels with a checkpoint: which files, and how their imports are rewritten."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import dynattn
+from dynattn import remote_code
+from dynattn.remote_code import flat_code, flatten_imports, registered_classes, write_code
+
+CONFIGS = [
+    value for name in dynattn.__all__ if (value := getattr(dynattn, name)) and name.endswith("Config")
+]  # every family of the package
+MODULE = "dynattn.modeling.modeling_dcformer"
+
+
+@pytest.mark.parametrize("config_class", CONFIGS, ids=lambda cls: cls.__name__)
+def test_every_family_becomes_one_flat_folder(config_class: type, tmp_path: Path) -> None:
+    config = config_class()
+    names = write_code(config, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for name in names:
+        for node in ast.walk(ast.parse((tmp_path / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1
+                assert f"{node.module}.py" in names
+            assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dynattn"))
+    entries = {f"{reference.split('.')[0]}.py" for reference in config.auto_map.values()}
+    seen = {Path(file).name for entry in entries for file in get_relative_import_files(tmp_path / entry)}
+    assert seen | entries == set(names)
+
+
+def test_auto_map_names_every_registered_head() -> None:
+    classes = registered_classes(dynattn.DCFormerConfig)
+    assert next(iter(classes)) == "AutoConfig"
+    assert classes["AutoModel"] is dynattn.DCFormerModel
+    assert classes["AutoModelForCausalLM"] is dynattn.DCFormerForCausalLM
+    assert "AutoModelForSequenceClassification" in classes
+    assert "AutoModelForImageClassification" not in classes
+
+
+def test_other_peoples_configurations_get_no_code(tmp_path: Path) -> None:
+    class Theirs(dynattn.DCFormerConfig):
+        pass
+
+    assert write_code(LlamaConfig(), tmp_path) == []
+    assert write_code(Theirs(), tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_imports_keep_names_indentation_and_parentheses() -> None:
+    source = "from ..configuration.configuration_dcformer import (\n    DCFormerConfig,\n)\n" + (
+        "def f():\n    from .ops.dcmha import Composition as C  # late\n    return C\nimport torch\n"
+    )
+    flat, imported = flatten_imports(source, MODULE)
+    assert flat == source.replace("..configuration.configuration_dcformer", ".configuration_dcformer").replace(
+        ".ops.dcmha", ".dcmha"
+    )
+    assert imported == ["dynattn.configuration.configuration_dcformer", "dynattn.modeling.ops.dcmha"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("from . import composition", "imports from the package dynattn.modeling"),
+        ("from .ops import dcmha", "imports from the package dynattn.modeling.ops"),
+        ("from dynattn.modeling.ops.dcmha import Composition", "only relative imports"),
+        ("import torch, dynattn", "only relative imports"),
+    ],
+)
+def test_imports_without_a_flat_form_are_refused(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flatten_imports(source, MODULE)
+
+
+def test_equal_file_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {MODULE: "from .ops.dcmha import x\nfrom ..dcmha import y", "dynattn.modeling.ops.dcmha": ""}
+    monkeypatch.setattr(remote_code, "_source", lambda module: sources.get(module, ""))
+    monkeypatch.setattr(remote_code, "_is_package", lambda module: False)
+    with pytest.raises(ValueError, match=r"would both be dcmha\.py"):
+        flat_code([dynattn.DCFormerModel])
+
+
+def test_text_that_transformers_would_take_for_an_import_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = '"""An example:\n\nfrom .nowhere import something\n"""\n'
+    monkeypatch.setattr(remote_code, "_source", lambda module: source)
+    with pytest.raises(ValueError, match="nowhere"):
+        write_code(dynattn.DCFormerConfig(), tmp_path)
