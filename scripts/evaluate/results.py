@@ -4,12 +4,10 @@ import hashlib
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import torch
 from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
+from ..environment import hardware, versions
 from ..errors import UserError
 
 RESULTS, TABLE, SAMPLES = "results.json", "results.md", "samples.jsonl"
-PACKAGES = ("dynattn", "torch", "transformers", "lm_eval", "datasets", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,12 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Date (UTC), versions and hardware."""
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {device.type}"
+    """Date (UTC), versions, threads and hardware."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware,
+        "hardware": hardware(device),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": versions(),
     }
 
 

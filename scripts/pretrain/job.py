@@ -17,6 +17,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broad
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..environment import hardware, versions
 from ..errors import UserError
 from . import checkpoint, tokenizer
 from .arguments import PretrainArguments
@@ -28,7 +29,7 @@ from .optimizer import CosineSchedule, build_optimizer
 from .order import TrainingOrder
 from .packing import PackedSequences
 from .preparation import Source, open_sequences, prepare
-from .results import Result, hardware, measured, versions
+from .results import Result, measured
 from .run_folder import RunFolder, remove
 from .trainer import Trainer
 from .validation import Validation

@@ -2,22 +2,15 @@
 
 import dataclasses
 import json
-import os
-import platform
 import statistics
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .arguments import PretrainArguments
 from .metrics import read_metrics
 from .model import ParameterCounts
 from .validation import Validation
-
-PACKAGES = ("dynattn", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -70,22 +63,3 @@ def measured(metrics: Path, validation: Validation, parameters: ParameterCounts)
         "bits_per_byte": validation.bits_per_byte,
         "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
     }
-
-
-def hardware(device: torch.device, processes: int) -> str:
-    """The accelerators or the processor that a run uses."""
-    if device.type == "cuda":
-        return f"{processes} x {torch.cuda.get_device_name(device)}"
-    return f"{os.cpu_count()} cores of {_processor_name()}"
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers."""
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-
-
-def _processor_name() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Studies that run from one command and end in a table and a plot."""

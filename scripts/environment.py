@@ -1,0 +1,35 @@
+"""What a number was measured on: versions and hardware, for records, cards and results."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("dynattn", "torch", "transformers", "accelerate", "datasets", "evaluate", "lm_eval", "tokenizers")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that decide a run's numbers."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device, processes: int = 1) -> str:
+    """The accelerators, or the processor, that a run uses."""
+    if device.type == "cuda":
+        return f"{processes} x {torch.cuda.get_device_name(device)}"
+    return f"{os.cpu_count()} cores of {_processor_name()}"
+
+
+def _processor_name() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,34 @@
+"""Plots that are drawn from the metrics files of runs."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+
+def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
+    """Draws training (thin) and validation (dots) losses of several runs, by label, from their `metrics.jsonl`."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150)
+    for color, (label, run) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs.items(), strict=False):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        train, validation = ([line for line in lines if line["split"] == split] for split in ("train", "validation"))
+        axes.plot([line["tokens"] for line in train], [line["loss"] for line in train], color=color, lw=1, alpha=0.6)
+        axes.plot(
+            [line["tokens"] for line in validation],
+            [line["loss"] for line in validation],
+            color=color,
+            marker="o",
+            label=f"{label} (dots: validation)",
+        )
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

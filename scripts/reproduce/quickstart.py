@@ -1,0 +1,156 @@
+"""From nothing to a DCFormer that was trained, evaluated, saved and loaded again, beside a plain Transformer.
+
+    dynattn quickstart --output runs/quickstart
+
+Every step is a command that is printed before it runs. Steps that an earlier, interrupted call finished are skipped.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..arguments import parse_arguments
+from ..errors import UserError
+from .plots import draw_losses
+
+MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
+# The wider MLP gives the plain Transformer the parameters that composition takes (1,373,056 against 1,373,568).
+PLAIN = {"compose_pre": False, "compose_post": False, "intermediate_size": 381}
+# A multiple of the 36 items after which every answer position of the multiple-choice tasks has come equally often.
+SAMPLES_OF_A_TASK = 36
+PROMPT = 'The "for" statement'
+GENERATE = """
+import sys
+import dynattn
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+folder, prompt = sys.argv[1:]
+set_seed(0)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+inputs = tokenizer(prompt, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=50)
+print(type(model).__name__, "with", f"{model.num_parameters():,}", "parameters says:")
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+"""
+
+
+@dataclass
+class QuickstartArguments:
+    """Arguments of the quickstart."""
+
+    output: str = field(default="runs/quickstart", metadata={"help": "folder for both runs, the table and the plot"})
+    max_steps: int = field(default=300, metadata={"help": "updates of each model"})
+    seed: int = field(default=0, metadata={"help": "seed of both runs"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains and evaluates both models, prints the comparison, reloads the DCFormer in a fresh process."""
+    arguments = parse_arguments(QuickstartArguments, argv, prog="dynattn quickstart", description=__doc__)
+    output = Path(arguments.output)
+    for name in MODELS:
+        run_once(output / name / "result.json", pretrain_command(output, name, arguments))
+    for name in MODELS:
+        folder = output / name / "evaluation"
+        model = str(output / name / "model")
+        run_once(
+            folder / "results.json",
+            ["evaluate", model, "--limit", str(SAMPLES_OF_A_TASK), "--output", str(folder)],
+        )
+    table = comparison(output)
+    (output / "table.md").write_text(table + "\n", encoding="utf-8")
+    draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
+    print(f"\n{table}\n", flush=True)
+    generate(output / "dcformer" / "model")
+    print(closing_words(output))
+    return 0
+
+
+def pretrain_command(output: Path, name: str, arguments: QuickstartArguments) -> list[str]:
+    """The command line of one run: same data, tokenizer, seed and updates for both."""
+    command = ["pretrain", "tiny.yaml", "--output", str(output / name)]
+    command += ["--max_steps", str(arguments.max_steps), "--seed", str(arguments.seed)]
+    if name == "transformer":
+        command += ["--tokenizer", str(output / "dcformer" / "model"), "--model_config", json.dumps(PLAIN)]
+    return command
+
+
+def run_once(result: Path, command: Sequence[str]) -> None:
+    """Runs `dynattn COMMAND` in a process of its own, unless it has already left `result`.
+
+    Raises:
+        UserError: the command failed; what it printed says why.
+    """
+    print(f"\n$ dynattn {shlex.join(command)}", flush=True)
+    if result.exists():
+        print(f"  done before: {result}", flush=True)
+        return
+    status = subprocess.run([sys.executable, "-m", "dynattn.scripts.cli", *command], check=False).returncode
+    if status:
+        raise UserError(f"'dynattn {command[0]}' ended with status {status}; run this again to go on from there")
+
+
+def comparison(output: Path) -> str:
+    """The table of both runs, in Markdown."""
+    head = [
+        "model",
+        "parameters",
+        "validation loss",
+        "bits per byte",
+        "lm-eval bits per byte",
+        "in-context tasks acc",
+        "training tokens/s",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for name, label in MODELS.items():
+        result: dict[str, Any] = json.loads((output / name / "result.json").read_text())
+        scores = read_scores(output / name / "evaluation" / "results.json")
+        accuracy = scores["dynattn_synthetic"]
+        rows.append(
+            [
+                label,
+                f"{result['parameters']:,}",
+                f"{result['validation_loss']:.4f}",
+                f"{result['bits_per_byte']:.4f}",
+                f"{scores['builtin_heldout']['metrics']['bits_per_byte']['value']:.4f}",
+                f"{accuracy['metrics']['acc']['value']:.3f} (guessing {accuracy['chance']:.3f})",
+                f"{result['tokens_per_second']:,.0f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    )
+
+
+def read_scores(path: Path) -> dict[str, Any]:
+    """The results of each task, by name."""
+    return {task["task"]: task for task in json.loads(path.read_text())["tasks"]}
+
+
+def generate(model: Path) -> None:
+    """Loads the saved model by its Auto classes in a fresh process and lets it write."""
+    print("Loading the saved DCFormer with AutoModelForCausalLM in a fresh process:\n", flush=True)
+    status = subprocess.run([sys.executable, "-c", GENERATE, str(model), PROMPT], check=False).returncode
+    if status:
+        raise UserError(f"loading {model} in a fresh process ended with status {status}")
+
+
+def closing_words(output: Path) -> str:
+    """Where everything lies and what to try next."""
+    return f"""
+One seed of two very small models: the table shows that everything works, it does not compare the architectures.
+
+{output / "losses.png"}          loss curves of both runs
+{output / "table.md"}            the table above
+{output / "dcformer/model"}      the trained model, its tokenizer and its card
+{output / "dcformer"}            metrics.jsonl, TensorBoard logs, checkpoints, evaluation/results.json
+
+Next:
+  dynattn pretrain tiny.yaml --output runs/mine --dataset my_text.txt --max_steps 1000
+  dynattn evaluate {output / "dcformer/model"} --suite pythia          (needs a network)
+  dynattn publish {output / "dcformer/model"}                          (a folder that loads without this package)"""

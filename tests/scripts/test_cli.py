@@ -1,0 +1,130 @@
+"""The command line's frame: jobs, arguments from YAML and options, the built-in corpus, the quickstart's table."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts import cli
+from dynattn.scripts.arguments import parse_arguments
+from dynattn.scripts.corpus import builtin_documents
+from dynattn.scripts.errors import UserError
+from dynattn.scripts.reproduce import quickstart
+from dynattn.scripts.reproduce.plots import draw_losses
+
+
+@dataclass
+class Arguments:
+    steps: int = field(metadata={"help": "how many"})
+    rate: float = field(default=0.1, metadata={"help": "how fast"})
+    names: list[str] | None = field(default=None, metadata={"help": "which"})
+
+
+def test_jobs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {job} " in shown for job in cli.JOBS)
+    assert cli.main([]) == 2
+    assert cli.main(["train"]) == 2
+    assert "unknown job 'train'; choose from pretrain," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", cli.JOBS)
+def test_every_job_has_help(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(cli.main([job, "--help"]))
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["pretrain", "--output", str(tmp_path / "run"), "--dataset", str(tmp_path / "none.txt")]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("dynattn pretrain: error: ")
+    assert "none.txt" in error
+
+
+def test_yaml_then_options(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 3\nrate: 1e-4\nnames: [a, b]\n")
+    assert parse_arguments(Arguments, [str(file)], prog="x") == Arguments(3, 1e-4, ["a", "b"])
+    assert parse_arguments(Arguments, [str(file), "--steps", "5"], prog="x").steps == 5
+    assert parse_arguments(Arguments, ["--steps", "5"], prog="x") == Arguments(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step: 3", r"unknown arguments \['step'\]; known are \['names', 'rate', 'steps'\]"),
+        ("- 3", "must hold a mapping"),
+        ("steps: [", "not valid YAML"),
+        (None, "cannot read the argument file"),
+    ],
+)
+def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        parse_arguments(Arguments, [str(file)], prog="x")
+
+
+def test_the_builtin_corpus_holds_out_a_tenth_without_overlap() -> None:
+    train, validation = builtin_documents("train"), builtin_documents("validation")
+    sizes = [sum(map(len, documents)) for documents in (train, validation)]
+    assert 0.05 < sizes[1] / sum(sizes) < 0.12
+    assert sizes[0] > 200_000
+    seen = {" ".join(p.split()) for document in train for p in document.split("\n\n")}
+    assert not seen & {" ".join(p.split()) for document in validation for p in document.split("\n\n")}
+    assert builtin_documents("train") == train
+    with pytest.raises(ValueError, match="has the splits"):
+        builtin_documents("test")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def finished_runs(tmp_path: Path) -> Path:
+    """Result files as both jobs leave them, with numbers that are easy to find again."""
+    for number, name in enumerate(quickstart.MODELS, start=1):
+        (tmp_path / name / "evaluation").mkdir(parents=True)
+        result = {"parameters": 1000 * number, "validation_loss": number, "bits_per_byte": number / 2}
+        (tmp_path / name / "result.json").write_text(json.dumps(result | {"tokens_per_second": 5000.4}))
+        tasks = [
+            {"task": "builtin_heldout", "metrics": {"bits_per_byte": {"value": number / 4}}},
+            {"task": "dynattn_synthetic", "metrics": {"acc": {"value": 0.25}}, "chance": 0.361},
+        ]
+        (tmp_path / name / "evaluation" / "results.json").write_text(json.dumps({"tasks": tasks}))
+        lines = [
+            {"split": "train", "tokens": 10, "loss": 3.0},
+            {"split": "train", "tokens": 20, "loss": 2.5},
+            {"split": "validation", "tokens": 20, "loss": 2.7},
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def test_the_quickstarts_table_and_plot_come_from_the_runs(finished_runs: Path) -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in quickstart.comparison(finished_runs).split("\n")
+    ]
+    assert rows[2] == ["DCFormer", "1,000", "1.0000", "0.5000", "0.2500", "0.250 (guessing 0.361)", "5,000"]
+    assert rows[3][0] == "plain Transformer"
+    draw_losses(
+        {label: finished_runs / name for name, label in quickstart.MODELS.items()}, finished_runs / "losses.png"
+    )
+    assert (finished_runs / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_quickstart_does_not_repeat_what_is_done(finished_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart.run_once(finished_runs / "dcformer" / "result.json", ["pretrain", "--no-such-option"])
+    assert "done before" in capsys.readouterr().out
+    with pytest.raises(UserError, match="'dynattn pretrain' ended with status 2"):
+        quickstart.run_once(finished_runs / "missing.json", ["pretrain", "--no-such-option"])
+
+
+@pytest.mark.slow
+def test_the_whole_quickstart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quickstart", "--output", str(tmp_path / "q"), "--max_steps", "25"]) == 0
+    shown = capfd.readouterr().out
+    assert "DCFormerForCausalLM with 1,373,568 parameters says:" in shown
+    assert {"losses.png", "table.md"} <= {path.name for path in (tmp_path / "q").iterdir()}

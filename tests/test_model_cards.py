@@ -1,0 +1,47 @@
+"""Cards are valid for the Hub, and what they tell of sizes is what the code makes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+
+CARDS = Path(__file__).parent.parent / "model_cards"
+FAMILIES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_metadata(family: str) -> None:
+    card = ModelCard.load(CARDS / f"{family}.md")
+    data = card.data.to_dict()
+    assert data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "text-generation"
+    assert data["license"] == "mit"
+    assert {"dynattn", family} <= set(data["tags"])
+    assert "2405.08553" in card.text
+    for section in ("Architecture", "Use", "Limits", "Citation"):
+        assert f"\n## {section}" in card.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_sizes_is_true(family: str) -> None:
+    config_class, model_class = FAMILIES[family]
+    rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", (CARDS / f"{family}.md").read_text(), flags=re.M)
+    told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    assert told.keys() == config_class.sizes.keys()
+    for name, (hidden, layers, heads, mlp, vocabulary, context, parameters) in told.items():
+        config = config_class.from_size(name)
+        shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads)
+        assert (int(hidden), int(layers), int(heads)) == shape
+        assert int(mlp.split()[0]) == config.intermediate_size
+        assert int(vocabulary.replace(",", "")) == config.vocab_size
+        assert int(context.replace(",", "")) == config.max_position_embeddings
+        with torch.device("meta"):
+            count = model_class(config).num_parameters()
+        number, unit = parameters.split()
+        assert count / {"M": 1e6, "B": 1e9}[unit] == pytest.approx(
+            float(number), abs=0.51 * 10 ** -len(number.partition(".")[2])
+        )
