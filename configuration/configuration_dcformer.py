@@ -27,6 +27,12 @@ class DCFormerConfig(ComposedConfig):
     """
 
     model_type = "dcformer"
+    # Attention stays whole on every device: composition reads all heads of a query and a key.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
     base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -49,6 +55,11 @@ class DCFormerConfig(ComposedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.mgate_dim is not None:
+            self.base_model_tp_plan = None  # a device would hold activations of some groups and gates of all
 
     def validate_mgate(self) -> None:
         """Part of the strict validation: the gate's groups divide the activations."""

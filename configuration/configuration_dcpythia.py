@@ -28,6 +28,11 @@ class DCPythiaConfig(ComposedConfig):
     """
 
     model_type = "dcpythia"
+    # Attention stays whole on every device: composition reads all heads of a query and a key.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
     base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

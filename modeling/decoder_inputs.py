@@ -34,6 +34,7 @@ def prepare_decoder_inputs(
     position_ids: Tensor | None,
     past_key_values: Cache | None,
     use_cache: bool | None,
+    cu_seq_lens: Tensor | None = None,
 ) -> DecoderInputs:
     """Checks the arguments of a decoder's forward, and fills in what the caller left out.
 
@@ -43,6 +44,8 @@ def prepare_decoder_inputs(
             mask for each layer type, as `generate` makes them.
         position_ids: `[B, T]`. Restarting at 0 packs documents that do not see each other, where neither a mask nor a
             cache is given.
+        cu_seq_lens: `[documents + 1]` borders of the documents of one packed row, the other way to say the same; a mask
+            that hides nothing is then ignored.
 
     Raises:
         ValueError: shapes that do not fit, or a row of the batch that is all padding.
@@ -51,6 +54,13 @@ def prepare_decoder_inputs(
     if inputs_embeds is None:
         inputs_embeds = embed_tokens(input_ids)
     check_attention_mask(attention_mask, inputs_embeds)
+    if cu_seq_lens is not None and past_key_values is None:
+        position_ids = document_positions(cu_seq_lens, inputs_embeds)
+        if isinstance(attention_mask, Tensor) and bool(attention_mask.all()):
+            attention_mask = None
+    given_cache = (
+        past_key_values  # Transformers sees packed documents only where it is told of no cache, even a new one
+    )
     if use_cache and past_key_values is None:
         past_key_values = DynamicCache(config=config)
     if position_ids is None:
@@ -63,12 +73,29 @@ def prepare_decoder_inputs(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            past_key_values=given_cache,
             position_ids=position_ids,
         )
         for layer_type in sorted(set(config.layer_types))
     }
     return DecoderInputs(inputs_embeds, position_ids, past_key_values, masks)
+
+
+def document_positions(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
+    """Positions `[1, T]` that restart at each border of `cu_seq_lens`.
+
+    Raises:
+        ValueError: the batch has more than one row, or the borders do not go from 0 to its length.
+    """
+    batch, length = inputs_embeds.shape[:2]
+    if batch != 1 or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != length:
+        raise ValueError(
+            f"cu_seq_lens must go from 0 to the length of a single packed row; it goes from {int(cu_seq_lens[0])} to "
+            f"{int(cu_seq_lens[-1])} for {batch} rows of {length} tokens"
+        )
+    positions = torch.arange(length, device=inputs_embeds.device)
+    starts = cu_seq_lens.to(inputs_embeds.device)
+    return (positions - starts[torch.searchsorted(starts, positions, right=True) - 1])[None]
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:

@@ -16,6 +16,8 @@ class CausalLMHead:
     """Language modeling: `class XForCausalLM(CausalLMHead, XPreTrainedModel, GenerationMixin)`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: Any = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     base_class: ClassVar[type[nn.Module]]
     # What PreTrainedModel brings.

@@ -125,6 +125,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             position_ids,
             past_key_values,
             use_cache,
+            kwargs.get("cu_seq_lens_q"),
         )
         if past_key_values is not None and self.config.composes_keys:
             keep_factors(past_key_values)

@@ -117,6 +117,7 @@ class DCPythiaModel(DCPythiaPreTrainedModel):
             position_ids,
             past_key_values,
             use_cache,
+            kwargs.get("cu_seq_lens_q"),
         )
         if past_key_values is not None and self.config.composes_keys:
             keep_factors(past_key_values)

@@ -20,7 +20,7 @@ def parse_arguments(
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
     Raises:
-        UserError: the YAML file is missing, malformed, or names an argument that `cls` does not have.
+        UserError: the YAML file is missing or malformed, or an argument is named that `cls` does not have.
     """
     argv = list(argv)
     usage = "%(prog)s [FILE.yaml] [--option value ...]"
@@ -28,7 +28,11 @@ def parse_arguments(
     if argv and argv[0].endswith((".yaml", ".yml")):
         defaults = read_yaml(argv.pop(0), allowed={field.name for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
         _use_as_defaults(parser, defaults)
-    (arguments,) = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    arguments, *unknown = parser.parse_args_into_dataclasses(
+        args=argv, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown[-1]:
+        raise UserError(f"unknown options {' '.join(unknown[-1])}; `{prog} --help` lists the known ones")
     return arguments
 
 

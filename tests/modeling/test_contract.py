@@ -161,6 +161,8 @@ BAD_CALLS = [
     ({"input_ids": IDS, "attention_mask": torch.ones(3, 14)}, r"\(3, 14\) does not fit 2 rows of 14 tokens"),
     ({"input_ids": IDS, "attention_mask": torch.ones(2, 13)}, r"\(2, 13\) does not fit 2 rows of 14 tokens"),
     ({"input_ids": IDS, "attention_mask": torch.tensor([[1] * 14, [0] * 14])}, r"hides every token of rows \[1\]"),
+    ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 14])}, "single packed row; it goes from 0 to 14 for 2 rows"),
+    ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 9])}, "it goes from 0 to 9 for 1 rows of 14 tokens"),
     ({"input_ids": IDS, "labels": IDS[:, :5]}, r"labels of shape \(2, 5\) do not fit logits"),
 ]
 

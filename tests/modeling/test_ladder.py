@@ -86,6 +86,20 @@ def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits.unflatten(1, (ids.shape[0], -1))[0]
 
 
+def packed_with_default_cache(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """As a trainer calls it that does not think of `use_cache`."""
+    positions = torch.arange(ids.shape[1]).repeat(ids.shape[0])[None]
+    return model(ids.reshape(1, -1), position_ids=positions).logits.unflatten(1, (ids.shape[0], -1))[0]
+
+
+def packed_by_borders(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """What Transformers' flattening collator passes, and an all-ones mask that must not undo it."""
+    borders = torch.arange(ids.shape[0] + 1, dtype=torch.int32) * ids.shape[1]
+    row = ids.reshape(1, -1)
+    logits = model(row, attention_mask=torch.ones_like(row), cu_seq_lens_q=borders, cu_seq_lens_k=borders).logits
+    return logits.unflatten(1, (ids.shape[0], -1))[0]
+
+
 def checkpointed(model: PreTrainedModel, ids: Tensor) -> Tensor:
     model.gradient_checkpointing_enable()
     model.train()
@@ -114,6 +128,8 @@ WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {
         left_padded,
         right_padded_without_mask,
         packed,
+        packed_with_default_cache,
+        packed_by_borders,
         checkpointed,
         alone,
     )

@@ -70,6 +70,11 @@ def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
         parse_arguments(Arguments, [str(file)], prog="x")
 
 
+def test_unknown_options() -> None:
+    with pytest.raises(UserError, match="unknown options --stride 3; `x --help` lists"):
+        parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
+
+
 def test_the_builtin_corpus_holds_out_a_tenth_without_overlap() -> None:
     train, validation = builtin_documents("train"), builtin_documents("validation")
     sizes = [sum(map(len, documents)) for documents in (train, validation)]

@@ -117,8 +117,8 @@ def test_what_a_configuration_leaves_out_has_the_official_default() -> None:
     [
         (64, None, 64, "LGLGLGLGLG"),
         (256, "LG", 256, "LGLGLGLGLG"),
-        (64, "LGLL", 256, "LGLLLGLLLG"),
-        (64, "LGL6", 256, "LGLLLLLLLG"),
+        (64, "LGLL", 64, "LGLLLGLLLG"),
+        (64, "LGL6", 64, "LGLLLLLLLG"),
         (None, "LGLL", None, "GGGGGGGGGG"),
         (None, None, None, "GGGGGGGGGG"),
     ],
@@ -132,8 +132,8 @@ def test_window_patterns(window_size: int | None, window_type: str | None, windo
     returned = to_official(ours)
     assert returned.layer_types == config.layer_types
     assert returned.local_window == window
-    told = [text for text in field_warnings(raw, config) if "whatever window_size" in text]
-    assert bool(told) == (window_size == 64 and window == 256)
+    told = [text for text in field_warnings(raw, config) if "taken at its word" in text]
+    assert bool(told) == (window_size == 64 and window_type is not None)
 
 
 TRANSFORMS: list[tuple[Transform, list[tuple[int, ...]]]] = [
@@ -276,11 +276,13 @@ def test_a_damaged_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "tokenizer was copied but does not load" in capsys.readouterr().err
 
 
+# Linux' high-water mark of this program; `ru_maxrss` would start with that of the process that began it.
 MEASURE = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from dynattn.scripts.cli import main
-import transformers.models.auto.modeling_auto
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import dynattn.scripts.convert.official, transformers.models.auto.modeling_auto
+def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 assert main(["convert", "official", "--no-verify", *sys.argv[1:]]) == 0
 print("PEAK", peak() - before)
@@ -320,5 +322,5 @@ def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
     peak = int(finished.stdout.split("PEAK")[1])
     total = sum(path.stat().st_size for path in (tmp_path / "theirs").iterdir())
     print(f"shard {shard / 1e6:.0f} MB, peak above import {peak / 1e6:.0f} MB, checkpoint {total / 1e6:.0f} MB")
-    assert len(list((tmp_path / "ours").glob("*.safetensors"))) >= 12
-    assert peak < 3 * shard < total / 3
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 6
+    assert peak < 2 * shard < total / 3

@@ -1,0 +1,85 @@
+"""Everything that `dynattn convert official` can be told."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import UserError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass
+class OfficialArguments:
+    """Arguments of one conversion; a YAML file holds the same names.
+
+    Raises:
+        UserError: a size or a window makes no sense, or an option has no meaning for the direction.
+    """
+
+    source: str = field(metadata={"help": "folder to read (SRC, the first argument); it is left as it is"})
+    destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
+    reverse: bool = field(default=False, metadata={"help": "from our format to the official one"})
+    family: Literal["auto", "dcformer", "dcpythia"] = field(
+        default="auto", metadata={"help": "what the official model is; auto: its config.json and its weights tell"}
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "number format to write; auto: the one that is read"}
+    )
+    window: int | None = field(
+        default=None,
+        metadata={"help": "keys that a token of a local layer sees, itself included, whatever config.json says"},
+    )
+    official_prefill_window: bool = field(
+        default=False,
+        metadata={
+            "help": "one key more in local layers, as the official whole-prompt inference sees (not its trainer)"
+        },
+    )
+    prefer_merged: bool = field(
+        default=False,
+        metadata={"help": "take the composition from dw_m and qkw_m, which the official fine-tuning trains"},
+    )
+    static: Literal["refuse", "keep", "drop"] = field(
+        default="refuse",
+        metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w) that are no identity"},
+    )
+    max_shard_size: str | None = field(
+        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
+    )
+    verify: bool = field(
+        default=True,
+        metadata={"help": "compare logits with the formulas on the official tensors; needs the model in float32"},
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window must be at least 1 (the token itself), not {self.window}")
+        if self.max_shard_size is not None:
+            parse_size(self.max_shard_size)
+        forward_only = ("window", "official_prefill_window", "prefer_merged")
+        given = [name for name in forward_only if getattr(self, name)]
+        given += [
+            name for name, default in (("family", "auto"), ("static", "refuse")) if getattr(self, name) != default
+        ]
+        if self.reverse and given:
+            raise UserError(
+                f"{', '.join(given)} only matter for reading the official format; leave out --reverse or them"
+            )
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of a size such as "5GB".
+
+    Raises:
+        UserError: it is no size, or nothing fits in it.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    unit = match and UNITS.get(match[2] or "B")
+    if not (match and unit):
+        raise UserError(f"max_shard_size {text!r} is no size; write it as 5GB, 500MB or 200MiB")
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise UserError(f"max_shard_size {text!r} holds nothing; give at least 1KB")
+    return size

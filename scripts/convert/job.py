@@ -1,0 +1,100 @@
+"""Conversion between the official format and ours: check everything, write aside, verify, then move in place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .arguments import OfficialArguments, parse_size
+from .companions import adopt_special_tokens, copy_companions
+from .official_export import to_json
+from .plan import Conversion, plan_forward, plan_reverse
+from .reference import OfficialModel
+from .shards import write_shards
+from .source import TensorSource
+from .staging import check_destination, recover, staged_folder
+from .verify import Verification, verify_logits
+from .weight_map import written_shapes
+
+DEFAULT_SHARD = 5 * 10**9
+
+
+def convert_official(arguments: OfficialArguments) -> Conversion:
+    """Converts one checkpoint folder; the destination appears when everything went well, and else stays as it was.
+
+    Raises:
+        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
+    """
+    source, destination = Path(arguments.source).resolve(), Path(arguments.destination).resolve()
+    raw = read_config(source)
+    recover(destination)
+    check_destination(destination, source, arguments.overwrite)
+    conversion = plan_reverse(arguments, raw, source) if arguments.reverse else plan_forward(arguments, raw, source)
+    with staged_folder(destination) as staging:
+        write_weights(conversion, staging, arguments)
+        write_config(conversion, staging, arguments)
+        if arguments.verify:
+            conversion.verification = verify(conversion, staging, arguments)
+        conversion.sizes = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+    return conversion
+
+
+def write_weights(conversion: Conversion, folder: Path, arguments: OfficialArguments) -> None:
+    """Streams the weights into `folder`."""
+    sizes = [path.stat().st_size for path in conversion.source.files]
+    limit = max(sizes) if len(sizes) > 1 else DEFAULT_SHARD
+    if arguments.max_shard_size is not None:
+        limit = parse_size(arguments.max_shard_size)
+    shapes = written_shapes(conversion.steps, conversion.source.shapes)
+    write_shards(folder, conversion.steps, conversion.source.read, shapes, dtype=conversion.dtype, limit=limit)
+
+
+def write_config(conversion: Conversion, folder: Path, arguments: OfficialArguments) -> None:
+    """Writes the configuration, and what else belongs to the checkpoint."""
+    copy_companions(conversion.source.folder, folder)
+    if arguments.reverse:
+        content = to_json(conversion.official, conversion.dtype)
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return
+    config = conversion.config
+    config.dtype = conversion.dtype
+    config.save_pretrained(folder)
+    conversion.warnings.extend(adopt_special_tokens(config, folder))
+    config.save_pretrained(folder)
+
+
+def verify(conversion: Conversion, staging: Path, arguments: OfficialArguments) -> Verification:
+    """Compares our side of the conversion with the official one, both as they were written."""
+    folder, official = staging, conversion.source
+    if arguments.reverse:
+        folder, official = conversion.source.folder, TensorSource(staging)
+    model = OfficialModel(
+        conversion.official,
+        official.headers,
+        lambda key: official.read(key).to(conversion.dtype),
+        window=conversion.config.sliding_window,
+        prefer_merged=arguments.prefer_merged,
+        keep_static=arguments.static == "keep",
+    )
+    return verify_logits(folder, conversion.dtype, model)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of `config.json`.
+
+    Raises:
+        UserError: the folder, or the file, is missing or damaged.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
+        raise UserError(f"{folder} {what}; give the folder of a checkpoint")
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if any(folder.iterdir()) else "is empty"
+        raise UserError(f"{folder} {what}; give the folder of a checkpoint")
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
+    return content

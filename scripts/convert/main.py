@@ -1,0 +1,31 @@
+"""Turns checkpoints of other code into ours, and back.
+
+Run: `dynattn convert official SRC DST [--option value]`
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..errors import UserError
+
+SUB_JOBS = {
+    "official": ("dynattn.scripts.convert.official", "DCFormer and DCPythia as the authors released them"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one kind of conversion and returns its exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    sub_job, *rest = argv
+    if sub_job not in SUB_JOBS:
+        raise UserError(f"unknown conversion {sub_job!r}; choose from {', '.join(SUB_JOBS)}")
+    module, _ = SUB_JOBS[sub_job]
+    return import_module(module).main(rest)
+
+
+def usage() -> str:
+    """The help text: every conversion with one line."""
+    lines = [f"  {name:<12}{text}" for name, (_, text) in SUB_JOBS.items()]
+    return "\n".join(["usage: dynattn convert KIND SRC DST [options]    (dynattn convert KIND --help)", "", *lines])

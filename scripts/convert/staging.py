@@ -1,0 +1,91 @@
+"""A folder that appears as a whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import UserError
+
+# Names beside the destination, with the process that made them: `.NAME.converting-123`, `.NAME.replaced-123`.
+STAGING, REPLACED = "converting", "replaced"
+
+
+@contextmanager
+def staged_folder(destination: Path) -> Iterator[Path]:
+    """Yields a new folder beside `destination` that takes its place at the end, or vanishes if the block fails.
+
+    Raises:
+        UserError: the disk does not allow it.
+    """
+    staging, replaced = (_sibling(destination, kind, os.getpid()) for kind in (STAGING, REPLACED))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        yield staging
+        if destination.exists():
+            destination.replace(replaced)
+        staging.replace(destination)
+    except OSError as error:
+        raise UserError(f"cannot write {destination}: {error.strerror or error}") from error
+    finally:
+        if replaced.exists() and not destination.exists():
+            replaced.replace(destination)
+        for leftover in (staging, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
+    """Raises UserError where writing would lose something, or would mix the destination with the source."""
+    if destination == source or destination.is_relative_to(source) or source.is_relative_to(destination):
+        raise UserError(f"{destination} and {source} overlap; give another folder to write")
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise UserError(f"{destination} is a file; give another folder to write")
+    if any(destination.iterdir()):
+        if not overwrite:
+            raise UserError(f"{destination} exists; give another folder to write, or --overwrite")
+        if not (destination / "config.json").is_file():
+            raise UserError(f"{destination} holds no checkpoint, so it is not overwritten; remove it yourself")
+
+
+def recover(destination: Path) -> None:
+    """Clears away what killed processes left beside `destination`; a folder that one had set aside comes back.
+
+    Raises:
+        UserError: one of those processes still runs.
+    """
+    beside = list(destination.parent.iterdir()) if destination.parent.is_dir() else []
+    for kind in (REPLACED, STAGING):
+        prefix = _sibling(destination, kind, "").name
+        for leftover in beside:
+            process = leftover.name.removeprefix(prefix)
+            if not (leftover.name.startswith(prefix) and process.isdigit()):
+                continue
+            if _runs(int(process)):
+                raise UserError(
+                    f"process {process} is writing {destination}; wait for it, or remove {leftover} if it is not"
+                )
+            if kind == REPLACED and not destination.exists():
+                leftover.replace(destination)
+            else:
+                shutil.rmtree(leftover)
+
+
+def _sibling(destination: Path, kind: str, process: int | str) -> Path:
+    return destination.with_name(f".{destination.name}.{kind}-{process}")
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of that number exists."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

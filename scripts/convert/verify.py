@@ -1,0 +1,102 @@
+"""Comparing a converted model with the official formulas on the official tensors."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..errors import UserError
+from .messages import last_line
+from .reference import OfficialModel
+from .source import TensorSource
+
+# The model may differ from the exact logits by so many times what float32 rounding makes of the formulas themselves.
+NOISE_MULTIPLE = 16
+AFFORDABLE_OPERATIONS = 2e13
+SHORTEST_PROBE, WITHOUT_WINDOW = 16, 64
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The largest difference of logits on a probe, and what rounding explains."""
+
+    tokens: int
+    difference: float
+    noise: float
+    limit: float
+
+
+def verify_logits(folder: Path, dtype: torch.dtype, official: OfficialModel) -> Verification:
+    """Loads our model in `folder` with weights rounded to `dtype`, and compares its logits with the official ones.
+
+    Raises:
+        UserError: it does not load or needs more memory than there is, or logits differ by more than rounding.
+    """
+    model = load_model(folder, dtype)
+    ids = probe(official, sum(parameter.numel() for parameter in model.parameters()))
+    with torch.no_grad():
+        observed = model(ids[None]).logits[0].double()
+    del model
+    exact, rounded = official.logits(ids, torch.float64), official.logits(ids, torch.float32)
+    if not exact.isfinite().all():
+        raise UserError("the official weights give logits that are not finite; they are damaged")
+    return compare(observed, exact, rounded.double())
+
+
+def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> Verification:
+    """Compares logits `[T, V]` with the exact ones, given what the same formulas give in float32.
+
+    Raises:
+        UserError: they differ by more than rounding.
+    """
+    noise = max(largest(rounded - exact), torch.finfo(torch.float32).eps * largest(exact))
+    limit = NOISE_MULTIPLE * noise
+    difference = largest(observed - exact)
+    if not difference <= limit:
+        raise UserError(
+            f"the converted model's logits differ from the official formulas by {difference:.1e}; rounding explains "
+            f"{limit:.1e}. Nothing was written"
+        )
+    return Verification(len(exact), difference, noise, limit)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads one of our models with weights rounded to `dtype`, to compute in float32.
+
+    Raises:
+        UserError: it does not load, its weights do not fit its configuration, or memory is short.
+    """
+    needed = 4 * sum(shape.numel() for shape in TensorSource(folder).shapes.values())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
+            "--no-verify, or use a larger machine"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = loaded
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"the converted model does not load: {last_line(error)}") from error
+    if wrong := sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]))):
+        raise UserError(f"the weights do not fit the converted configuration: {wrong[0]} ({len(wrong)} in all)")
+    return model.float().eval()
+
+
+def probe(official: OfficialModel, parameters: int) -> Tensor:
+    """Random token ids `[T]`, more than two windows long if the model allows and the time is bearable."""
+    config = official.config
+    has_local = "sliding_attention" in config.layer_types
+    wanted = 2 * official.window + 8 if has_local and official.window else WITHOUT_WINDOW
+    affordable = max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (6 * parameters)))
+    length = min(wanted, config.block_size, affordable)
+    return torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def largest(values: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    return values.abs().max().item()
