@@ -44,6 +44,11 @@ class ComposedConfig(PortableConfig):
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None

@@ -33,11 +33,6 @@ class DCFormerConfig(ComposedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
-    base_model_pp_plan: ClassVar[dict[str, Any]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     vocab_size: int = 50257
     hidden_size: int = 2560
@@ -59,7 +54,8 @@ class DCFormerConfig(ComposedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.mgate_dim is not None:
-            self.base_model_tp_plan = None  # a device would hold activations of some groups and gates of all
+            # A device would hold the activations of some groups and the gates of all.
+            self.base_model_tp_plan = None  # type: ignore[misc]
 
     def validate_mgate(self) -> None:
         """Part of the strict validation: the gate's groups divide the activations."""

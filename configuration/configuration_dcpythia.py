@@ -33,11 +33,6 @@ class DCPythiaConfig(ComposedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
-    base_model_pp_plan: ClassVar[dict[str, Any]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     vocab_size: int = 50257
     hidden_size: int = 4096

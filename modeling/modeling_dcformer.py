@@ -8,14 +8,10 @@ from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcformer import DCFormerConfig
 from .composed_attention import ComposedAttention, ComposedPreTrainedModel
-from .composed_cache import keep_factors
-from .decoder_inputs import prepare_decoder_inputs
+from .decoder import DecoderBody
 from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .rms_norm import RMSNorm
 from .rotary import RotaryEmbedding
@@ -88,7 +84,7 @@ class DCFormerPreTrainedModel(ComposedPreTrainedModel):
     }
 
 
-class DCFormerModel(DCFormerPreTrainedModel):
+class DCFormerModel(DecoderBody, DCFormerPreTrainedModel):
     """The decoder without a head."""
 
     def __init__(self, config: DCFormerConfig) -> None:
@@ -99,50 +95,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
-
-        Any dynamic or static cache will do; it keeps composition factors beside keys and values from then on.
-        """
-        hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
-            self.config,
-            self.embed_tokens,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            use_cache,
-            kwargs.get("cu_seq_lens_q"),
-        )
-        if past_key_values is not None and self.config.composes_keys:
-            keep_factors(past_key_values)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):  # type: ignore[arg-type]
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[layer_type],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
 
 
 class DCFormerForCausalLM(CausalLMHead, DCFormerPreTrainedModel, GenerationMixin):

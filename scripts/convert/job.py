@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from ..errors import UserError
+from ..checkpoint_folder import read_config
+from ..staging import check_destination, recover, staged_folder
 from .arguments import OfficialArguments, parse_size
 from .companions import adopt_special_tokens, copy_companions
 from .official_export import to_json
@@ -12,7 +12,6 @@ from .plan import Conversion, plan_forward, plan_reverse
 from .reference import OfficialModel
 from .shards import write_shards
 from .source import TensorSource
-from .staging import check_destination, recover, staged_folder
 from .verify import Verification, verify_logits
 from .weight_map import written_shapes
 
@@ -77,24 +76,3 @@ def verify(conversion: Conversion, staging: Path, arguments: OfficialArguments) 
         keep_static=arguments.static == "keep",
     )
     return verify_logits(folder, conversion.dtype, model)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of `config.json`.
-
-    Raises:
-        UserError: the folder, or the file, is missing or damaged.
-    """
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
-        raise UserError(f"{folder} {what}; give the folder of a checkpoint")
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if any(folder.iterdir()) else "is empty"
-        raise UserError(f"{folder} {what}; give the folder of a checkpoint")
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
-    return content

@@ -13,7 +13,7 @@ from dynattn import DCFormerConfig, DCPythiaConfig
 from dynattn.configuration.configuration_composition import repeat_layer_types
 
 from ..errors import UserError
-from .messages import last_line
+from ..messages import last_line
 
 FAMILIES = ("dcformer", "dcpythia")
 # The official code has this number in its patterns, whatever window_size says; released models have it in both places.

@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UserError
+from ..messages import last_line
 from .arguments import OfficialArguments
 from .copies import stale_copies, static_matrices
-from .messages import last_line
 from .official_config import OfficialConfig, field_warnings, pattern_warnings
 from .official_export import to_official
 from .official_layout import official_map

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UserError
-from .messages import first_line
+from ..messages import first_line
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import UserError
-from .messages import last_line
+from ..messages import last_line
 from .reference import OfficialModel
 from .source import TensorSource
 

@@ -1,6 +1,5 @@
 """Reading the checkpoint that is to be published, and refusing one that could not work anywhere else."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 import dynattn
 from dynattn.remote_code import registered_classes
 
+from ..checkpoint_folder import read_config
 from ..errors import UserError
+from ..messages import last_line
 from .weights import Weights, read_weights
 
 TOKENIZER_FILES = (
@@ -55,7 +56,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         UserError: something is missing, damaged, or not of this package.
     """
     folder = Path(path).resolve()
-    config_class = _find_config_class(_read_config(folder), folder)
+    config_class = _find_config_class(read_config(folder), folder)
     try:
         config = config_class.from_pretrained(folder)
     except (StrictDataclassError, ValueError, TypeError, OSError) as error:
@@ -70,28 +71,6 @@ def read_checkpoint(path: str) -> Checkpoint:
             "put the tokenizer there that the model was trained with"
         )
     return Checkpoint(folder, config, auto_class, model_class, read_weights(folder), tokenizer)
-
-
-def last_line(error: Exception | str) -> str:
-    """What an error says, in one line: Transformers and the Hub put the cause last."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; give the folder that `save_pretrained` wrote")
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if any(folder.iterdir()) else "is empty"
-        raise UserError(f"{folder} {what}; give the folder that `save_pretrained` wrote")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(config).__name__}")
-    return config
 
 
 def _find_config_class(config: dict[str, Any], folder: Path) -> type[PreTrainedConfig]:

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynattn.remote_code import write_code
 
-from ..errors import UserError
+from ..staging import check_destination, recover, staged_folder
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
@@ -39,6 +36,7 @@ def publish(arguments: PublishArguments) -> Publication:
     """
     destination = arguments.destination
     checkpoint = read_checkpoint(arguments.checkpoint)
+    recover(destination)
     check_destination(destination, checkpoint.folder, arguments.overwrite)
     repo = None if arguments.dry_run else arguments.repo
     if repo is not None:
@@ -66,44 +64,3 @@ def write_folder(folder: Path, checkpoint: Checkpoint, *, repo: str | None, lice
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     card = make_card(checkpoint, name=repo or checkpoint.folder.name, license_name=license_name)
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
-    """Raises UserError where writing would lose something, or would mix the folder with the checkpoint."""
-    if destination == source or destination.is_relative_to(source) or source.is_relative_to(destination):
-        raise UserError(f"the output {destination} and the checkpoint {source} overlap; give another folder (--output)")
-    if not destination.exists():
-        return
-    if not destination.is_dir():
-        raise UserError(f"the output {destination} is a file; give a folder (--output)")
-    if any(destination.iterdir()):
-        if not overwrite:
-            raise UserError(f"the output {destination} exists; give another folder (--output), or --overwrite")
-        if not (destination / "config.json").is_file():
-            raise UserError(
-                f"the output {destination} holds no checkpoint, so it is not overwritten; remove it yourself"
-            )
-
-
-@contextmanager
-def staged_folder(destination: Path) -> Iterator[Path]:
-    """Yields a new folder beside `destination` that takes its place at the end, or vanishes if the block fails.
-
-    Raises:
-        UserError: the disk does not allow it.
-    """
-    staging, replaced = (destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}") for _ in range(2))
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
-        if destination.exists():
-            destination.replace(replaced)
-        staging.replace(destination)
-    except OSError as error:
-        raise UserError(f"cannot write {destination}: {error.strerror or error}") from error
-    finally:
-        if replaced.exists() and not destination.exists():
-            replaced.replace(destination)
-        for leftover in (staging, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 import dynattn
 
 from ..errors import UserError
+from ..messages import last_line
 from . import probe
-from .checkpoint import Checkpoint, last_line
+from .checkpoint import Checkpoint
 
 # The same code on the same machine usually gives the same bits; this allows for kernels that sum in another order.
 ROUNDINGS = 8

@@ -322,11 +322,11 @@ def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official:
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert finished.returncode == -signal.SIGKILL
     (leftover,) = destination.parent.iterdir()
-    assert leftover.name.startswith(".ours.converting-")
+    assert leftover.name.startswith(".ours.partial-")
     assert run(official, destination) == 0
     assert [path.name for path in destination.parent.iterdir()] == ["ours"]
     # Killed between the two last renames: the old folder is set aside.
-    destination.rename(destination.with_name(leftover.name.replace("converting", "replaced")))
+    destination.rename(destination.with_name(leftover.name.replace("partial", "replaced")))
     assert run(official, destination) == 2
     assert [path.name for path in destination.parent.iterdir()] == ["ours"]
 
@@ -334,7 +334,7 @@ def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official:
 @pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        (tmp_path / f".ours.converting-{other.pid}").mkdir()
+        (tmp_path / f".ours.partial-{other.pid}").mkdir()
         assert run(official, tmp_path / "ours") == 2
         other.kill()
     deadline = time.monotonic() + 10

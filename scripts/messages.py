@@ -1,16 +1,16 @@
 """Other libraries' errors in one line."""
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """The first line of what an error says, where details follow."""
     return _lines(error)[0]
 
 
-def last_line(error: BaseException) -> str:
+def last_line(error: BaseException | str) -> str:
     """The last line of what an error says, where the cause comes last."""
     return _lines(error)[-1]
 
 
-def _lines(error: BaseException) -> list[str]:
+def _lines(error: BaseException | str) -> list[str]:
     lines = [line.strip().rstrip(" .:") for line in str(error).splitlines() if line.strip()]
     return lines or [type(error).__name__]

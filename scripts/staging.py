@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import UserError
+from .errors import UserError
 
-# Names beside the destination, with the process that made them: `.NAME.converting-123`, `.NAME.replaced-123`.
-STAGING, REPLACED = "converting", "replaced"
+# Names beside the destination, with the process that made them: `.NAME.partial-123`, `.NAME.replaced-123`.
+STAGING, REPLACED = "partial", "replaced"
 
 
 @contextmanager
