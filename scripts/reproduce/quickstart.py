@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         )
     table = comparison(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
+    (output / "record.json").write_text(json.dumps(record(output), indent=1) + "\n", encoding="utf-8")
     draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
     print(f"\n{table}\n", flush=True)
     generate(output / "dcformer" / "model")
@@ -127,6 +128,18 @@ def comparison(output: Path) -> str:
     )
 
 
+def record(output: Path) -> dict[str, Any]:
+    """Everything that the table and the plot were made from, in one object: settings, results, versions, hardware."""
+    return {
+        name: {
+            "training": json.loads((output / name / "result.json").read_text()),
+            "evaluation": json.loads((output / name / "evaluation" / "results.json").read_text()),
+            "losses": [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()],
+        }
+        for name in MODELS
+    }
+
+
 def read_scores(path: Path) -> dict[str, Any]:
     """The results of each task, by name."""
     return {task["task"]: task for task in json.loads(path.read_text())["tasks"]}
@@ -146,7 +159,7 @@ def closing_words(output: Path) -> str:
 One seed of two very small models: the table shows that everything works, it does not compare the architectures.
 
 {output / "losses.png"}          loss curves of both runs
-{output / "table.md"}            the table above
+{output / "table.md"}            the table above; record.json beside it holds all that it was made from
 {output / "dcformer/model"}      the trained model, its tokenizer and its card
 {output / "dcformer"}            metrics.jsonl, TensorBoard logs, checkpoints, evaluation/results.json
 

@@ -1,0 +1,92 @@
+"""Adapters, compiled training and replaced linear layers leave the composition as it is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from dynattn import DCFormerForCausalLM
+
+MakeModel = Callable[..., DCFormerForCausalLM]
+IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
+
+
+def composition_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "composition" in name}
+
+
+def test_lora_trains_adapters_only_and_merges(make_model: MakeModel) -> None:
+    model = make_model()
+    before = composition_of(model)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=IDS, labels=IDS).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        expected = adapted(input_ids=IDS).logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-4, rtol=0)
+    after = composition_of(merged)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_lora_can_target_the_whole_composition_as_saved_modules(make_model: MakeModel) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["composition"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(make_model(), config)
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is not None]
+    assert any("composition" in name for name in trained)
+
+
+def test_replacing_linear_layers_leaves_the_composition(make_model: MakeModel) -> None:
+    """As quantization does: int8 weights for every nn.Linear, nothing else touched."""
+    model = make_model(initializer_range=0.05)
+    before = composition_of(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        logits = quantized(IDS).logits
+    assert not [name for name, module in quantized.named_modules() if type(module) is nn.Linear]
+    assert all(torch.equal(value, before[name]) for name, value in composition_of(quantized).items())
+    assert (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+def test_transformers_trainer_trains_it(make_model: MakeModel, tmp_path: object) -> None:
+    model = make_model(initializer_range=0.02, compose_init_scale=1.0)
+    examples = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_compiled_training_step(make_model: MakeModel) -> None:
+    gradients = []
+    for compiled in (False, True):
+        model = make_model().train()
+        step = torch.compile(model, fullgraph=True) if compiled else model
+        step(IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=1e-3)
