@@ -36,7 +36,16 @@ class DecoderBody:
         """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
 
         Any dynamic or static cache will do; it keeps composition factors beside keys and values from then on.
+
+        Raises:
+            ValueError: the arguments do not fit each other, or `output_attentions` is asked of an implementation that
+                has no attention maps.
         """
+        if kwargs.get("output_attentions") and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} has no attention maps to return; "
+                "use 'eager' for output_attentions=True"
+            )
         hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
             self.config,
             self.embed_tokens,

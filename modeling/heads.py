@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 
@@ -63,7 +62,8 @@ class CausalLMHead:
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             check_labels(labels, logits)

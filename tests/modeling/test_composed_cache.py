@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from dynattn import DCFormerForCausalLM
 from dynattn.modeling.composed_cache import ComposedLayerMixin
@@ -110,6 +110,11 @@ def test_crop_with_recorded_past(make_model: MakeModel, length: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_reset(make_model: MakeModel, kind: str) -> None:
+    plain = DynamicLayer()
+    plain.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    plain.reset()
+    if kind == "dynamic" and plain.get_seq_length() > 0:
+        pytest.skip("growing caches of this version of Transformers keep zeroed tokens when they are reset")
     model, ids = make_model(), random_ids(2, 20)
     cache = filled(model, random_ids(2, 20), MAKERS[kind](model.config))
     cache.reset()

@@ -179,3 +179,6 @@ def test_attention_implementations_that_cannot_serve_are_refused(make_model: Mak
     with pytest.raises(ValueError, match="nonsense"):
         make_model(attn_implementation="nonsense")
     assert make_model().config._attn_implementation == "eager"
+    plain = make_model(compose_pre=False, compose_post=False)
+    with pytest.raises(ValueError, match="'sdpa' has no attention maps to return; use 'eager'"):
+        plain(IDS, output_attentions=True)
