@@ -83,7 +83,7 @@ def test_wheel_and_sdist_hold_every_file(distributions: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["wheel", "source", "editable"])
 def test_installed_in_every_way_it_imports_and_runs(distributions: Path, tmp_path: Path, way: str) -> None:
-    venv.create(tmp_path / "env", system_site_packages=False, with_pip=True)
+    venv.create(tmp_path / "env", system_site_packages=False, with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     # The dependencies are those of the running environment; only the package itself is installed anew.
     site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
@@ -93,7 +93,8 @@ def test_installed_in_every_way_it_imports_and_runs(distributions: Path, tmp_pat
         "source": [str(ROOT)],
         "editable": ["--editable", str(ROOT)],
     }[way]
-    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", *target]
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", *target]
     subprocess.run(install, check=True)
     program = (
         "import dynattn; from transformers import AutoConfig;"

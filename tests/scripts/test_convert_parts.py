@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert.arguments import parse_size
-from dynattn.scripts.convert.official import name_folders
+from dynattn.scripts.convert.arguments import OfficialArguments, name_folders, parse_size
 from dynattn.scripts.convert.official_config import OfficialConfig, field_warnings
 from dynattn.scripts.convert.official_export import to_json, to_official
 from dynattn.scripts.convert.official_layout import official_map
@@ -231,7 +230,7 @@ def test_sizes() -> None:
     ],
 )
 def test_folders_may_stand_anywhere(argv: list[str]) -> None:
-    named = name_folders(argv)
+    named = name_folders(argv, OfficialArguments)
     assert named[named.index("--source") + 1] == "a"
     assert named[named.index("--destination") + 1] == "b"
     assert len(named) == len(argv) + 2
