@@ -89,7 +89,7 @@ class DCFormerModel(DecoderBody, DCFormerPreTrainedModel):
 
     def __init__(self, config: DCFormerConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DCFormerDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)

@@ -81,7 +81,7 @@ class DCPythiaModel(DecoderBody, DCPythiaPreTrainedModel):
 
     def __init__(self, config: DCPythiaConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DCPythiaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)

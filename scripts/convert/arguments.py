@@ -1,8 +1,9 @@
 """Everything that `dynattn convert official` can be told."""
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from ..errors import UserError
 
@@ -83,3 +84,21 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise UserError(f"max_shard_size {text!r} holds nothing; give at least 1KB")
     return size
+
+
+def name_folders(argv: Sequence[str], cls: type[Any]) -> list[str]:
+    """Lets two words, wherever they stand, be the values of the first two fields of the arguments `cls`."""
+    switches = {entry.name for entry in fields(cls) if entry.type is bool}
+    names = [f"--{entry.name}" for entry in fields(cls)[:2]]
+    rest: list[str] = []
+    expects_value = False
+    for text in argv:
+        if text.startswith("-"):
+            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
+            expects_value = "=" not in text and name not in switches
+        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
+            rest.append(names.pop(0))
+        else:
+            expects_value = False
+        rest.append(text)
+    return rest

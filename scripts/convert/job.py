@@ -1,7 +1,10 @@
 """Conversion between the official format and ours: check everything, write aside, verify, then move in place."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from ..checkpoint_folder import read_config
 from ..staging import check_destination, recover, staged_folder
@@ -13,7 +16,7 @@ from .reference import OfficialModel
 from .shards import write_shards
 from .source import TensorSource
 from .verify import Verification, verify_logits
-from .weight_map import written_shapes
+from .weight_map import Step, written_shapes
 
 DEFAULT_SHARD = 5 * 10**9
 
@@ -30,7 +33,7 @@ def convert_official(arguments: OfficialArguments) -> Conversion:
     check_destination(destination, source, arguments.overwrite)
     conversion = plan_reverse(arguments, raw, source) if arguments.reverse else plan_forward(arguments, raw, source)
     with staged_folder(destination) as staging:
-        write_weights(conversion, staging, arguments)
+        write_weights(staging, conversion.source, conversion.steps, conversion.dtype, arguments.max_shard_size)
         write_config(conversion, staging, arguments)
         if arguments.verify:
             conversion.verification = verify(conversion, staging, arguments)
@@ -38,14 +41,15 @@ def convert_official(arguments: OfficialArguments) -> Conversion:
     return conversion
 
 
-def write_weights(conversion: Conversion, folder: Path, arguments: OfficialArguments) -> None:
+def write_weights(
+    folder: Path, source: TensorSource, steps: Sequence[Step], dtype: torch.dtype, max_shard_size: str | None
+) -> None:
     """Streams the weights into `folder`."""
-    sizes = [path.stat().st_size for path in conversion.source.files]
+    sizes = [path.stat().st_size for path in source.files]
     limit = max(sizes) if len(sizes) > 1 else DEFAULT_SHARD
-    if arguments.max_shard_size is not None:
-        limit = parse_size(arguments.max_shard_size)
-    shapes = written_shapes(conversion.steps, conversion.source.shapes)
-    write_shards(folder, conversion.steps, conversion.source.read, shapes, dtype=conversion.dtype, limit=limit)
+    if max_shard_size is not None:
+        limit = parse_size(max_shard_size)
+    write_shards(folder, steps, source.read, written_shapes(steps, source.shapes), dtype=dtype, limit=limit)
 
 
 def write_config(conversion: Conversion, folder: Path, arguments: OfficialArguments) -> None:

@@ -1,6 +1,6 @@
 """Turns checkpoints of other code into ours, and back.
 
-Run: `dynattn convert official SRC DST [--option value]`
+Run: `dynattn convert KIND SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,9 @@ from ..errors import UserError
 
 SUB_JOBS = {
     "official": ("dynattn.scripts.convert.official", "DCFormer and DCPythia as the authors released them"),
+    "pythia": ("dynattn.scripts.convert.pythia", "Pythia or another GPT-NeoX into a DCPythia that starts as it"),
+    "llama": ("dynattn.scripts.convert.llama", "Llama, Mistral or Qwen3 into a DCFormer that starts as it"),
+    "check": ("dynattn.scripts.convert.check", "compare the logits of any two checkpoints"),
 }
 
 

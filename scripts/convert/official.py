@@ -3,21 +3,21 @@
 Run: `dynattn convert official SRC DST [--option value]`
 """
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
 from transformers.utils.logging import disable_progress_bar
 
 from ..arguments import parse_arguments
-from .arguments import OfficialArguments
+from .arguments import OfficialArguments, name_folders
 from .job import Conversion, convert_official
 
 
 def main(argv: Sequence[str]) -> int:
     """Converts and tells what was read, dropped, written and proved."""
     prog = "dynattn convert official SRC DST"
-    arguments = parse_arguments(OfficialArguments, name_folders(argv), prog=prog, description=__doc__)
+    argv = name_folders(argv, OfficialArguments)
+    arguments = parse_arguments(OfficialArguments, argv, prog=prog, description=__doc__)
     disable_progress_bar()
     conversion = convert_official(arguments)
     for warning in conversion.warnings:
@@ -49,20 +49,3 @@ def report(conversion: Conversion, arguments: OfficialArguments) -> Iterator[str
             f"official formulas (float32 rounding {verification.noise:.1e}, limit {verification.limit:.1e})"
         )
     yield f"written     {arguments.destination}"
-
-
-def name_folders(argv: Sequence[str]) -> list[str]:
-    """Lets SRC and DST, wherever they stand, mean `--source SRC --destination DST`."""
-    switches = {f.name for f in dataclasses.fields(OfficialArguments) if f.type is bool}
-    names, rest = ["--source", "--destination"], []
-    expects_value = False
-    for text in argv:
-        if text.startswith("-"):
-            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
-            expects_value = "=" not in text and name not in switches
-        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
-            rest.append(names.pop(0))
-        else:
-            expects_value = False
-        rest.append(text)
-    return rest

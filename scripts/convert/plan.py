@@ -55,7 +55,7 @@ def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], folder: Path
     warnings = list(field_warnings(raw, official))
     if not arguments.prefer_merged:
         warnings += warn_of_stale_copies(source, official)
-    steps, dtype = in_file_order(steps, source), choose_dtype(arguments, source, steps)
+    steps, dtype = in_file_order(steps, source), choose_dtype(arguments.dtype, source, steps)
     return Conversion(source, official, config, steps, dtype, dropped, warnings)
 
 
@@ -75,7 +75,7 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], folder: Path
     source = TensorSource(folder)
     steps = in_file_order(plan_export(official_map(official), source.headers), source)
     check_shapes(source, shapes_of(meta_model(config)))
-    dtype = choose_dtype(arguments, source, steps)
+    dtype = choose_dtype(arguments.dtype, source, steps)
     return Conversion(source, official, config, steps, dtype, warnings=list(pattern_warnings(official)))
 
 
@@ -117,10 +117,10 @@ def warn_of_stale_copies(source: TensorSource, official: OfficialConfig) -> Iter
         )
 
 
-def choose_dtype(arguments: OfficialArguments, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
-    """The number format to write."""
+def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
+    """The number format to write: `name`, or for "auto" the one that is read."""
     own = common_dtype({key: source.headers[key] for step in steps for key in step.reads})
-    return own if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    return own if name == "auto" else getattr(torch, name)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

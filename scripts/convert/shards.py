@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from ..errors import UserError
 from .weight_map import Step
@@ -42,14 +43,17 @@ def write_shards(
     """
     shards = list(pack(steps, shapes, dtype.itemsize, limit))
     places: dict[str, str] = {}
+    progress = tqdm(total=len(steps), unit="step", leave=False, disable=None)  # only on a terminal
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for step in shard:
             results = step.run([read(key) for key in step.reads])
             tensors |= {key: cast(key, tensor, dtype) for key, tensor in zip(step.writes, results, strict=True)}
+            progress.update()
         _save(tensors, folder / name)
         places |= dict.fromkeys(tensors, name)
+    progress.close()
     if len(shards) > 1:
         total = sum(shapes[key].numel() for key in places) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -86,6 +86,22 @@ class Select:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """One tensor holds, head by head, the rows of `parts` tensors: those of the first for head 0, of the second, ..."""
+
+    heads: int
+    parts: int
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (joined,) = tensors
+        return [part.flatten(0, 1) for part in joined.unflatten(0, (self.heads, self.parts, -1)).unbind(1)]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        per_head = [tensor.unflatten(0, (self.heads, -1)) for tensor in tensors]
+        return [torch.stack(per_head, dim=1).flatten(0, 2)]
+
+
+@dataclass(frozen=True)
 class Stack:
     """Several tensors of one shape become one, along a new first dimension."""
 

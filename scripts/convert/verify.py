@@ -70,13 +70,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UserError: it does not load, its weights do not fit its configuration, or memory is short.
     """
-    needed = 4 * sum(shape.numel() for shape in TensorSource(folder).shapes.values())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise UserError(
-            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
-            "--no-verify, or use a larger machine"
-        )
+    require_memory(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
@@ -85,6 +79,17 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     if wrong := sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]))):
         raise UserError(f"the weights do not fit the converted configuration: {wrong[0]} ({len(wrong)} in all)")
     return model.float().eval()
+
+
+def require_memory(folder: Path) -> None:
+    """Raises UserError where the machine has less memory than the weights in `folder` need in float32."""
+    needed = 4 * sum(shape.numel() for shape in TensorSource(folder).shapes.values())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
+            "--no-verify, or use a larger machine"
+        )
 
 
 def probe(official: OfficialModel, parameters: int) -> Tensor:

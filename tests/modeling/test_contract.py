@@ -35,6 +35,14 @@ def test_loss_is_the_mean_or_the_sum_over_the_given_count(make_model: MakeModel)
     torch.testing.assert_close(scaled, expected / 3)
 
 
+def test_the_padding_token_learns_where_it_is_also_the_end_of_text(make_model: MakeModel) -> None:
+    model = make_model(pad_token_id=3, eos_token_id=3)
+    ids = IDS.clone()
+    ids[:, 5] = 3
+    model(ids, labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[3].abs().max() > 0
+
+
 def test_logits_to_keep(make_model: MakeModel) -> None:
     model = make_model()
     with torch.no_grad():

@@ -1,0 +1,54 @@
+"""Compares the logits of two checkpoints, of any model that Transformers loads: plain, left-padded and cached.
+
+Run: `dynattn convert check A B`. Exits with 0 where they are equal up to rounding, with 1 where they differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers.utils.logging import disable_progress_bar
+
+from ..arguments import parse_arguments
+from ..errors import UserError
+from .arguments import name_folders
+from .hub import locate
+from .probing import Comparison, ask, compare_answers, load_config, load_for_probe, make_probe
+from .upcycle import describe, describe_effect
+
+
+@dataclass
+class CheckArguments:
+    """Arguments of one comparison."""
+
+    first: str = field(metadata={"help": "folder, or name on the Hub (A, the first argument)"})
+    second: str = field(metadata={"help": "folder, or name on the Hub (B, the second argument)"})
+    first_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of A on the Hub"})
+    second_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of B on the Hub"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compares and returns the exit status."""
+    prog = "dynattn convert check A B"
+    arguments = parse_arguments(CheckArguments, name_folders(argv, CheckArguments), prog=prog, description=__doc__)
+    disable_progress_bar()
+    comparison = compare_checkpoints(arguments)
+    print(f"{'equal' if comparison.equal else 'different':<12}{describe(comparison)}")
+    if comparison.equal:
+        return 0
+    print(f"{'effect':<12}{describe_effect(comparison)}")
+    return 1
+
+
+def compare_checkpoints(arguments: CheckArguments) -> Comparison:
+    """Runs both models on one probe.
+
+    Raises:
+        UserError: one of them does not load, or their vocabularies differ in size.
+    """
+    first = locate(arguments.first, arguments.first_revision)
+    second = locate(arguments.second, arguments.second_revision)
+    one, other = (load_config(folder).get_text_config() for folder in (first, second))
+    if one.vocab_size != other.vocab_size:
+        raise UserError(f"vocabularies of {one.vocab_size} and {other.vocab_size} tokens cannot be compared")
+    ids = make_probe(first, one, other)
+    return compare_answers(ask(load_for_probe(first), ids), ask(load_for_probe(second), ids))

@@ -1,0 +1,225 @@
+"""`dynattn convert pythia` and `llama`: our model starts as its parent, learns to compose, and goes back unchanged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from dynattn.scripts.cli import main
+from dynattn.scripts.convert.transforms import Interleaved
+from dynattn.scripts.corpus import builtin_documents
+
+VOCABULARY, ROWS = 280, 304  # embeddings are padded
+OFF = {"compose_pre": False, "compose_post": False}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def neox(heads: int, width: int, **fields: Any) -> GPTNeoXConfig:
+    return GPTNeoXConfig(
+        vocab_size=ROWS,
+        hidden_size=heads * width,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        **fields,
+    )
+
+
+def llama(config_class: type, **fields: Any) -> PreTrainedConfig:
+    shape = {
+        "vocab_size": ROWS,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    return config_class(**{**shape, **fields})
+
+
+PARENTS: dict[str, PreTrainedConfig] = {
+    "neox-8x64": neox(8, 64),
+    "neox-12x64-tied": neox(12, 64, tie_word_embeddings=True),
+    "neox-8x80": neox(8, 80, rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+    "neox-12x80-sequential": neox(12, 80, use_parallel_residual=False, attention_bias=False),
+    "neox-40x16": neox(40, 16),
+    "neox-4x128": neox(4, 128),
+    "neox-linear-rope": neox(4, 16, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    "llama": llama(LlamaConfig, rope_parameters=LLAMA3),
+    "llama-bias-tied": llama(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-12-heads": llama(LlamaConfig, hidden_size=96, num_attention_heads=12, num_key_value_heads=12),
+    "llama-8x256": llama(LlamaConfig, head_dim=256),
+    "mistral": llama(MistralConfig, sliding_window=9),
+    "mistral-full": llama(MistralConfig, sliding_window=None, head_dim=24),
+    "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
+    "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+}
+
+
+def kind_of(name: str) -> str:
+    return "pythia" if name.startswith("neox") else "llama"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(builtin_documents("validation")[:3], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+
+
+def save_parent(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A parent with every weight random, biases and norms too."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def convert(kind: str, source: Path, destination: Path, *options: str) -> None:
+    assert main(["convert", kind, str(source), str(destination), *options]) == 0
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    return weights
+
+
+@pytest.mark.parametrize("name", PARENTS)
+@torch.no_grad()
+def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = save_parent(tmp_path / "parent", PARENTS[name], max_shard_size="700KB")
+    convert(kind_of(name), tmp_path / "parent", tmp_path / "ours")
+    assert "verified" in capsys.readouterr().out
+    ids = torch.randint(0, ROWS, (2, 40))
+    expected = parent(ids).logits
+    ours = load(tmp_path / "ours")
+    assert ours.config.model_type == {"pythia": "dcpythia", "llama": "dcformer"}[kind_of(name)]
+    logits = ours(ids).logits
+    assert torch.equal(logits, load(tmp_path / "ours", **OFF)(ids).logits)
+    if name.startswith("neox"):  # which projects queries, keys and values at once, and may round in another order
+        torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    else:
+        assert torch.equal(logits, expected)
+
+    convert(kind_of(name), tmp_path / "ours", tmp_path / "back", "--reverse")
+    there, back = weights_of(tmp_path / "parent"), weights_of(tmp_path / "back")
+    assert there.keys() == back.keys()
+    assert all(torch.equal(tensor, back[key]) for key, tensor in there.items())
+    restored = load(tmp_path / "back")
+    assert torch.equal(restored(ids).logits, expected)
+    if name != "mistral-full":  # without a window it is a Llama
+        assert type(restored) is type(parent)
+
+
+@pytest.mark.parametrize("options", [(), ("--static", "--rank", "1"), ("--only", "post"), ("--only", "pre")])
+@pytest.mark.parametrize("name", ["neox-8x64", "qwen3-sliding"])
+def test_every_composition_parameter_learns_after_one_step(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    save_parent(tmp_path / "parent", PARENTS[name])
+    convert(kind_of(name), tmp_path / "parent", tmp_path / "ours", "--no-verify", *options)
+    model = load(tmp_path / "ours").train()
+    ids = torch.randint(0, ROWS, (2, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    composition = {name: p for name, p in model.named_parameters() if "composition" in name}
+    assert len(composition) == (4 if "--static" in options else 3) * model.config.num_hidden_layers
+    assert not [name for name, p in composition.items() if p.grad is None or not p.grad.abs().max() > 0]
+
+
+def test_tokenizer_and_generation_configuration_come_along(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    parent = save_parent(tmp_path / "parent", neox(4, 16, bos_token_id=0, eos_token_id=0))
+    tokenizer.save_pretrained(tmp_path / "parent")
+    generation = GenerationConfig(do_sample=True, temperature=0.7, bos_token_id=0, eos_token_id=0)
+    generation.save_pretrained(tmp_path / "parent")
+    convert("pythia", tmp_path / "parent", tmp_path / "ours")
+    ours, own = load(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert ours.generation_config.temperature == 0.7
+    assert ours.config.vocab_size == ROWS > len(own)
+    ids = own("the statement is executed", return_tensors="pt").input_ids
+    chosen = {"do_sample": False, "max_new_tokens": 12}
+    assert torch.equal(ours.generate(ids, **chosen), parent.generate(ids, **chosen))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_old_pickles_and_names(sharded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", neox(4, 16))
+    weights = weights_of(tmp_path / "parent")
+    (tmp_path / "parent" / "model.safetensors").unlink()
+    for layer in range(2):
+        prefix = f"gpt_neox.layers.{layer}.attention."
+        weights[prefix + "bias"] = torch.ones(1, 1, 128, 128, dtype=torch.bool)
+        weights[prefix + "masked_bias"] = torch.tensor(-1e9)
+        weights[prefix + "rotary_emb.inv_freq"] = torch.ones(2)
+    config = json.loads((tmp_path / "parent" / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rotary_pct": 0.5, "rotary_emb_base": 500}
+    (tmp_path / "parent" / "config.json").write_text(json.dumps(config))
+    parts = [dict(list(weights.items())[start::2]) for start in (0, 1)] if sharded else [weights]
+    for number, part in enumerate(parts, start=1):
+        name = f"pytorch_model-{number:05d}-of-00002.bin" if sharded else "pytorch_model.bin"
+        torch.save(part, tmp_path / "parent" / name)
+    if not sharded:
+        convert("pythia", tmp_path / "parent", tmp_path / "ours")
+        assert "dropped     6 tensors: buffers that old versions stored" in capsys.readouterr().out
+    convert("pythia", tmp_path / "parent", tmp_path / "ours", "--overwrite", "--no-verify")
+    rope = load(tmp_path / "ours").config.rope_parameters
+    assert (rope["partial_rotary_factor"], rope["rope_theta"]) == (0.5, 500)
+    ours = weights_of(tmp_path / "ours")
+    joined = weights["gpt_neox.layers.1.attention.query_key_value.weight"].view(4, 3, 16, 64)
+    assert torch.equal(ours["model.layers.1.self_attn.k_proj.weight"], joined[:, 1].reshape(64, 64))
+
+
+def test_interleaved_rows_go_there_and_back() -> None:
+    joined = torch.arange(24.0).reshape(12, 2)
+    transform = Interleaved(heads=2, parts=3)
+    query, key, value = transform.forward([joined])
+    assert torch.equal(key, torch.cat([joined[2:4], joined[8:10]]))
+    assert torch.equal(transform.backward([query, key, value])[0], joined)

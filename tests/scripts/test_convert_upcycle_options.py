@@ -1,0 +1,265 @@
+"""Options that make the result differ, `dynattn convert check`, and everything that is refused."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from dynattn import DCFormerConfig
+from dynattn.scripts.cli import main
+
+NEOX: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+
+
+def save(folder: Path, config: PreTrainedConfig, **options: Any) -> Path:
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    return save(tmp_path / "parent", GPTNeoXConfig(**NEOX))
+
+
+def convert(*words: object) -> int:
+    return main(["convert", *map(str, words)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that a refusal prints."""
+    capsys.readouterr()
+    assert convert(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def change(folder: Path, key: str, value: float) -> None:
+    """Sets the last number of a weight."""
+    weights = load_file(folder / "model.safetensors")
+    weights[key].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--init", "paper"),
+        ("--layer-types", "LG", "--sliding-window", "5"),
+        ("--qk-norm", "--train-from-here"),
+        ("--init", "paper", "--dtype", "bfloat16", "--only", "pre"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_result_that_differs_is_still_proved_and_the_effect_told(
+    parent: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = parent.with_name("ours")
+    assert convert("pythia", parent, ours, *options) == 0
+    output = capsys.readouterr().out
+    assert "verified" in output
+    assert "the loss changes from" in output
+    assert convert("check", parent, ours) == 1
+
+
+def test_options_arrive_in_the_configuration(parent: Path) -> None:
+    ours = parent.with_name("ours")
+    options = ("--rank", 3, "--only", "post", "--static", "--layer-types", "LG", "--sliding-window", 5)
+    assert convert("pythia", parent, ours, "--no-verify", "--dtype", "float16", *options) == 0
+    config = json.loads((ours / "config.json").read_text())
+    assert (config["compose_rank"], config["compose_pre"], config["compose_post"]) == (3, False, True)
+    assert config["compose_static"] and config["sliding_window"] == 5
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    weights = load_file(ours / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+
+
+def test_the_seed_decides_the_new_numbers_and_no_layers_are_alike(parent: Path) -> None:
+    found = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert convert("pythia", parent, parent.with_name(name), "--no-verify", "--seed", seed) == 0
+        found.append(load_file(parent.with_name(name) / "model.safetensors"))
+    first, again, other = found
+    name = "model.layers.{}.self_attn.composition.hidden_weight"
+    assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())
+    assert not torch.equal(first[name.format(0)], other[name.format(0)])
+    assert not torch.equal(first[name.format(0)], first[name.format(1)])
+
+
+@pytest.mark.parametrize(
+    ("weight", "told"),
+    [
+        ("factor_weight", "key-wise low-rank mixing of stage 'post' in layer 1"),
+        ("gate_weight", "key-wise gate of stage 'post' in layer 1"),
+        ("static_weight", "static mixing of stage 'post' in layer 1"),
+    ],
+)
+def test_reverse_refuses_a_model_that_composes(
+    weight: str, told: str, parent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, back = parent.with_name("ours"), parent.with_name("back")
+    assert convert("pythia", parent, ours, "--no-verify", "--static") == 0
+    change(ours, f"model.layers.0.self_attn.composition.{weight}", 0.002)
+    change(ours, f"model.layers.1.self_attn.composition.{weight}", -0.25)
+    line = refused(capsys, "pythia", ours, back, "--reverse")
+    assert told in line and "2.5e-01" in line
+    assert not back.exists()
+
+
+def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = parent.with_name("ours")
+    assert convert("pythia", parent, ours, "--no-verify") == 0
+    assert convert("check", parent, ours) == 0
+    assert "equal       128 tokens" in capsys.readouterr().out
+    change(ours, "model.layers.1.mlp.up_proj.bias", 0.5)
+    assert convert("check", parent, ours) == 1
+    assert capsys.readouterr().out.startswith("different")
+    # Any causal model will do.
+    gpt = save(parent.with_name("gpt"), GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+    assert convert("check", gpt, gpt) == 0
+    assert convert("check", gpt, parent) == 1
+    small = save(parent.with_name("small"), GPTNeoXConfig(**{**NEOX, "vocab_size": 99}))
+    assert "vocabularies of 101 and 99" in refused(capsys, "check", parent, small)
+    assert "does not exist" in refused(capsys, "check", parent, "./nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--qk-norm",), "--train-from-here"),
+        (("--rank", "5"), "compose_rank (5) must be from 1"),
+        (("--rank", "0"), "rank must be at least 1"),
+        (("--layer-types", "LX"), "must be letters L"),
+        (("--layer-types", "LG"), "--sliding-window"),
+        (("--sliding-window", "4"), "--layer-types"),
+        (("--sliding-window", "0"), "at least 1"),
+        (("--seed", "-1"), "negative"),
+        (("--reverse", "--rank", "3"), "leave out --reverse"),
+        (("--reverse",), "holds a 'gpt_neox' model"),
+        (("--revision", "main"), "is a folder"),
+        (("--max-shard-size", "much"), "is no size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_make_no_sense(
+    options: tuple[str, ...], told: str, parent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, "pythia", parent, parent.with_name("ours"), *options)
+    assert {path.name for path in parent.parent.iterdir()} == {"parent"}
+
+
+def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = parent.with_name("ours")
+    assert "only llama, mistral, qwen3 can" in refused(capsys, "llama", parent, ours)
+    assert "does not exist" in refused(capsys, "pythia", parent.with_name("nowhere"), ours)
+    assert "the Hub did not give it" in refused(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
+    parent.with_name("empty").mkdir()
+    assert "is empty" in refused(capsys, "pythia", parent.with_name("empty"), ours)
+    qwen = save(parent.with_name("qwen"), Qwen3Config(**NEOX, num_key_value_heads=2, head_dim=16))
+    told = refused(capsys, "llama", qwen, ours, "--qk-norm", "--train-from-here")
+    assert "has a query-key norm" in told
+    padded = save(parent.with_name("padded"), GPTNeoXConfig(**NEOX, pad_token_id=101))
+    assert "pad_token_id 101 is none of the 101 rows" in refused(capsys, "pythia", padded, ours)
+    assert not ours.exists()
+
+
+def test_damaged_sources(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = parent.with_name("ours")
+    weights = load_file(parent / "model.safetensors")
+    odd = {**weights, "gpt_neox.layers.0.attention.adapter": torch.ones(3)}
+    save_file(odd, parent / "model.safetensors")
+    assert "gpt_neox.layers.0.attention.adapter which is no part" in refused(capsys, "pythia", parent, ours)
+    lacking = {key: tensor for key, tensor in weights.items() if "final_layer_norm.bias" not in key}
+    save_file(lacking, parent / "model.safetensors")
+    assert "lack gpt_neox.final_layer_norm.bias" in refused(capsys, "pythia", parent, ours)
+    narrow = {**weights, "embed_out.weight": weights["embed_out.weight"][:-1].clone()}
+    save_file(narrow, parent / "model.safetensors")
+    assert "config.json asks for (101, 64)" in refused(capsys, "pythia", parent, ours)
+    sharded = save(parent.with_name("sharded"), GPTNeoXConfig(**NEOX), max_shard_size="60KB")
+    next(iter(sorted(sharded.glob("*.safetensors")))).unlink()
+    assert "is missing" in refused(capsys, "pythia", sharded, ours)
+    assert not ours.exists()
+
+
+def test_a_tied_head_that_is_not_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LlamaConfig(**NEOX, tie_word_embeddings=True)
+    folder = save(tmp_path / "llama", config)
+    weights = load_file(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file({**weights, "lm_head.weight": head}, folder / "model.safetensors")
+    assert convert("llama", folder, tmp_path / "ours") == 0
+    save_file({**weights, "lm_head.weight": head + 1}, folder / "model.safetensors")
+    assert "but they differ" in refused(capsys, "llama", folder, tmp_path / "other")
+
+
+def test_a_destination_is_never_lost(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = parent.with_name("ours")
+    assert convert("pythia", parent, ours, "--no-verify") == 0
+    before = {path.name: path.read_bytes() for path in ours.iterdir()}
+    assert "--overwrite" in refused(capsys, "pythia", parent, ours)
+    change(parent, "gpt_neox.final_layer_norm.bias", float("nan"))
+    assert "not finite" in refused(capsys, "pythia", parent, ours, "--overwrite")
+    assert {path.name: path.read_bytes() for path in ours.iterdir()} == before
+    assert {path.name for path in parent.parent.iterdir()} == {"parent", "ours"}
+
+
+def test_a_wrong_result_fails_the_command(
+    parent: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(self: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        (joined,) = tensors
+        return list(joined.chunk(3))
+
+    monkeypatch.setattr("dynattn.scripts.convert.transforms.Interleaved.forward", swapped)
+    line = refused(capsys, "pythia", parent, parent.with_name("ours"))
+    assert "logits differ from the source's" in line and "Nothing was written" in line
+    assert not parent.with_name("ours").exists()
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin")])
+def test_a_name_on_the_hub_is_downloaded_in_one_format(
+    parent: Path, stored: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(parent)
+
+    listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in ("config.json", stored)])
+    monkeypatch.setattr("dynattn.scripts.convert.hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: listing)
+    words = ("pythia", "someone/pythia", parent.with_name("ours"), "--revision", "step3000", "--no-verify")
+    assert convert(*words) == 0
+    assert (asked["name"], asked["revision"]) == ("someone/pythia", "step3000")
+    assert {"*.safetensors", "*.bin"} & set(asked["allow_patterns"]) == {wanted}
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"mgate_dim": 4}, "mgate_dim is 4"),
+        ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_reverse_refuses_what_no_parent_has(
+    fields: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"use_qk_norm": False, "layer_types": ["full_attention"] * 2, "compose_init_scale": 0}
+    ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain, **fields}))
+    assert told in refused(capsys, "llama", ours, tmp_path / "back", "--reverse")
