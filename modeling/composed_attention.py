@@ -128,7 +128,7 @@ class ComposedPreTrainedModel(PreTrainedModel):
             init_composition(module, self.config.compose_init_scale)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """SDPA is the default, and a possible choice, only where no head is composed."""
-        if attn_implementation in (None, "sdpa"):
+        """Where heads are composed only ops that know how are let in: any other would silently leave them apart."""
+        if self.config.composes or attn_implementation in (None, "sdpa"):
             return resolve_implementation(attn_implementation, composed=self.config.composes)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)

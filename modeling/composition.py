@@ -62,9 +62,8 @@ class DynamicComposition(nn.Module):
             gates = torch.tanh(hidden_states @ self.gate_weight.flatten(1))  # [B, T, G * C * H/G]
             gates = gates.unflatten(-1, self.gate_weight.shape[1:])
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
-        factors = torch.cat(packed, dim=2).unflatten(
-            1, (len(self.stages), len(self.sides))
-        )  # [B, P, sides, rows, T, H]
+        factors = torch.cat(packed, dim=2)  # [B, C, rows, T, H]
+        factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
         return {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
 
     def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:

@@ -58,9 +58,8 @@ def prepare_decoder_inputs(
         position_ids = document_positions(cu_seq_lens, inputs_embeds)
         if isinstance(attention_mask, Tensor) and bool(attention_mask.all()):
             attention_mask = None
-    given_cache = (
-        past_key_values  # Transformers sees packed documents only where it is told of no cache, even a new one
-    )
+    # Transformers looks for packed documents only where it is told of no cache, and a new one is as good as none.
+    given_cache = past_key_values
     if use_cache and past_key_values is None:
         past_key_values = DynamicCache(config=config)
     if position_ids is None:

@@ -42,7 +42,8 @@ class Composition:
     groups: int = 1
 
 
-IMPLEMENTATIONS: dict[str, Attention] = {"eager": dcmha_eager, "sdpa": plain_attention}
+COMPOSING: dict[str, Attention] = {"eager": dcmha_eager}
+IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
 
 
 def dcmha_attention(
@@ -106,10 +107,11 @@ def resolve_implementation(name: str | None, *, composed: bool) -> str:
     """
     if name is None:
         return "eager" if composed else "sdpa"
+    if composed and name not in COMPOSING:
+        usable = " or ".join(map(repr, COMPOSING))
+        raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
-    if name == "sdpa" and composed:
-        raise ValueError("attn_implementation='sdpa' cannot compose heads; use 'eager', or switch the composition off")
     return name
 
 

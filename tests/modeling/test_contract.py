@@ -1,6 +1,7 @@
 """What Transformers' users rely on: losses, slices, recorded outputs, saving, loading, clear errors."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,8 +185,11 @@ def test_bad_calls_say_what_is_wrong(make_model: MakeModel, arguments: dict, mes
 def test_attention_implementations_that_cannot_serve_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(ValueError, match="'sdpa' cannot compose heads; use 'eager'"):
         make_model(attn_implementation="sdpa")
+    for name in ("nonsense", "flash_attention_2", "flex_attention", "paged|eager"):
+        with pytest.raises(ValueError, match=re.escape(f"{name!r} cannot compose heads; use 'eager'")):
+            make_model(attn_implementation=name)
     with pytest.raises(ValueError, match="nonsense"):
-        make_model(attn_implementation="nonsense")
+        make_model(attn_implementation="nonsense", compose_pre=False, compose_post=False)
     assert make_model().config._attn_implementation == "eager"
     plain = make_model(compose_pre=False, compose_post=False)
     with pytest.raises(ValueError, match="'sdpa' has no attention maps to return; use 'eager'"):
