@@ -1,6 +1,6 @@
 """The attention fields that every DCMHA model has, whatever its block looks like."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
@@ -43,7 +43,6 @@ class ComposedConfig(PortableConfig):
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -71,17 +70,6 @@ class ComposedConfig(PortableConfig):
     compose_act: str = "gelu"
     compose_norm_eps: float = 1e-6
     compose_init_scale: float | int = 1.0
-
-    @classmethod
-    def from_size(cls, name: str, **overrides: Any) -> Self:
-        """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
-
-        Raises:
-            ValueError: the size does not exist.
-        """
-        if name not in cls.sizes:
-            raise ValueError(f"{cls.__name__} has no size {name!r}; choose from {sorted(cls.sizes)}")
-        return cls(**{**cls.sizes[name], **overrides})
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
@@ -171,14 +159,3 @@ class ComposedConfig(PortableConfig):
 def repeat_layer_types(pattern: str, num_hidden_layers: int) -> list[str]:
     """Returns `layer_types` from a repeated pattern of letters: "LG" is local (sliding), global (full), local, ..."""
     return [LAYER_TYPES[pattern[layer % len(pattern)]] for layer in range(num_hidden_layers)]
-
-
-def model_size(hidden_size: int, layers: int, heads: int, intermediate_size: int, **fields: Any) -> dict[str, Any]:
-    """One entry of `sizes`: the shape, and whatever else differs from the defaults."""
-    return {
-        "hidden_size": hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate_size,
-        **fields,
-    }

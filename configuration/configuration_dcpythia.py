@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_composition import ComposedConfig, model_size
+from .configuration_composition import ComposedConfig
+from .configuration_portable import model_size
 
 
 @strict

@@ -1,8 +1,8 @@
-"""What keeps a checkpoint that loads anywhere from losing its code."""
+"""What every configuration of this package does: named sizes, and checkpoints that keep their code."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -18,6 +18,18 @@ class PortableConfig(PreTrainedConfig):
 
     # Set by the front door, which knows the model classes. Remote code has no front door and leaves it to Transformers.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    @classmethod
+    def from_size(cls, name: str, **overrides: Any) -> Self:
+        """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
+
+        Raises:
+            ValueError: the size does not exist.
+        """
+        if name not in cls.sizes:
+            raise ValueError(f"{cls.__name__} has no size {name!r}; choose from {sorted(cls.sizes)}")
+        return cls(**{**cls.sizes[name], **overrides})
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in Transformers; with an `auto_map`, the code that it names is written beside `config.json`."""
@@ -25,3 +37,14 @@ class PortableConfig(PreTrainedConfig):
         if writer is not None and getattr(self, "auto_map", None):
             writer(self, Path(save_directory))
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def model_size(hidden_size: int, layers: int, heads: int, intermediate_size: int, **fields: Any) -> dict[str, Any]:
+    """One entry of `sizes`: the shape, and whatever else differs from the defaults."""
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate_size,
+        **fields,
+    }

@@ -28,7 +28,7 @@ class CausalLMHead:
         super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
         self.post_init()
 
     @can_return_tuple

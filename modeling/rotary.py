@@ -17,7 +17,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        self.rope_type = config.rope_parameters["rope_type"]
+        self.rope_type = rope_parameters(config)["rope_type"]
         init_fn = self.compute_default_rope_parameters
         if self.rope_type != "default":
             init_fn = ROPE_INIT_FUNCTIONS[self.rope_type]
@@ -28,9 +28,10 @@ class RotaryEmbedding(nn.Module):
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, **_: Any) -> tuple[Tensor, float]:
         """Returns the inverse frequencies `[rotary width / 2]` and the factor on cosines and sines."""
-        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        rope = rope_parameters(config)
+        width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, width, 2, dtype=torch.float) / width
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+        return 1.0 / rope["rope_theta"] ** exponent, 1.0
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -41,6 +42,11 @@ class RotaryEmbedding(nn.Module):
             (angles.cos() * self.attention_scaling).to(x.dtype),
             (angles.sin() * self.attention_scaling).to(x.dtype),
         )
+
+
+def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    """The rotary settings of a configuration; one that knows a `rope_theta` only has the default variant."""
+    return getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": config.rope_theta}
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import (
 from dynattn.configuration.configuration_dcformer import DCFormerConfig
 from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
 from dynattn.configuration.configuration_portable import PortableConfig
+from dynattn.configuration.configuration_rcmha import RCMHAConfig
 from dynattn.modeling.modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForSequenceClassification,
@@ -23,7 +24,14 @@ from dynattn.modeling.modeling_dcpythia import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
+from dynattn.modeling.modeling_rcmha import (
+    RCMHAForCausalLM,
+    RCMHAForSequenceClassification,
+    RCMHAForTokenClassification,
+    RCMHAModel,
+)
 from dynattn.modeling.ops.dcmha import Composition, dcmha_attention
+from dynattn.modeling.ops.relative import relative_attention
 from dynattn.remote_code import write_code
 
 __version__ = "0.1.0"
@@ -47,6 +55,15 @@ for _config, _models in (
             (AutoModelForTokenClassification, DCPythiaForTokenClassification),
         ),
     ),
+    (
+        RCMHAConfig,
+        (
+            (AutoModel, RCMHAModel),
+            (AutoModelForCausalLM, RCMHAForCausalLM),
+            (AutoModelForSequenceClassification, RCMHAForSequenceClassification),
+            (AutoModelForTokenClassification, RCMHAForTokenClassification),
+        ),
+    ),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     for _auto, _model in _models:
@@ -67,6 +84,12 @@ __all__ = [
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
+    "RCMHAConfig",
+    "RCMHAForCausalLM",
+    "RCMHAForSequenceClassification",
+    "RCMHAForTokenClassification",
+    "RCMHAModel",
     "__version__",
     "dcmha_attention",
+    "relative_attention",
 ]

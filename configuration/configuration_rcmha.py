@@ -1,0 +1,185 @@
+"""RCMHA: relative convolutional multi-head attention on a Transformer-XL backbone (arXiv 2308.03429)."""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_portable import PortableConfig, model_size
+
+ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
+MEMORY_TYPES = ("streaming", "segment")
+POSITION_SCHEMES = ("none", "rope", "alibi", "learned")
+
+
+@strict
+class RCMHAConfig(PortableConfig):
+    r"""
+    Configuration of an RCMHA model; the defaults are the shape of the official training script.
+
+    Args:
+        attention_type (`str`, defaults to `"rcmha"`): `"rcmha"` (relative positions and convolutions), `"rmha"`
+            (relative positions), `"mdha"` (convolutions) or `"mha"` (neither): the four that the paper compares.
+        conv_kernel_size (`int`, defaults to 3): tokens under the causal depthwise convolution after the query, key and
+            value projections, the token itself included.
+        conv_is_causal (`bool`, defaults to `True`): a decoder has no other choice; `False` is refused.
+        memory_type (`str`, defaults to `"streaming"`): what a segment knows of the tokens before it.
+            `"streaming"`: a token sees itself and the `mem_len` tokens before it, and convolutions see across segments,
+            so that any segmentation of the same tokens gives the same logits.
+            `"segment"`: the official code. A token sees its own segment and the `mem_len` tokens before the segment;
+            queries are convolved inside the segment only, keys and values inside memory and segment.
+        mem_len (`int`, *optional*, defaults to 128): tokens kept from before a segment; None keeps all of them, up to
+            `max_position_embeddings`.
+        max_position_embeddings (`int`, defaults to 2048): tokens that attention may reach over. It is the length of
+            the relative position tables and of learned positions; streaming tables are `mem_len + 1` rows long.
+        position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have none of their own:
+            `"none"` (the paper's), `"rope"`, `"alibi"` or `"learned"`.
+        rope_theta (`float`, defaults to 10000.0): base of the angles of `"rope"`.
+        qk_bias (`bool`, *optional*): bias of the query and key projections; officially, and by default, only `mdha` and
+            `mha` have it. The value and output projections always do.
+        hidden_act (`str`, defaults to `"relu2"`): squared ReLU; the official script runs `"relu"`.
+        hidden_dropout, attention_dropout (`float`, default to 0.0): on the outputs of attention and MLP, and on the
+            attention probabilities.
+
+    ```python
+    >>> from dynattn import RCMHAConfig, RCMHAForCausalLM
+    >>> model = RCMHAForCausalLM(RCMHAConfig(attention_type="rcmha", mem_len=128))
+    ```
+    """
+
+    model_type = "rcmha"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 65
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    head_dim: int | None = None
+    attention_type: str = "rcmha"
+    conv_kernel_size: int = 3
+    conv_is_causal: bool = True
+    memory_type: str = "streaming"
+    mem_len: int | None = 128
+    max_position_embeddings: int = 2048
+    position_scheme: str = "none"
+    rope_theta: float | int = 10000.0
+    qk_bias: bool | None = None
+    hidden_act: str = "relu2"
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float | int = 0.02
+    lm_head_bias: bool = True
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                    f"({self.num_attention_heads}), or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.qk_bias is None:
+            self.qk_bias = not self.is_relative
+        super().__post_init__(**kwargs)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether scores depend on the distance between query and key through learned tables."""
+        return self.attention_type in ("rcmha", "rmha")
+
+    @property
+    def convolves(self) -> bool:
+        """Whether queries, keys and values are convolved."""
+        return self.attention_type in ("rcmha", "mdha")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """As many as query heads: the architecture has no grouped queries."""
+        return self.num_attention_heads
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Keys that a token of a streaming model sees, itself included; None where that is not bounded."""
+        return None if self.memory_type == "segment" or self.mem_len is None else self.mem_len + 1
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Transformers' masks and caches go by."""
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [kind] * self.num_hidden_layers
+
+    @property
+    def num_relative_positions(self) -> int:
+        """Rows of the relative position tables: one for each distance that a query can reach, from 0."""
+        return self.sliding_window or self.max_position_embeddings
+
+    def validate_choices(self) -> None:
+        """Part of the strict validation: named options exist and go together."""
+        for field, choices in (
+            ("attention_type", ATTENTION_TYPES),
+            ("memory_type", MEMORY_TYPES),
+            ("position_scheme", POSITION_SCHEMES),
+        ):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} {getattr(self, field)!r} does not exist; choose from {list(choices)}")
+        if self.is_relative and self.position_scheme != "none":
+            raise ValueError(
+                f"position_scheme {self.position_scheme!r} is for 'mdha' and 'mha'; {self.attention_type!r} has "
+                "relative positions of its own, so leave it at 'none'"
+            )
+
+    def validate_heads(self) -> None:
+        """Part of the strict validation: head count and width."""
+        if self.num_attention_heads < 1 or self.head_dim is None or self.head_dim < 1:
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) and head_dim must be positive")
+        if self.position_scheme == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs")
+
+    def validate_convolution(self) -> None:
+        """Part of the strict validation: the kernel has a token to look at, and none of the future."""
+        if self.conv_kernel_size < 1:
+            raise ValueError(f"conv_kernel_size ({self.conv_kernel_size}) must be at least 1, the token itself")
+        if not self.conv_is_causal:
+            raise ValueError(
+                "conv_is_causal=False would let a token see later ones, and a language model predict what it was "
+                "shown; leave it at True"
+            )
+
+    def validate_memory(self) -> None:
+        """Part of the strict validation: the memory fits the positions, and is not empty where it is the window."""
+        if self.max_position_embeddings < 1:
+            raise ValueError(f"max_position_embeddings ({self.max_position_embeddings}) must be positive")
+        if self.mem_len is None:
+            return
+        if self.mem_len < 0:
+            raise ValueError(f"mem_len ({self.mem_len}) must not be negative; 0 keeps nothing, None keeps all")
+        if self.mem_len >= self.max_position_embeddings:
+            raise ValueError(
+                f"mem_len ({self.mem_len}) must be smaller than max_position_embeddings "
+                f"({self.max_position_embeddings}): the memory and at least one token fit into it"
+            )
+        if self.mem_len == 0 and self.memory_type == "streaming":
+            raise ValueError(
+                "mem_len=0 would leave a streaming token nothing but itself to attend to; use memory_type='segment' "
+                "for segments without memory, or mem_len=None for all earlier tokens"
+            )
+
+
+_PAPER = {"vocab_size": 65, "max_position_embeddings": 2048}
+RCMHAConfig.sizes = {
+    "tiny": model_size(128, 4, 4, 256, vocab_size=2048, mem_len=64, max_position_embeddings=512),
+    "paper": model_size(128, 6, 8, 256, **_PAPER, mem_len=32, memory_type="segment"),
+    "paper-streaming": model_size(128, 6, 8, 256, **_PAPER, mem_len=128),
+}
+
+__all__ = ["RCMHAConfig"]

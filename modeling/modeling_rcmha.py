@@ -1,0 +1,307 @@
+"""RCMHA: a Transformer-XL-style decoder with relative convolutional attention (arXiv 2308.03429), and its baselines."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.configuration_rcmha import RCMHAConfig
+from .decoder_inputs import prepare_decoder_inputs
+from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .headwise_conv import HeadwiseCausalConv, init_conv
+from .memory_cache import SegmentMemoryLayer, carry_memory
+from .ops.relative import RELATIVE, check_relative_shapes, resolve_relative
+from .rotary import RotaryEmbedding, rotate
+from .segment import Segment, describe_segment
+
+logger = logging.get_logger(__name__)
+
+AttentionMaskInterface.register("chunked", sdpa_mask)
+
+
+class RCMHAAttention(nn.Module):
+    """Projections, convolutions and position terms, as far as the attention type has them."""
+
+    def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        heads, self.head_dim = config.num_attention_heads, config.head_dim or 0
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        size = heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
+        self.v_proj = nn.Linear(config.hidden_size, size)
+        self.o_proj = nn.Linear(size, config.hidden_size)
+        for name in ("q_conv", "k_conv", "v_conv"):
+            conv = HeadwiseCausalConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
+            self.register_module(name, conv)
+        for name in ("position_embeddings", "position_bias", "content_bias"):
+            self.register_parameter(name, None)
+        if config.is_relative:
+            rows = config.num_relative_positions
+            self.position_embeddings = nn.Parameter(torch.empty(rows, heads, self.head_dim))
+            self.position_bias = nn.Parameter(torch.empty(rows, heads))
+            self.content_bias = nn.Parameter(torch.empty(heads, self.head_dim))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        segment: Segment,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        implementation: str | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`.
+
+        Args:
+            hidden_states: `[B, T, E]`; with segment memory `[B, M + T, E]`, whose last `T` rows are the queries.
+            implementation: of the attention op, by default the configuration's.
+        """
+        streaming = past_key_values if self.config.memory_type == "streaming" else None
+        query = self._rows("q", hidden_states[:, -segment.length :], segment, streaming)
+        key = self._rows("k", hidden_states, segment, streaming)
+        value = self._rows("v", hidden_states, segment, streaming)
+        if segment.rotary is not None:
+            cos, sin = segment.rotary
+            query, key = rotate(query, cos[:, -segment.length :], sin[:, -segment.length :]), rotate(key, cos, sin)
+        if streaming is not None:
+            key, value = streaming.update(key, value, self.layer_idx)
+        position_bias = self.position_bias
+        if self.config.position_scheme == "alibi":
+            position_bias = alibi_bias(key.shape[2], query) / self.scaling
+        terms = (self.position_embeddings, position_bias, self.content_bias)
+        check_relative_shapes(query, key, value, *terms, self.config.sliding_window)
+        output, weights = RELATIVE[implementation or self.config._attn_implementation](
+            query,
+            key,
+            value,
+            position_embeddings=terms[0],
+            position_bias=terms[1],
+            content_bias=terms[2],
+            scaling=self.scaling,
+            attention_mask=attention_mask,
+            is_causal=True,
+            sliding_window=self.config.sliding_window,
+            offset=segment.offset,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+    def _rows(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
+        """Queries, keys or values `[B, H, rows, D]`: projected, zero where there is no token, convolved."""
+        projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
+        rows = projection(hidden_states)
+        if conv is None:
+            return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if segment.tokens is not None:
+            rows = rows * segment.tokens[:, -rows.shape[1] :, None]
+        if streaming is not None:
+            rows = streaming.layers[self.layer_idx].extend(name, rows)  # type: ignore[union-attr]
+        else:
+            rows = nn.functional.pad(rows, (0, 0, conv.context, 0))
+        rows = rows.unflatten(-1, (-1, self.head_dim))
+        return conv(rows, segment.document_positions).transpose(1, 2)
+
+
+class RCMHAMLP(nn.Module):
+    """Two projections with an activation between them."""
+
+    def __init__(self, config: RCMHAConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class RCMHADecoderLayer(GradientCheckpointingLayer):
+    """Attention, then MLP, each on a normed input; memory is normed like the segment."""
+
+    def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.self_attn = RCMHAAttention(config, layer_idx)
+        self.mlp = RCMHAMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        segment: Segment,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`."""
+        context = hidden_states
+        memory = past_key_values.layers[self.layer_idx] if past_key_values is not None else None
+        if isinstance(memory, SegmentMemoryLayer):
+            context = memory.extend(hidden_states)
+        attended, _ = self.self_attn(
+            self.input_layernorm(context),
+            segment=segment,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class RCMHAPreTrainedModel(PreTrainedModel):
+    """Flags for Transformers, initial weights, and the choice of the attention implementation."""
+
+    config: RCMHAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RCMHADecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_compile_fullgraph = True
+    # Context parallelism splits the keys, which the relative positions and the convolutions of a token run across.
+    _supports_context_parallel = False
+    _can_record_outputs = {"hidden_states": RCMHADecoderLayer, "attentions": RCMHAAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, HeadwiseCausalConv):
+            init_conv(module, std)
+        elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
+            for table in (module.position_embeddings, module.position_bias, module.content_bias):
+                init.normal_(table, std=std)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Only the ops of this family know its position terms; the fastest is the default."""
+        relative = self.config.is_relative or self.config.position_scheme == "alibi"
+        return resolve_relative(attn_implementation, relative=relative)
+
+
+class RCMHAModel(RCMHAPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: RCMHAConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            if config.position_scheme == "learned"
+            else None
+        )
+        self.layers = nn.ModuleList([RCMHADecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config) if config.position_scheme == "rope" else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Returns hidden states `[B, T, E]` of a segment, and the memory for the next one.
+
+        The arguments are those of `prepare_decoder_inputs`. Any dynamic or static cache carries the memory, in training
+        too: what it holds is detached.
+
+        Raises:
+            ValueError: the arguments do not fit each other, or the segment does not fit the positions.
+        """
+        implementation = self.config._attn_implementation
+        if kwargs.get("output_attentions") and implementation != "eager":
+            logger.warning_once(f"attn_implementation={implementation!r} has no attention maps; 'eager' makes them")
+            implementation = "eager"
+        given = attention_mask, past_key_values
+        packed = position_ids is not None or kwargs.get("cu_seq_lens_q") is not None
+        if past_key_values is not None:
+            carry_memory(past_key_values, self.config)
+        hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
+            self.config,
+            self.embed_tokens,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            kwargs.get("cu_seq_lens_q"),
+        )
+        if past_key_values is not None:
+            carry_memory(past_key_values, self.config)
+        mask = masks[self.config.layer_types[0]]
+        segment = describe_segment(
+            self.config, hidden_states, position_ids, past_key_values, mask, given, packed, self.rotary_emb
+        )
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                segment=segment,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                implementation=implementation,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+class RCMHAForCausalLM(CausalLMHead, RCMHAPreTrainedModel, GenerationMixin):
+    """The decoder with a language modeling head."""
+
+    base_class = RCMHAModel
+
+
+class RCMHAForSequenceClassification(SequenceClassificationHead, RCMHAPreTrainedModel):
+    """The decoder with a classifier on the last real token."""
+
+    base_class = RCMHAModel
+
+
+class RCMHAForTokenClassification(TokenClassificationHead, RCMHAPreTrainedModel):
+    """The decoder with a classifier on every token."""
+
+    base_class = RCMHAModel
+
+
+def alibi_bias(length: int, like: Tensor) -> Tensor:
+    """Linear biases by distance, `[length, H]`; the slope of head `h` is `2 ** (-8 (h + 1) / H)` (arXiv 2108.12409)."""
+    heads = like.shape[1]
+    slopes = 2 ** (-8 * torch.arange(1, heads + 1, device=like.device, dtype=torch.float32) / heads)
+    distance = torch.arange(length, device=like.device, dtype=torch.float32)
+    return (-distance[:, None] * slopes).to(like.dtype)
+
+
+__all__ = [
+    "RCMHAForCausalLM",
+    "RCMHAForSequenceClassification",
+    "RCMHAForTokenClassification",
+    "RCMHAModel",
+    "RCMHAPreTrainedModel",
+]

@@ -1,0 +1,311 @@
+"""Relative attention in linear memory: one chunk of queries at a time, everything recomputed in the backward pass.
+
+Inside a chunk, scores against the position tables come from one matrix product with the reachable rows, ordered from
+the farthest distance to the nearest. Key `j` of the chunk's keys and query `t` then meet in column `c - 1 - t + j` (`c`
+queries to a chunk), which is row `t` of the product shifted by one more for each query: a view with a row stride
+shorter by one, so that the relative shift of Transformer-XL costs nothing in either direction.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .masking import split_mask
+from .relative_eager import relative_eager
+
+CHUNK = 64
+
+
+class Terms(NamedTuple):
+    """What all chunks share; tensors have heads first, so that heads are the batch of every matrix product."""
+
+    query: Tensor  # [H, B, T, D]
+    key: Tensor  # [H, B, S, D]
+    value: Tensor  # [H, B, S, D]
+    embeddings: Tensor | None  # [H, L, D], the farthest distance first
+    bias: Tensor | None  # [H, L], the farthest distance first
+    content_bias: Tensor | None  # [H, 1, 1, D]
+    visible: Tensor | None  # broadcastable to [H, B, T, S]
+    added: Tensor | None  # the same, additive
+
+
+def relative_chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    position_embeddings: Tensor | None,
+    position_bias: Tensor | None,
+    content_bias: Tensor | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    offset: int | Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, None]:
+    """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
+
+    A single query, and queries that do not end where the keys end, take the definition: there it is linear too, and
+    such calls come from decoding.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == 1 or offset is not None or not is_causal:
+        output, _ = relative_eager(
+            query,
+            key,
+            value,
+            position_embeddings=position_embeddings,
+            position_bias=position_bias,
+            content_bias=content_bias,
+            scaling=scaling,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            offset=offset,
+            dropout=dropout,
+        )
+        return output, None
+    reach = keys if sliding_window is None else min(keys, sliding_window)
+    return _ChunkedRelative.apply(
+        query,
+        key,
+        value,
+        None if position_embeddings is None else position_embeddings[:reach],
+        None if position_bias is None else position_bias[:reach],
+        content_bias,
+        scaling,
+        attention_mask,
+        sliding_window,
+        dropout,
+        int(torch.randint(2**62, ())) if dropout else 0,
+    ), None
+
+
+class _ChunkedRelative(torch.autograd.Function):
+    """Saves its inputs and the output, and nothing that grows with `T * S`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embeddings: Tensor | None,
+        bias: Tensor | None,
+        content_bias: Tensor | None,
+        scaling: float,
+        attention_mask: Tensor | None,
+        sliding_window: int | None,
+        dropout: float,
+        seed: int,
+    ) -> Tensor:
+        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+        output = torch.empty_like(terms.query)
+        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
+            probs = chunk.probabilities(terms, scaling)
+            kept = chunk.dropout_mask(probs, dropout, seed)
+            probs = probs if kept is None else probs * kept
+            output[:, :, chunk.queries] = probs @ terms.value[:, :, chunk.keys]
+        ctx.save_for_backward(query, key, value, embeddings, bias, content_bias, attention_mask, output)
+        ctx.settings = scaling, sliding_window, dropout, seed
+        return output.permute(1, 2, 0, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, attention_mask, output = ctx.saved_tensors
+        scaling, sliding_window, dropout, seed = ctx.settings
+        terms = _heads_first(*inputs, attention_mask)
+        grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:6]), None, None)  # type: ignore[arg-type]
+        grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
+        delta = (grad_output * output).sum(-1, keepdim=True)  # [H, B, T, 1]
+        for chunk in _chunks(terms.query.shape[2], terms.key.shape[2], sliding_window):
+            probs = chunk.probabilities(terms, scaling)
+            kept = chunk.dropout_mask(probs, dropout, seed)
+            grad_rows = grad_output[:, :, chunk.queries]
+            grads.value[:, :, chunk.keys] += (probs if kept is None else probs * kept).transpose(-1, -2) @ grad_rows
+            grad_probs = grad_rows @ terms.value[:, :, chunk.keys].transpose(-1, -2)
+            grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
+            grad_scores = grad_probs.sub_(delta[:, :, chunk.queries]).mul_(probs).mul_(scaling)
+            chunk.accumulate(terms, grads, grad_scores)
+        return (*_as_given(grads), None, None, None, None, None)
+
+
+class _Chunk(NamedTuple):
+    """A run of queries and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    sliding_window: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+    def probabilities(self, terms: Terms, scaling: float) -> Tensor:
+        """Softmax of the scores, `[H, B, c, keys of the chunk]`, in the dtype of the queries."""
+        rows, columns = self.shape
+        query = terms.query[:, :, self.queries]
+        content = query if terms.content_bias is None else query + terms.content_bias
+        key = terms.key[:, :, self.keys].transpose(-1, -2)
+        positions = self._position_scores(terms, query)
+        if positions is None:
+            scores = (content @ key).mul_(scaling)
+        else:
+            batched = torch.baddbmm(
+                positions.reshape(-1, rows, columns),
+                content.flatten(0, 1),
+                key.flatten(0, 1),
+                beta=scaling,
+                alpha=scaling,
+            )
+            scores = batched.unflatten(0, query.shape[:2])
+        return self._softmax(scores, terms)
+
+    def accumulate(self, terms: Terms, grads: Terms, grad_scores: Tensor) -> None:
+        """Adds the gradients of everything that the scores were made of."""
+        query = terms.query[:, :, self.queries]
+        content = query if terms.content_bias is None else query + terms.content_bias
+        grad_query = grad_scores @ terms.key[:, :, self.keys]
+        grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
+        if grads.content_bias is not None:
+            grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
+        if terms.embeddings is not None or terms.bias is not None:
+            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, keys of the chunk]
+            if grads.bias is not None:
+                self._table_rows(grads.bias).add_(unshifted.sum(1)[:, self._hidden_columns(terms) :])
+            if terms.embeddings is not None and grads.embeddings is not None:
+                unshifted = unshifted[..., self._hidden_columns(terms) :]
+                rows = self._table_rows(grads.embeddings)
+                rows.add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
+                grad_query += (unshifted @ self._table_rows(terms.embeddings)).view_as(grad_query)
+        grads.query[:, :, self.queries] = grad_query
+
+    def dropout_mask(self, probs: Tensor, dropout: float, seed: int) -> Tensor | None:
+        """What to multiply probabilities by; the same in both passes, because it comes from the seed."""
+        if not dropout:
+            return None
+        generator = torch.Generator(probs.device).manual_seed(seed + self.queries.start)
+        kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
+        return kept.to(probs.dtype).div_(1 - dropout)
+
+    def _position_scores(self, terms: Terms, query: Tensor) -> Tensor | None:
+        """Scores against the tables, shifted to `[H * B, c, keys of the chunk]`; entries of hidden keys are garbage."""
+        if terms.embeddings is None and terms.bias is None:
+            return None
+        heads, batch = query.shape[:2]
+        rows, columns = self.shape
+        hidden = self._hidden_columns(terms)
+        by_distance = query.new_empty(heads, batch * rows, columns)
+        by_distance[..., :hidden] = 0
+        reachable = by_distance[..., hidden:]
+        if terms.embeddings is None:
+            reachable.copy_(self._table_rows(terms.bias)[:, None])  # type: ignore[arg-type]
+        else:
+            table = self._table_rows(terms.embeddings).transpose(-1, -2)
+            if terms.bias is None:
+                torch.bmm(query.flatten(1, 2), table, out=reachable)
+            else:
+                torch.baddbmm(self._table_rows(terms.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+        return by_distance.as_strided(
+            (heads * batch, rows, columns), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+        )
+
+    def _unshift(self, grad_scores: Tensor) -> Tensor:
+        """The way back of the relative shift: gradients by distance, `[H, B, c, keys of the chunk]`, 0 where hidden."""
+        rows, columns = self.shape
+        by_distance = torch.zeros_like(grad_scores)
+        flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
+        # A row of the shifted view ends where the next begins: that one entry is the last key, which only the last
+        # query sees.
+        shifted = flat.as_strided(
+            (flat.shape[0], rows, columns - 1), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+        )
+        shifted.copy_(source[..., :-1])
+        flat[:, -1, -1] = source[:, -1, -1]
+        return by_distance
+
+    def _table_rows(self, table: Tensor) -> Tensor:
+        """The rows of a farthest-first table that queries of this chunk reach."""
+        return table[:, max(table.shape[1] - self.shape[1], 0) :]
+
+    def _hidden_columns(self, terms: Terms) -> int:
+        """Columns, from the left, whose distance lies beyond the tables; the window hides them from every query."""
+        table = terms.embeddings if terms.embeddings is not None else terms.bias
+        return 0 if table is None else max(self.shape[1] - table.shape[1], 0)
+
+    def _softmax(self, scores: Tensor, terms: Terms) -> Tensor:
+        rows, columns = self.shape
+        ahead = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
+        scores[..., columns - rows :].masked_fill_(ahead, -torch.inf)
+        if self.sliding_window is not None and columns > self.sliding_window:
+            # The first query that loses sight of the first key is the one `sliding_window` keys behind it.
+            behind = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
+            behind.tril_(columns - rows - self.sliding_window)
+            scores.masked_fill_(behind, -torch.inf)
+        hidden = None
+        if terms.added is not None:
+            scores = scores + self._of_chunk(terms.added)
+        if terms.visible is not None:
+            hidden = ~self._of_chunk(terms.visible)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        probs = torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
+        if hidden is None:
+            return probs
+        return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
+
+    def _of_chunk(self, mask: Tensor) -> Tensor:
+        """The part of a mask, broadcastable to `[H, B, T, S]`, that belongs to this chunk."""
+        mask = mask[:, :, self.queries] if mask.shape[2] > 1 else mask
+        return mask[..., self.keys] if mask.shape[3] > 1 else mask
+
+
+def _chunks(queries: int, keys: int, sliding_window: int | None) -> list[_Chunk]:
+    """Cuts the queries, which end where the keys end, into runs of `CHUNK`."""
+    first, chunks = keys - queries, []
+    for start in range(0, queries, CHUNK):
+        stop = min(start + CHUNK, queries)
+        oldest = 0 if sliding_window is None else max(first + start - sliding_window + 1, 0)
+        chunks.append(_Chunk(slice(start, stop), slice(oldest, first + stop), sliding_window))
+    return chunks
+
+
+def _heads_first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Terms:
+    """Lays everything out for the chunks: heads first, tables from the farthest distance to the nearest."""
+    visible, added = split_mask(attention_mask)
+    query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+    return Terms(
+        query,
+        key,
+        value,
+        None if embeddings is None else embeddings.flip(0).transpose(0, 1).contiguous(),
+        None if bias is None else bias.flip(0).T.contiguous(),
+        None if content_bias is None else content_bias[:, None, None],
+        *(None if mask is None else _four_dimensions(mask).transpose(0, 1) for mask in (visible, added)),
+    )
+
+
+def _four_dimensions(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _as_given(grads: Terms) -> list[Tensor | None]:
+    """Gradients in the shapes of the op's arguments."""
+    return [
+        *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
+        None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),
+        None if grads.bias is None else grads.bias.T.flip(0),
+        None if grads.content_bias is None else grads.content_bias[:, 0, 0],
+    ]
