@@ -126,7 +126,13 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
 
 
 class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: ignore[misc]
-    """Grows with every token."""
+    """Grows with every token, contexts included, so that like the plain layer it can be cropped at any time."""
+
+    @classmethod
+    def from_plain(cls, layer: CacheLayerMixin, width: int) -> StreamingLayerMixin:
+        streaming = super().from_plain(layer, width)
+        streaming.record_past = True
+        return streaming
 
 
 class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]

@@ -20,7 +20,7 @@ from .decoder_inputs import prepare_decoder_inputs
 from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .headwise_conv import HeadwiseCausalConv, init_conv
 from .memory_cache import SegmentMemoryLayer, carry_memory
-from .ops.relative import RELATIVE, check_relative_shapes, resolve_relative
+from .ops.relative import RELATIVE, resolve_relative
 from .rotary import RotaryEmbedding, rotate
 from .segment import Segment, describe_segment
 
@@ -81,15 +81,13 @@ class RCMHAAttention(nn.Module):
         position_bias = self.position_bias
         if self.config.position_scheme == "alibi":
             position_bias = alibi_bias(key.shape[2], query) / self.scaling
-        terms = (self.position_embeddings, position_bias, self.content_bias)
-        check_relative_shapes(query, key, value, *terms, self.config.sliding_window)
         output, weights = RELATIVE[implementation or self.config._attn_implementation](
             query,
             key,
             value,
-            position_embeddings=terms[0],
-            position_bias=terms[1],
-            content_bias=terms[2],
+            position_embeddings=self.position_embeddings,
+            position_bias=position_bias,
+            content_bias=self.content_bias,
             scaling=self.scaling,
             attention_mask=attention_mask,
             is_causal=True,

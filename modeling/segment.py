@@ -45,11 +45,12 @@ def describe_segment(
     length = inputs_embeds.shape[1]
     seen = cache.get_seq_length() if cache is not None else 0
     keys, first_key = cache.get_mask_sizes(length, 0) if cache is not None else (length, 0)
-    check_memory(config, inputs_embeds, cache, seen, keys)
+    packs = given_cache is None and packed
+    check_batch(inputs_embeds.shape[0], cache)
+    check_positions(config, length, seen, keys, position_ids if packs else None)
     offset = key_offset(cache, length, keys, first_key)
     rows = keys if config.memory_type == "segment" else length
     tokens = real_tokens(attention_mask, mask, length, rows, offset) if config.convolves else None
-    packs = given_cache is None and packed
     rotary = None
     if rotary_emb is not None:
         row_positions = position_ids if rows == length else torch.arange(rows, device=inputs_embeds.device)[None]
@@ -89,16 +90,29 @@ def real_tokens(
     return torch.cat([tokens.new_ones(tokens.shape[0], rows - length), tokens], dim=1)
 
 
-def check_memory(config: PreTrainedConfig, inputs_embeds: Tensor, cache: Cache | None, seen: Any, keys: int) -> None:
-    """Raises ValueError where a memory is of another batch, or more than the model has positions for."""
-    batch, length = inputs_embeds.shape[:2]
-    layer = cache.layers[0] if cache is not None and cache.layers else None
-    if layer is not None and layer.is_initialized and layer.keys.shape[0] != batch:  # type: ignore[union-attr]
+def check_batch(batch: int, cache: Cache | None) -> None:
+    """Raises ValueError where the memory is of another batch."""
+    layer: Any = cache.layers[0] if cache is not None and cache.layers else None
+    if layer is not None and layer.is_initialized and layer.keys.shape[0] != batch:
         raise ValueError(
-            f"the memory is of a batch of {layer.keys.shape[0]} rows and the segment of {batch}; "  # type: ignore[union-attr]
+            f"the memory is of a batch of {layer.keys.shape[0]} rows and the segment of {batch}; "
             "continue with the rows that it came from, or start without memory"
         )
+
+
+def check_positions(
+    config: PreTrainedConfig, length: int, seen: Any, keys: int, document_positions: Tensor | None
+) -> None:
+    """Raises ValueError where a segment reaches over more than the model has positions for.
+
+    Documents that share a row reach no further than themselves; their positions are read, but not while tracing.
+    """
     limit = config.max_position_embeddings
+    if document_positions is not None:
+        if max(length, keys) <= limit or is_tracing(document_positions):
+            return
+        keys = int(document_positions.max()) + 1
+        seen, length = 0, keys
     if config.is_relative and config.sliding_window is None and keys > limit:
         raise ValueError(
             f"a segment of {length} tokens reaches over {keys} keys, memory included, but the relative position tables "

@@ -1,4 +1,4 @@
-"""Everything that `dynattn convert official` can be told."""
+"""What every conversion can be told, and what `dynattn convert official` can be told beyond that."""
 
 import re
 from collections.abc import Sequence
@@ -11,21 +11,48 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 @dataclass
-class OfficialArguments:
-    """Arguments of one conversion; a YAML file holds the same names.
+class ConversionArguments:
+    """Arguments of any conversion; a YAML file holds the same names.
 
     Raises:
-        UserError: a size or a window makes no sense, or an option has no meaning for the direction.
+        UserError: a size makes no sense.
     """
 
     source: str = field(metadata={"help": "folder to read (SRC, the first argument); it is left as it is"})
     destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
     reverse: bool = field(default=False, metadata={"help": "from our format to the official one"})
-    family: Literal["auto", "dcformer", "dcpythia"] = field(
-        default="auto", metadata={"help": "what the official model is; auto: its config.json and its weights tell"}
-    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "number format to write; auto: the one that is read"}
+    )
+    max_shard_size: str | None = field(
+        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
+    )
+    verify: bool = field(
+        default=True,
+        metadata={"help": "compare logits with the formulas on the official tensors; needs the model in float32"},
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
+
+    def __post_init__(self) -> None:
+        if self.max_shard_size is not None:
+            parse_size(self.max_shard_size)
+
+    def given(self, names: Sequence[str]) -> str:
+        """Those of the options `names` that are not left at their defaults, as text."""
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        return ", ".join(name for name in names if getattr(self, name) != defaults[name])
+
+
+@dataclass
+class OfficialArguments(ConversionArguments):
+    """Arguments of one conversion.
+
+    Raises:
+        UserError: a size or a window makes no sense, or an option has no meaning for the direction.
+    """
+
+    family: Literal["auto", "dcformer", "dcpythia"] = field(
+        default="auto", metadata={"help": "what the official model is; auto: its config.json and its weights tell"}
     )
     window: int | None = field(
         default=None,
@@ -45,29 +72,14 @@ class OfficialArguments:
         default="refuse",
         metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w) that are no identity"},
     )
-    max_shard_size: str | None = field(
-        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
-    )
-    verify: bool = field(
-        default=True,
-        metadata={"help": "compare logits with the formulas on the official tensors; needs the model in float32"},
-    )
-    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window is not None and self.window < 1:
             raise UserError(f"window must be at least 1 (the token itself), not {self.window}")
-        if self.max_shard_size is not None:
-            parse_size(self.max_shard_size)
-        forward_only = ("window", "official_prefill_window", "prefer_merged")
-        given = [name for name in forward_only if getattr(self, name)]
-        given += [
-            name for name, default in (("family", "auto"), ("static", "refuse")) if getattr(self, name) != default
-        ]
+        given = self.given(("window", "official_prefill_window", "prefer_merged", "family", "static"))
         if self.reverse and given:
-            raise UserError(
-                f"{', '.join(given)} only matter for reading the official format; leave out --reverse or them"
-            )
+            raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")
 
 
 def parse_size(text: str) -> int:

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..checkpoint_folder import read_config
 from ..staging import check_destination, recover, staged_folder
@@ -56,14 +58,23 @@ def write_config(conversion: Conversion, folder: Path, arguments: OfficialArgume
     """Writes the configuration, and what else belongs to the checkpoint."""
     copy_companions(conversion.source.folder, folder)
     if arguments.reverse:
-        content = to_json(conversion.official, conversion.dtype)
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return
-    config = conversion.config
-    config.dtype = conversion.dtype
+        write_json(folder, to_json(conversion.official, conversion.dtype))
+    else:
+        conversion.warnings.extend(write_ours(folder, conversion.config, conversion.dtype))
+
+
+def write_json(folder: Path, content: dict[str, Any]) -> None:
+    """Writes a foreign `config.json`."""
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:
+    """Writes our `config.json` beside a tokenizer, if there is one; returns what the user should know."""
+    config.dtype = dtype
     config.save_pretrained(folder)
-    conversion.warnings.extend(adopt_special_tokens(config, folder))
+    warnings = list(adopt_special_tokens(config, folder))
     config.save_pretrained(folder)
+    return warnings
 
 
 def verify(conversion: Conversion, staging: Path, arguments: OfficialArguments) -> Verification:

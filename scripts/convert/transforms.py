@@ -65,7 +65,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Select:
-    """Of `count` entries along `dim` ours has only `kept`; the foreign format gets zeros for the others."""
+    """Of `count` entries along `dim` ours has only `kept`, in that order; the foreign format gets zeros for others."""
 
     dim: int
     kept: tuple[int, ...]
@@ -99,6 +99,17 @@ class Interleaved:
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         per_head = [tensor.unflatten(0, (self.heads, -1)) for tensor in tensors]
         return [torch.stack(per_head, dim=1).flatten(0, 2)]
+
+
+@dataclass(frozen=True)
+class CausalKernel:
+    """A causal depthwise convolution's `[D, 1, W]`, the oldest token first, is `[W, D]` in ours, the newest first."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.squeeze(1).T.flip(0) for tensor in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.flip(0).T.unsqueeze(1) for tensor in tensors]
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,30 @@
 """Everything that `dynattn convert pythia` and `dynattn convert llama` can be told."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from dynattn.configuration.configuration_composition import LAYER_TYPES
 
 from ..errors import UserError
-from .arguments import parse_size
+from .arguments import ConversionArguments
 
 FORWARD_ONLY = ("init", "rank", "only", "static", "layer_types", "sliding_window", "qk_norm", "train_from_here", "seed")
 
 
 @dataclass
-class UpcycleArguments:
-    """Arguments of one conversion; a YAML file holds the same names.
+class UpcycleArguments(ConversionArguments):
+    """Arguments of one conversion.
 
     Raises:
         UserError: a value makes no sense, or an option has no meaning for the direction.
     """
 
     source: str = field(metadata={"help": "folder, or name on the Hub, to read (SRC, the first argument)"})
-    destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
-    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub, such as step3000"})
     reverse: bool = field(default=False, metadata={"help": "from our model, if it composes nothing, to the parent's"})
+    verify: bool = field(
+        default=True, metadata={"help": "run both models and compare logits; needs the model in float32"}
+    )
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub, such as step3000"})
     init: Literal["identity", "paper"] = field(
         default="identity",
         metadata={"help": "start of the composition; identity: logits stay as they are, paper: small random numbers"},
@@ -42,25 +44,13 @@ class UpcycleArguments:
     train_from_here: bool = field(
         default=False, metadata={"help": "says that the result may differ from the parent, because it will be trained"}
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "number format to write; auto: the one that is read"}
-    )
     seed: int = field(default=0, metadata={"help": "of the random numbers that the composition starts from"})
-    max_shard_size: str | None = field(
-        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
-    )
-    verify: bool = field(
-        default=True, metadata={"help": "run both models and compare logits; needs the model in float32"}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
 
     def __post_init__(self) -> None:
-        if self.max_shard_size is not None:
-            parse_size(self.max_shard_size)
-        defaults: dict[str, Any] = {entry.name: entry.default for entry in fields(self)}
-        given = [name for name in FORWARD_ONLY if getattr(self, name) != defaults[name]]
+        super().__post_init__()
+        given = self.given(FORWARD_ONLY)
         if self.reverse and given:
-            raise UserError(f"{', '.join(given)} only matter for making our model; leave out --reverse or them")
+            raise UserError(f"{given} only matter for making our model; leave out --reverse or them")
         if self.rank < 1:
             raise UserError(f"rank must be at least 1, not {self.rank}")
         if self.seed < 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UserError
 from ..messages import last_line
@@ -39,20 +39,19 @@ def verify_logits(folder: Path, dtype: torch.dtype, official: OfficialModel) -> 
     model = load_model(folder, dtype)
     ids = probe(official, sum(parameter.numel() for parameter in model.parameters()))
     with torch.no_grad():
-        observed = model(ids[None]).logits[0].double()
+        observed = model(ids[None]).logits[0]
     del model
-    exact, rounded = official.logits(ids, torch.float64), official.logits(ids, torch.float32)
-    if not exact.isfinite().all():
-        raise UserError("the official weights give logits that are not finite; they are damaged")
-    return compare(observed, exact, rounded.double())
+    return compare(observed, official.logits(ids, torch.float64), official.logits(ids, torch.float32))
 
 
 def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> Verification:
     """Compares logits `[T, V]` with the exact ones, given what the same formulas give in float32.
 
     Raises:
-        UserError: they differ by more than rounding.
+        UserError: they differ by more than rounding, or are not finite.
     """
+    if not exact.isfinite().all():
+        raise UserError("the official weights give logits that are not finite; they are damaged")
     noise = max(largest(rounded - exact), torch.finfo(torch.float32).eps * largest(exact))
     limit = NOISE_MULTIPLE * noise
     difference = largest(observed - exact)
@@ -64,15 +63,20 @@ def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> Verification:
     return Verification(len(exact), difference, noise, limit)
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """Loads one of our models with weights rounded to `dtype`, to compute in float32.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: weights are rounded to it.
+        config: instead of the one in the folder.
 
     Raises:
         UserError: it does not load, its weights do not fit its configuration, or memory is short.
     """
     require_memory(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the converted model does not load: {last_line(error)}") from error
