@@ -1,0 +1,293 @@
+"""RCMHA models: what their two kinds of memory mean, what training with memory does, and clear errors."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.memory_cache import SegmentMemoryLayer
+
+TYPES = ("rcmha", "rmha", "mdha", "mha")
+IDS = torch.randint(0, 31, (2, 24), generator=torch.Generator().manual_seed(7))
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "mem_len": 5,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def make(**fields: Any) -> RCMHAForCausalLM:
+    torch.manual_seed(1)
+    return RCMHAForCausalLM(RCMHAConfig(**{**SMALL, **fields})).eval()
+
+
+def over_segments(model: PreTrainedModel, lengths: list[int]) -> Tensor:
+    memory = DynamicCache(config=model.config)
+    return torch.cat([model(ids, past_key_values=memory).logits for ids in IDS.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("attention_type", TYPES)
+@torch.no_grad()
+def test_streaming_memory_makes_segmentation_invisible(attention_type: str) -> None:
+    model = make(attention_type=attention_type).double()
+    whole = model(IDS).logits
+    for lengths in ([12, 12], [1] * 24, [7, 1, 1, 15], [23, 1]):
+        torch.testing.assert_close(over_segments(model, lengths), whole, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("attention_type", TYPES)
+@torch.no_grad()
+def test_segment_memory_makes_segmentation_matter_where_the_official_code_does(attention_type: str) -> None:
+    """Unbounded, so that only the convolutions tell the difference: their queries see zeros before a segment."""
+    model = make(attention_type=attention_type, memory_type="segment", mem_len=None).double()
+    difference = (over_segments(model, [12, 12]) - model(IDS).logits).abs().amax((0, 2))
+    assert difference[:12].max() < 1e-10
+    if model.config.convolves:
+        assert difference[12:].max() > 1e-2
+    else:
+        assert difference.max() < 1e-10
+
+
+@torch.no_grad()
+def test_a_streaming_token_sees_itself_and_its_memory_in_every_layer() -> None:
+    model = make(attention_type="mha", num_hidden_layers=2)
+    changed = IDS.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 31
+    difference = (model(IDS).logits - model(changed).logits).abs().amax((0, 2))
+    reach = 2 * model.config.mem_len
+    assert difference[:3].max() == 0
+    assert difference[3 : 3 + reach + 1].min() > 0
+    assert difference[3 + reach + 1 :].max() == 0
+
+
+@torch.no_grad()
+def test_segment_memory_holds_the_inputs_of_each_layer_and_no_more_than_asked() -> None:
+    model = make(memory_type="segment")
+    memory = DynamicCache(config=model.config)
+    hidden = []
+    for ids in IDS.split([4, 20], dim=1):
+        hidden.append(model(ids, past_key_values=memory, output_hidden_states=True).hidden_states)
+        kept = min(5, sum(states[0].shape[1] for states in hidden))
+        for index, layer in enumerate(memory.layers):
+            inputs = torch.cat([states[index] for states in hidden], dim=1)
+            assert isinstance(layer, SegmentMemoryLayer)
+            torch.testing.assert_close(layer.keys[:, 0], inputs[:, -kept:])
+    assert memory.get_seq_length() == 24
+
+
+@pytest.mark.parametrize("memory_type", ["streaming", "segment"])
+@pytest.mark.parametrize("attention_type", TYPES)
+def test_training_carries_memory_without_gradients_through_it(attention_type: str, memory_type: str) -> None:
+    model = make(attention_type=attention_type, memory_type=memory_type).train()
+    memory = DynamicCache(config=model.config)
+    embeddings = [model.get_input_embeddings()(ids).detach().requires_grad_() for ids in IDS.split(8, dim=1)]
+    for embedding in embeddings:
+        loss = model(inputs_embeds=embedding, past_key_values=memory).logits.pow(2).mean()
+        loss.backward()
+    before = [embedding.grad.clone() for embedding in embeddings]
+    model(inputs_embeds=embeddings[2], past_key_values=memory).logits.pow(2).mean().backward()
+    assert all(grad.abs().max() > 0 for grad in before)
+    assert torch.equal(embeddings[0].grad, before[0])
+    assert torch.equal(embeddings[1].grad, before[1])
+
+
+@torch.no_grad()
+def test_the_memory_of_a_segment_changes_its_logits() -> None:
+    for memory_type in ("streaming", "segment"):
+        model = make(memory_type=memory_type)
+        alone = model(IDS[:, 12:]).logits
+        assert (over_segments(model, [12, 12])[:, 12:] - alone).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("memory_type", ["streaming", "segment"])
+@torch.no_grad()
+def test_left_padding_changes_nothing_over_segments(memory_type: str) -> None:
+    """Projections have biases, so that padding which reached a convolution would show."""
+    model = make(attention_type="mdha", memory_type=memory_type).double()
+    for bias in (model.model.layers[0].self_attn.q_proj.bias, model.model.layers[0].self_attn.k_conv.bias):
+        bias.fill_(0.7)
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    padded, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for start, stop in ((0, 10), (10, 11), (11, 24)):
+        logits = model(IDS[:, start:stop], attention_mask=mask[:, :stop], past_key_values=padded).logits
+        expected = model(IDS[1:, max(start, 6) : stop], past_key_values=alone).logits
+        torch.testing.assert_close(logits[1:, max(6 - start, 0) :], expected, atol=1e-10, rtol=0)
+
+
+@torch.no_grad()
+def test_right_padding_does_not_leak_into_what_follows() -> None:
+    """Padding between tokens is a hole: convolutions see nothing in it, whatever tokens it is made of."""
+    model = make().double()
+    mask = torch.ones_like(IDS)
+    mask[1, 7:10] = 0
+    logits = []
+    for filler in (0, 5):
+        ids = IDS.clone()
+        ids[1, 7:10] = filler
+        memory = DynamicCache(config=model.config)
+        model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=memory)
+        logits.append(model(ids[:, 10:], attention_mask=mask, past_key_values=memory).logits)
+    assert torch.equal(logits[0], logits[1])
+
+
+@torch.no_grad()
+def test_position_schemes_tell_positions_apart() -> None:
+    """Without one, a plain decoder gives a token that only repeats itself the same logits everywhere."""
+    repeated = torch.full((1, 12), 3)
+    for scheme, blind in (("none", True), ("rope", True), ("alibi", True), ("learned", False)):
+        model = make(attention_type="mha", position_scheme=scheme, mem_len=None)
+        logits = model(repeated).logits[0]
+        assert ((logits - logits[0]).abs().max() < 1e-4) == blind, scheme
+        # In one layer: a second one would learn of the order from the causal mask of the first.
+        model = make(attention_type="mha", position_scheme=scheme, mem_len=None, num_hidden_layers=1)
+        swapped = IDS.clone()
+        swapped[:, [2, 5]] = swapped[:, [5, 2]]
+        order_matters = (model(IDS).logits[:, -1] - model(swapped).logits[:, -1]).abs().max() > 1e-4
+        assert order_matters == (scheme != "none"), scheme
+
+
+@torch.no_grad()
+def test_attention_maps_come_from_any_implementation() -> None:
+    outputs = {}
+    for name in ("eager", "chunked"):
+        model = RCMHAForCausalLM._from_config(RCMHAConfig(**SMALL), attn_implementation=name)
+        torch.manual_seed(2)
+        model.init_weights()
+        outputs[name] = model.eval()(IDS, output_attentions=True)
+    for weights in outputs["chunked"].attentions:
+        assert weights.shape == (2, 4, 24, 24)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 24))
+        distance = torch.arange(24)[:, None] - torch.arange(24)
+        assert weights[..., (distance < 0) | (distance > 5)].abs().max() == 0
+
+
+def test_tables_are_as_long_as_queries_reach(tmp_path: Path) -> None:
+    rows = {
+        "streaming": make().model.layers[0].self_attn.position_embeddings.shape[0],
+        "segment": make(memory_type="segment").model.layers[0].self_attn.position_embeddings.shape[0],
+        "unbounded": make(mem_len=None).model.layers[0].self_attn.position_bias.shape[0],
+    }
+    assert rows == {"streaming": 6, "segment": 64, "unbounded": 64}
+    # The official counts of this shape without tables, from the shapes: 811,841 and 812,993 parameters.
+    counts = {kind: RCMHAForCausalLM(RCMHAConfig(attention_type=kind)).num_parameters() for kind in ("mha", "mdha")}
+    assert counts == {"mha": 811_841, "mdha": 812_993}
+    make().save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.position_bias"].shape == (6, 4)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).logits, make()(IDS).logits)
+
+
+def test_initial_convolutions_are_near_the_identity_and_not_at_it() -> None:
+    conv = make(initializer_range=0.02).model.layers[0].self_attn.k_conv
+    assert (conv.weight[0] - 1).abs().max() < 0.1
+    assert 0 < conv.weight[1:].abs().max() < 0.1
+    assert conv.bias.abs().max() == 0
+
+
+def continue_with(batch: int, **fields: Any) -> None:
+    model = make(**fields)
+    memory = model(IDS, use_cache=True).past_key_values
+    model(IDS[:1].repeat(batch, 1), past_key_values=memory)
+
+
+def with_cache(cache: Callable[[RCMHAConfig], Any], **fields: Any) -> None:
+    model = make(**fields)
+    model(IDS, past_key_values=cache(model.config))
+
+
+def filled(config: RCMHAConfig) -> DynamicCache:
+    cache = DynamicCache()
+    for layer in range(config.num_hidden_layers):
+        cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), layer)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: continue_with(3), "memory is of a batch of 2 rows and the segment of 3"),
+        (lambda: continue_with(1, memory_type="segment"), "batch of 2 rows and the segment of 1"),
+        (lambda: make(mem_len=None)(IDS.repeat(1, 3)), r"reaches over 72 keys.*max_position_embeddings \(64\)"),
+        (
+            lambda: make(memory_type="segment", mem_len=50)(IDS.repeat(1, 3)),
+            r"tables end at max_position_embeddings \(64\); use shorter segments",
+        ),
+        (
+            lambda: make(attention_type="mha", position_scheme="learned")(IDS.repeat(1, 3)),
+            r"needs 72 learned positions.*\(64\)",
+        ),
+        (
+            lambda: with_cache(lambda config: StaticCache(config=config, max_cache_len=30), memory_type="segment"),
+            "memory_type='segment' keeps layer inputs, which a StaticLayer cannot",
+        ),
+        (lambda: with_cache(filled), "holds 3 tokens without the memory of this model"),
+        (lambda: with_cache(filled, memory_type="segment"), "holds 3 tokens without the memory of this model"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tokens_can_be_taken_back_only_while_the_past_is_recorded() -> None:
+    model = make().double()
+    with torch.no_grad():
+        memory = DynamicCache(config=model.config)
+        model(IDS[:, :10], past_key_values=memory)
+        with pytest.raises(RuntimeError, match="records the past"):
+            memory.crop(-2)
+        recording = DynamicCache(config=model.config)
+        model(IDS[:, :10], past_key_values=recording)
+        recording.activate_past_recording()
+        model(IDS[:, 12:16], past_key_values=recording)  # tokens that were not wanted
+        recording.crop(-4)
+        again = model(IDS[:, 10:], past_key_values=recording).logits
+        torch.testing.assert_close(again, model(IDS).logits[:, 10:], atol=1e-10, rtol=0)
+        segments = make(memory_type="segment")
+        with pytest.raises(RuntimeError, match="segment memory cannot take tokens back"):
+            segments(IDS, use_cache=True).past_key_values.crop(-1)
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"attention_type": "cmha"}, "attention_type 'cmha' does not exist; choose from"),
+    ({"memory_type": "ring"}, "memory_type 'ring' does not exist"),
+    ({"position_scheme": "sinus"}, "position_scheme 'sinus' does not exist"),
+    ({"position_scheme": "rope"}, "'rcmha' has relative positions of its own"),
+    ({"mem_len": -1}, r"mem_len \(-1\) must not be negative"),
+    ({"mem_len": 64}, r"mem_len \(64\) must be smaller than max_position_embeddings \(64\)"),
+    ({"mem_len": 0}, "mem_len=0 would leave a streaming token nothing but itself"),
+    ({"conv_kernel_size": 0}, r"conv_kernel_size \(0\) must be at least 1"),
+    ({"conv_is_causal": False}, "conv_is_causal=False would let a token see later ones"),
+    ({"num_attention_heads": 5}, r"hidden_size \(32\) must be a multiple of num_attention_heads \(5\)"),
+    ({"attention_type": "mha", "position_scheme": "rope", "num_attention_heads": 32}, r"head_dim \(1\) must be even"),
+    ({"max_position_embeddings": 0, "mem_len": None}, r"max_position_embeddings \(0\) must be positive"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=[str(fields) for fields, _ in MISTAKES])
+def test_each_mistake_in_a_configuration_has_a_clear_error(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        RCMHAConfig(**{**SMALL, **fields})
+
+
+def test_implementations_that_do_not_know_position_terms_are_refused() -> None:
+    for name in ("flash_attention_2", "flex_attention"):
+        with pytest.raises(ValueError, match=re.escape(f"{name!r} does not exist for this family")):
+            RCMHAForCausalLM._from_config(RCMHAConfig(**SMALL), attn_implementation=name)
+    assert make().config._attn_implementation == "chunked"
+    assert make(attention_type="mha").config._attn_implementation == "sdpa"
+    assert make(attention_type="mha", position_scheme="alibi").config._attn_implementation == "chunked"
