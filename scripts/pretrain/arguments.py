@@ -15,13 +15,14 @@ POSITIVE = (
     "max_steps",
     "epochs",
     "learning_rate",
+    "composition_learning_rate",
     "max_grad_norm",
     "adam_epsilon",
     "log_every",
     "eval_every",
     "save_every",
 )
-NOT_NEGATIVE = ("warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
+NOT_NEGATIVE = ("freeze_parent_steps", "warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
 FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 
 
@@ -84,11 +85,21 @@ class PretrainArguments:
         default=None, metadata={"help": "passes over the data; one when max_steps is not given either"}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
+    composition_learning_rate: float | None = field(
+        default=None, metadata={"help": "peak for the weights that compose heads; learning_rate when not given"}
+    )
+    freeze_parent_steps: int = field(
+        default=0, metadata={"help": "first updates in which only the weights that compose heads learn"}
+    )
     min_learning_rate_ratio: float = field(
         default=0.1, metadata={"help": "end of the cosine, as a fraction of the peak"}
     )
     warmup_steps: int | None = field(
-        default=None, metadata={"help": "updates of linear warmup; a fiftieth of all when not given"}
+        default=None,
+        metadata={
+            "help": "updates of linear warmup, at the start (with init_from too) and when frozen weights begin to "
+            "learn; a fiftieth of all when not given"
+        },
     )
     weight_decay: float = field(
         default=0.1, metadata={"help": "decay of matrices; embeddings, biases and norms have none"}
@@ -139,6 +150,11 @@ class PretrainArguments:
     def config_overrides(self) -> dict[str, Any]:
         """`model_config` as a mapping, empty when not given."""
         return self.model_config if isinstance(self.model_config, dict) else {}
+
+    @property
+    def treats_composition_apart(self) -> bool:
+        """Whether the weights that compose heads follow a schedule of their own."""
+        return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
     def _check_ranges(self) -> None:
         for name in POSITIVE:

@@ -16,6 +16,8 @@ LISTED_ARGUMENTS = (
     "batch_size",
     "gradient_accumulation_steps",
     "learning_rate",
+    "composition_learning_rate",
+    "freeze_parent_steps",
     "min_learning_rate_ratio",
     "weight_decay",
     "max_grad_norm",

@@ -40,6 +40,7 @@ Value = TypeVar("Value")
 FIXED = (
     "sequence_length",
     "mask_documents",
+    "composition_learning_rate",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
@@ -185,7 +186,10 @@ def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: i
     warmup_steps = max_steps // 50 if arguments.warmup_steps is None else arguments.warmup_steps
     if warmup_steps >= max_steps:
         raise UserError(f"warmup_steps={warmup_steps} must be below the {max_steps} updates of the run; lower it")
-    return CosineSchedule(arguments.learning_rate, warmup_steps, max_steps, arguments.min_learning_rate_ratio)
+    frozen = arguments.freeze_parent_steps
+    if frozen >= max_steps:
+        raise UserError(f"freeze_parent_steps={frozen} must be below the {max_steps} updates of the run; lower it")
+    return CosineSchedule(arguments.learning_rate, warmup_steps, max_steps, arguments.min_learning_rate_ratio, frozen)
 
 
 def build_fingerprint(

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import dynattn  # noqa: F401  (registers the package's model types)
+from dynattn.modeling.composition import DynamicComposition
 
 from ..errors import UserError
 from .arguments import PretrainArguments
@@ -78,8 +79,20 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTr
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         source = arguments.init_from or config.model_type
         raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
+    if arguments.treats_composition_apart and not composition_weights(model):
+        raise UserError(
+            f"composition_learning_rate={arguments.composition_learning_rate} and freeze_parent_steps="
+            f"{arguments.freeze_parent_steps} are for models that compose heads, and this {config.model_type} has no "
+            "weights for that; leave them out, or upcycle the checkpoint with `dynattn convert` first"
+        )
     model.train()
     return model
+
+
+def composition_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that compose heads, as opposed to those that a plain Transformer has too."""
+    modules = [module for module in model.modules() if isinstance(module, DynamicComposition)]
+    return [weight for module in modules for weight in module.parameters()]
 
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:

@@ -18,7 +18,7 @@ from . import checkpoint
 from .arguments import PretrainArguments
 from .checkpoint import Fingerprint, Progress
 from .metrics import MetricsLog
-from .optimizer import CosineSchedule
+from .optimizer import CosineSchedule, group_schedules, prepare_update
 from .order import ProcessBatches, TrainingOrder
 from .packing import PackedSequences
 from .run_folder import RunFolder
@@ -48,7 +48,6 @@ class Trainer:
     metrics: MetricsLog
     fingerprint: Fingerprint
     progress: Progress
-    learning_rate: float = field(default=0.0, init=False)
     _window_steps: int = field(default=0, init=False)
     _window_seconds: float = field(default=0.0, init=False)
 
@@ -74,7 +73,6 @@ class Trainer:
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
         started = time.perf_counter()
-        self.learning_rate = self.schedule(self.progress.step)
         loss, norm = self._update(list(islice(batches, self.arguments.gradient_accumulation_steps)))
         seconds = time.perf_counter() - started
         progress = self.progress
@@ -90,11 +88,10 @@ class Trainer:
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
         loss = self._accumulate(batches)
+        prepare_update(self.optimizer, group_schedules(self.schedule, self.arguments), self.progress.step)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
         values = torch.stack([loss, norm.to(loss)]).tolist()
         self._check_finite(*values)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         return values[0], values[1]
@@ -133,7 +130,7 @@ class Trainer:
                 "step": progress.step,
                 "split": "train",
                 "loss": progress.loss_sum / progress.loss_count,
-                "learning_rate": self.learning_rate,
+                **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
                 "tokens_per_second": tokens / self._window_seconds,
@@ -142,6 +139,12 @@ class Trainer:
         )
         progress.loss_sum, progress.loss_count = 0.0, 0
         self._window_steps, self._window_seconds = 0, 0.0
+
+    def _learning_rates(self) -> dict[str, float]:
+        """The rates of the last update; that of the composition only where it has one of its own."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        apart = {"composition_learning_rate": rates[-1]} if self.arguments.treats_composition_apart else {}
+        return {"learning_rate": rates[0], **apart}
 
     def _validate(self) -> Validation:
         validation = validate(*self._validation_inputs())
@@ -182,7 +185,6 @@ class Trainer:
 
     def _show(self, bar: tqdm, loss: float) -> None:
         tokens_per_second = self.progress.tokens / self.progress.seconds
-        bar.set_postfix_str(
-            f"loss {loss:.3f}, lr {self.learning_rate:.2e}, {tokens_per_second:,.0f} tokens/s", refresh=False
-        )
+        rates = "/".join(f"{rate:.2e}" for rate in self._learning_rates().values())
+        bar.set_postfix_str(f"loss {loss:.3f}, lr {rates}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         bar.update()

@@ -1,0 +1,1 @@
+"""Speed, memory and error of every attention path beside its strongest opponents, in one process; `main` runs it."""

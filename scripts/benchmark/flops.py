@@ -1,0 +1,53 @@
+"""Floating point operations that a result needs: two for a multiplication with an addition, composition included.
+
+Masked pairs, recomputation and the softmax are not counted. A backward pass needs twice the forward pass.
+"""
+
+from torch import nn
+
+from dynattn.modeling.composition import DynamicComposition
+
+from .problem import COMPOSED, RANK, STATIC
+from .relative_opponent import CONVOLUTIONAL, KERNEL, RELATIVE
+from .shapes import Shape, visible_pairs
+
+
+def attention_flops(shape: Shape, window: int | None, function: str, stages: int = 2) -> float:
+    """Forward FLOPs of causal attention over one sequence."""
+    of_a_pair = 4 * shape.width + stages * composition_flops(function, shape.heads)
+    return shape.heads * visible_pairs(shape.length, window) * of_a_pair
+
+
+def decode_flops(shape: Shape, keys: int, function: str) -> float:
+    """FLOPs of one token against `keys` cached ones."""
+    return shape.heads * keys * (4 * shape.width + 2 * composition_flops(function, shape.heads))
+
+
+def composition_flops(function: str, heads: int) -> int:
+    """FLOPs of one stage for one head of one pair: from head to `RANK` hidden maps and back on two sides, two gates."""
+    if function == COMPOSED:
+        return 2 * 2 * 2 * RANK + 4
+    return 2 * heads if function == STATIC else 0
+
+
+def relative_flops(shape: Shape, attention_type: str) -> float:
+    """Forward FLOPs of an attention layer of the RCMHA family over one segment and its memory."""
+    hidden, rows = shape.heads * shape.width, shape.memory + shape.length
+    projections = 2 * hidden**2 * (2 * shape.length + 2 * rows)
+    convolutions = 2 * KERNEL * hidden * (shape.length + 2 * rows) if attention_type in CONVOLUTIONAL else 0
+    pairs = shape.heads * visible_pairs(shape.length, None, shape.memory)
+    of_a_pair = (6 if attention_type in RELATIVE else 4) * shape.width
+    return projections + convolutions + pairs * of_a_pair
+
+
+def projection_flops(model: nn.Module) -> int:
+    """Forward FLOPs of a token in all linear maps and composition generators, without attention and embedding."""
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    generated = sum(
+        weight.numel()
+        for part in model.modules()
+        if isinstance(part, DynamicComposition)
+        for weight in (part.hidden_weight, part.factor_weight, part.gate_weight)
+        if weight is not None
+    )
+    return 2 * (linear + generated)

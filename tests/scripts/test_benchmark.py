@@ -1,0 +1,333 @@
+"""The benchmark's command: its record, its refusals, its errors. The opponents' own tests are in the file beside."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dynattn.modeling.ops import dcmha
+from dynattn.scripts import cli
+from dynattn.scripts.benchmark import main as benchmark
+from dynattn.scripts.benchmark import process
+from dynattn.scripts.benchmark.accuracy import judge
+from dynattn.scripts.benchmark.measuring import interleave, peak_memory, summarize
+from dynattn.scripts.benchmark.shapes import Shape, parse_shape, visible_pairs
+from dynattn.scripts.benchmark.tables import format_record
+
+CPU = torch.device("cpu")
+PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png"}
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that the command has started anew."""
+    for name, value in {**process.ALLOCATOR, process.THREADS: "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DYNATTN_COMPILE", raising=False)
+
+
+def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Runs the job and returns its status and its record."""
+    status = cli.main(["benchmark", "--output", str(folder), "--rounds", "2", *options])
+    return status, json.loads((folder / "record.json").read_text())
+
+
+def row_of(record: dict[str, Any], name: str, passes: str = "forward") -> dict[str, Any]:
+    (found,) = (
+        row for case in record["cases"] if case["passes"] == passes for row in case["rows"] if row["name"] == name
+    )
+    return found
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Puts an implementation into the op's registry for one test, which measures no machine and draws no plot."""
+    monkeypatch.setattr(benchmark, "gemm_rate", lambda *_: 1e11)
+    monkeypatch.setattr(benchmark, "copy_rate", lambda *_: 1e10)
+    monkeypatch.setattr(benchmark, "draw_plots", lambda *_: None)
+
+    def put(name: str, attend: Callable[..., Any]) -> None:
+        monkeypatch.setitem(dcmha.COMPOSING, name, attend)
+        monkeypatch.setitem(dcmha.IMPLEMENTATIONS, name, attend)
+
+    return put
+
+
+def test_a_tiny_run_of_every_subject_leaves_record_tables_and_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, record = run(tmp_path, "--quick", "--shapes", "2x8@40,2x8@24")
+    assert status == 0
+    assert {case["subject"] for case in record["cases"]} == set(benchmark.SUBJECTS)
+    assert record["threads"] == 1
+    assert record["allocator"] == process.ALLOCATOR
+    assert record["versions"]["torch"] == torch.__version__
+    for case in record["cases"]:
+        assert len({row["name"] for row in case["rows"]}) == len(case["rows"])
+        assert all(row["verdict"]["correct"] and row["timing"]["n"] == 2 for row in case["rows"])
+        assert not [row["name"] for row in case["rows"] if row["name"].endswith("-compiled")]
+        (baseline,) = (row for row in case["rows"] if row["is_baseline"])
+        plain = [row["timing"]["median"] for row in case["rows"] if row["role"] == "plain"]
+        assert baseline["timing"]["median"] == min(plain)
+        for row in case["rows"]:
+            assert row["ratio"] == row["timing"]["median"] / min(plain)
+            assert row["peak_bytes"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "table.md", *PLOTS}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PLOTS)
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| contestant") == len(record["cases"])
+    assert "**attention, forward+backward: 2x8, 40 tokens, batch 1, float32**" in table
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in table.splitlines() if line.startswith(("| ", "**")))
+
+
+def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path) -> None:
+    _, record = run(tmp_path / "first", "--subjects", "decode", "--shapes", "2x8@40", "--implementations", "sdpa,eager")
+    again = ["benchmark", "--redraw", str(tmp_path / "first" / "record.json"), "--output", str(tmp_path / "second")]
+    assert cli.main(again) == 0
+    for name in ("record.json", "table.md"):
+        assert (tmp_path / "first" / name).read_text() == (tmp_path / "second" / name).read_text()
+    assert (tmp_path / "second" / "table.md").read_text() == format_record(record)
+    assert {path.name for path in (tmp_path / "second").glob("*.png")} == PLOTS
+
+
+def drops_post(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **{**arguments, "post": None})
+    return output, None
+
+
+def forgets_a_gradient(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key.detach() + 0 * key, value, **arguments)
+    return output, None
+
+
+def makes_one_nan(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **arguments)
+    return output * torch.ones_like(output).index_fill(1, torch.tensor([3]), torch.nan), None
+
+
+def rounds_to_bfloat16(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **arguments)
+    return output.bfloat16().to(output.dtype), None
+
+
+@pytest.mark.parametrize(
+    ("attend", "passes"),
+    [
+        (drops_post, "forward"),
+        (makes_one_nan, "forward"),
+        (rounds_to_bfloat16, "forward"),
+        (forgets_a_gradient, "forward+backward"),
+    ],
+)
+def test_a_wrong_implementation_is_refused_a_ratio(
+    tmp_path: Path, register: Callable[..., None], attend: Callable[..., Any], passes: str
+) -> None:
+    register("skewed", attend)
+    options = ("--subjects", "attention", "--shapes", "2x8@40", "--implementations", "skewed,eager,sdpa")
+    status, record = run(tmp_path, *options)
+    assert status == 1
+    row = row_of(record, "skewed", passes)
+    assert not row["verdict"]["correct"]
+    assert row["verdict"]["excess"] > 100
+    assert not {"ratio", "tokens_per_second", "flops_per_second"} & set(row)
+    assert row_of(record, "eager", passes)["ratio"] > 0
+    (line,) = (
+        line for line in format_record(record).split(passes + ":")[1].splitlines() if line.startswith("| skewed ")
+    )
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[5] == "wrong"
+    assert "wrong: skewed: " in format_record(record)
+
+
+def test_a_wrong_gradient_alone_leaves_the_forward_ratio(tmp_path: Path, register: Callable[..., None]) -> None:
+    register("skewed", forgets_a_gradient)
+    _, record = run(tmp_path, "--subjects", "attention", "--shapes", "2x8@40", "--implementations", "skewed,sdpa")
+    assert row_of(record, "skewed")["ratio"] > 0
+    assert row_of(record, "skewed", "forward+backward")["verdict"]["where"] == "grad key"
+
+
+def test_a_wrong_plain_attention_is_no_baseline(tmp_path: Path, register: Callable[..., None]) -> None:
+    register("empty", lambda query, key, value, **_: (torch.zeros_like(query).transpose(1, 2), None))
+    options = ("--subjects", "attention", "--shapes", "2x8@128", "--implementations", "empty-plain,matmul,eager")
+    status, record = run(tmp_path, *options)
+    assert status == 1
+    assert "ratio" not in row_of(record, "empty-plain")
+    assert row_of(record, "matmul")["is_baseline"]
+
+
+def test_what_is_wrong_after_the_first_calls_only_is_found(tmp_path: Path, register: Callable[..., None]) -> None:
+    calls = []
+
+    def tires(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        calls.append(None)
+        return (drops_post if len(calls) > 6 else dcmha.dcmha_eager)(query, key, value, **arguments)[0], None
+
+    register("tires", tires)
+    options = ("--subjects", "decode", "--shapes", "2x8@40", "--implementations", "tires,sdpa")
+    status, record = run(tmp_path, *options)
+    assert status == 1
+    assert not row_of(record, "tires")["verdict"]["correct"]
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 0), (RuntimeError, 1)])
+def test_declining_is_no_fault_and_breaking_is(
+    tmp_path: Path, register: Callable[..., None], error: type[Exception], status: int
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise error("head_dim 8 is not supported\nand more")
+
+    register("refuses", refuses)
+    options = ("--subjects", "decode", "--shapes", "2x8@40", "--implementations", "refuses,sdpa")
+    found, record = run(tmp_path, *options)
+    assert found == status
+    assert row_of(record, "refuses")["failure"] == f"{error.__name__}: head_dim 8 is not supported"
+    assert "not measured: refuses: " in (tmp_path / "table.md").read_text()
+
+
+def test_a_result_of_another_shape_is_wrong_although_it_broadcasts() -> None:
+    truth = {"output": torch.ones(2, 3, dtype=torch.float64)}
+    reference = {"output": torch.ones(2, 3)}
+    assert judge(reference, truth, reference).correct
+    assert not judge({"output": torch.ones(3)}, truth, reference).correct
+    assert not judge({}, truth, reference).correct
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_judged_by_the_references_own_rounding() -> None:
+    truth = {"output": torch.ones(4, dtype=torch.float64), "grad bias": torch.full((4,), 1e-17, dtype=torch.float64)}
+    reference = {"output": torch.ones(4), "grad bias": torch.full((4,), 1e-7)}
+    assert judge({"output": torch.ones(4), "grad bias": torch.full((4,), -2e-7)}, truth, reference).correct
+    assert not judge({"output": torch.ones(4), "grad bias": torch.full((4,), 1e-5)}, truth, reference).correct
+
+
+def test_contestants_take_turns() -> None:
+    order: list[str] = []
+
+    def sampler(name: str) -> Callable[[], float]:
+        def take() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return take
+
+    samples = interleave({name: sampler(name) for name in "abc"}, rounds=3)
+    assert "".join(order) == "abcabcabc"
+    assert samples == {"a": [1.0, 4.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 6.0, 9.0]}
+
+
+def test_summaries() -> None:
+    timing = summarize([5.0, 1.0, 3.0, 2.0, 4.0], calls=7)
+    assert (timing.n, timing.calls, timing.median, timing.minimum, timing.spread) == (5, 7, 3.0, 1.0, 2.0)
+    assert summarize([2.0], calls=1).spread == 0
+
+
+def test_peak_memory_counts_temporaries_and_results_but_not_what_was_there() -> None:
+    there = torch.ones(2**18)  # 1 MiB
+
+    def call() -> Tensor:
+        temporary = there + 1
+        larger = torch.cat([temporary, temporary])
+        del temporary
+        return larger[:1].clone()
+
+    assert peak_memory(call, CPU) == pytest.approx(3 * 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize(("window", "memory"), [(None, 0), (3, 0), (None, 4), (3, 4), (100, 2)])
+def test_visible_pairs(window: int | None, memory: int) -> None:
+    counted = sum(
+        1
+        for query in range(memory, memory + 9)
+        for key in range(memory + 9)
+        if key <= query and (window is None or query - key < window)
+    )
+    assert visible_pairs(9, window, memory) == counted
+
+
+def test_shapes() -> None:
+    assert parse_shape("16x64@2048") == Shape(16, 64, 2048)
+    assert str(parse_shape("8x16@2+32")) == "8x16@2+32"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--subjects", "speed"],
+            "unknown subject 'speed'; choose from attention, training, prefill, decode, relative",
+        ),
+        (["--implementations", "magic"], "unknown implementation 'magic'; choose from eager, "),
+        (["--shapes", "16x64"], "shape '16x64' is not HEADSxWIDTH@LENGTH"),
+        (["--shapes", "16x0@64"], "shape '16x0@64' is not HEADSxWIDTH@LENGTH with positive numbers"),
+        (["--shapes", "2x8@8+8"], r"a shape with \+MEMORY is for --subjects relative alone"),
+        (["--window", "4"], "--window is not for the subject relative; name other --subjects"),
+        (["--device", "tpu"], "device 'tpu' cannot be measured; choose cpu or cuda"),
+        (["--device", "cuda:77"], r"device 'cuda:77' is not there \(\d+ CUDA devices found\); use cpu"),
+        (["--threads", "0"], "threads must be at least 1, not 0"),
+        (["--rounds", "0"], "rounds must be at least 1, not 0"),
+        (["--redraw", "nowhere.json"], "cannot read the record nowhere.json"),
+        (["--redraw", "pyproject.toml"], "cannot read the record pyproject.toml"),
+    ],
+)
+def test_mistakes_are_told(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["benchmark", "--output", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("dynattn benchmark: error: ")
+    assert len(error.splitlines()) == 1
+    with pytest.raises(benchmark.UserError, match=message):
+        benchmark.main(["--output", str(tmp_path / "out"), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "record.json").write_text("{}")
+    assert cli.main(["benchmark", "--output", str(tmp_path)]) == 2
+    assert "record.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+    assert cli.main(["benchmark", "--redraw", str(tmp_path / "record.json"), "--output", str(tmp_path / "o")]) == 2
+    assert "is not the record.json of a benchmark" in capsys.readouterr().err
+
+
+def test_the_process_starts_anew_only_where_settings_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environment: started.append((command, environment)))
+    process.pin_process(["--quick"], threads=1)
+    assert not started
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
+    process.pin_process(["--quick"], threads=None)
+    command, environment = started.pop()
+    assert command == [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", "--quick"]
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == process.ALLOCATOR["MALLOC_TRIM_THRESHOLD_"]
+    assert environment["MALLOC_MMAP_THRESHOLD_"] == "12345"
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "8")
+    process.pin_process([], threads=2)
+    assert started.pop()[1][process.THREADS] == "2"
+    assert not started
+
+
+@pytest.mark.slow
+def test_compiled_contestants_in_a_process_that_pins_itself(tmp_path: Path) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (*process.ALLOCATOR, process.THREADS)
+    }
+    command = [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", "--output", str(tmp_path), "--rounds", "2"]
+    command += ["--subjects", "attention,decode,relative", "--shapes", "2x8@200"]
+    subprocess.run(command, check=True, env=environment)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["allocator"] == process.ALLOCATOR
+    assert record["threads"] == 1
+    rows = [row for case in record["cases"] for row in case["rows"]]
+    assert not [row["failure"] for row in rows if "failure" in row]
+    compiled = [row for row in rows if row["name"].endswith("-compiled")]
+    assert {"official-compiled", "matmul-compiled", "rcmha-official-compiled"} <= {row["name"] for row in compiled}
+    assert all(row["first_seconds"] > 3 * row["timing"]["median"] for row in compiled)

@@ -1,0 +1,173 @@
+"""The upcycling study: its statistics, its table and plot from the record, and a tiny one from end to end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from dynattn.scripts import cli
+from dynattn.scripts.errors import UserError
+from dynattn.scripts.reproduce import upcycling, upcycling_runs
+from dynattn.scripts.reproduce.upcycling import UpcyclingArguments, claim
+from dynattn.scripts.reproduce.upcycling_record import compare, table
+
+TINY = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+OPTIONS = ["--parent_steps", "3", "--steps", "3", "--learning_rates", "1e-2", "2e-2"]
+
+
+def run_of(seed: int, *losses: float) -> dict[str, Any]:
+    validation = [
+        {"tokens": 100 * n, "loss": loss, "bits_per_byte": loss / 2} for n, loss in enumerate(losses, start=1)
+    ]
+    sizes = {"parameters": 1234, "tokens": 100 * len(losses), "tokens_per_second": 5000.4}
+    return {"seed": seed, "learning_rate": 2e-3, "validation": validation, **sizes}
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    """Two arms of three seeds that differ by 0.1, 0.2 and 0.3 at the end."""
+    arms = {
+        "plain": [run_of(seed, 4.5, 4.0 + seed / 10) for seed in range(3)],
+        "composed": [run_of(seed, 4.6, 3.9) for seed in range(3)],
+    }
+    return {
+        "parents": [run_of(seed, 5.0) for seed in range(3)],
+        "validation_targets": [777],
+        "settings": {"tuning_seed": 9, "learning_rates": [1e-3, 2e-3]},
+        "arms": {name: {"label": name, "runs": runs} for name, runs in arms.items()},
+        "comparison": {"composed": compare(arms["plain"], arms["composed"])},
+    }
+
+
+def test_the_difference_has_the_numbers_of_the_paired_t_test(record: dict[str, Any]):
+    """Differences -0.1, -0.2, -0.3: t = -0.2 / (0.1 / sqrt 3) on 2 degrees of freedom, for which p and t(0.975) are
+    known in closed form."""
+    found = record["comparison"]["composed"]
+    t = 2 * 3**0.5
+    assert found["differences"] == pytest.approx([-0.1, -0.2, -0.3])
+    assert (found["mean"], found["sd"]) == (pytest.approx(-0.2), pytest.approx(0.1))
+    assert found["p"] == pytest.approx(1 - t / (2 + t * t) ** 0.5)
+    half = 4.302652729911275 * 0.1 / 3**0.5
+    assert found["interval_95"] == pytest.approx([-0.2 - half, -0.2 + half])
+
+
+def test_the_table_quotes_the_record(record: dict[str, Any]):
+    lines = table(record).split("\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert rows[2] == ["parent, before", "1,234", "5.0000 ± 0.0000", "2.5000 ± 0.0000", "", "", "", ""]
+    assert rows[3] == ["plain", "1,234", "4.1000 ± 0.1000", "2.0500 ± 0.0500", "", "", "", "5,000"]
+    assert rows[4][:5] == ["composed", "1,234", "3.9000 ± 0.0000", "1.9500 ± 0.0000", "-0.2000"]
+    assert rows[4][5:7] == ["-0.4484 to +0.0484", "0.074"]
+    assert "over 3 seeds" in lines[-1]
+    assert "777 held-out tokens" in lines[-1]
+    assert "Learning rates (chosen on seed 9 from 0.001, 0.002): plain 0.002; composed 0.002." in lines[-1]
+
+
+def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, Any], tmp_path: Path):
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert cli.main(["reproduce", "upcycling", "--redraw", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "table.md").read_text() == table(record) + "\n"
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "table.md", "losses.png"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": [1]}, "must be two or more different ones"),
+        ({"seeds": [1, 1]}, "must be two or more different ones"),
+        ({"seeds": [0, 100]}, "tuning_seed=100 is one of the measured"),
+        ({"learning_rates": [1e-3, 0.0]}, "must be one or more positive numbers"),
+        ({"steps": 1}, "steps=1 2 or more"),
+        ({"redraw": True, "output": "nowhere"}, "nowhere holds no record.json"),
+    ],
+)
+def test_mistakes_are_told(options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        upcycling.draw(Path(str(UpcyclingArguments(**options).output)))
+
+
+def test_quick_has_its_own_folder():
+    arguments = UpcyclingArguments(quick=True)
+    assert (arguments.output, arguments.seeds, arguments.learning_rates) == ("runs/upcycling-quick", [0, 1], [2e-3])
+    assert UpcyclingArguments().output == "runs/upcycling"
+
+
+def test_a_folder_belongs_to_one_study(tmp_path: Path):
+    claim(tmp_path / "study", {"steps": 3, "model": TINY})
+    claim(tmp_path / "study", {"steps": 3, "model": TINY})
+    with pytest.raises(UserError, match="holds a study with other steps"):
+        claim(tmp_path / "study", {"steps": 4, "model": TINY})
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="no upcycling study"):
+        claim(tmp_path / "foreign", {"steps": 3})
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Shrinks the study's model and data; the list names every run that is trained."""
+    trained: list[str] = []
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"The number {n} comes before {n + 1}. " * 5}) for n in range(99)))
+
+    def pretrain(arguments: Any) -> Any:
+        trained.append("/".join(Path(arguments.output).parts[-2:]))
+        return original(arguments)
+
+    original = upcycling_runs.pretrain
+    monkeypatch.setattr(upcycling_runs, "MODEL", TINY)
+    monkeypatch.setattr(upcycling_runs, "COMMON", {**upcycling_runs.COMMON, "dataset": str(text)})
+    monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
+    monkeypatch.setattr(upcycling_runs, "pretrain", pretrain)
+    return trained
+
+
+def test_a_tiny_study_is_interrupted_continued_and_extended(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), *OPTIONS, "--seeds", "0", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(upcycling_runs, "upcycle_checkpoint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cli.main(command)
+    assert tiny == ["seed-100/parent", "seed-100/plain-0.01", "seed-100/plain-0.02"]
+    assert cli.main(command) == 0
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert len(tiny) == len(set(tiny)) == 3 + 2 + 2 * 5
+    assert cli.main(command) == 0
+    assert len(tiny) == 15
+    check_record(record, tmp_path / "study")
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def check_record(record: dict[str, Any], folder: Path) -> None:
+    arms = {name: arm["runs"] for name, arm in record["arms"].items()}
+    chosen, losses = record["settings"]["chosen"], record["settings"]["tuning_losses"]
+    for name in ("plain", "composed"):
+        assert losses[name][f"{chosen[name]:g}"] == min(losses[name].values())
+    assert chosen["frozen_first"] == chosen["fast"] == chosen["composed"]
+    assert [run["composition_learning_rate"] for run in arms["fast"]] == [3 * chosen["composed"]] * 2
+    for runs in (record["parents"], *arms.values()):
+        assert [run["seed"] for run in runs] == [0, 1]
+        assert {run["tokens"] for run in runs} == {3 * 1024}
+        assert len({run["validation"][-1]["loss"] for run in runs}) == 2
+    assert arms["plain"][0]["parameters"] < arms["composed"][0]["parameters"]
+    assert [run["freeze_parent_steps"] for run in arms["frozen_first"]] == [1, 1]
+    assert arms["frozen_first"][0]["validation"] != arms["composed"][0]["validation"]
+    shared = load_file(folder / "seed-0" / "parent" / "model" / "model.safetensors")["gpt_neox.embed_in.weight"]
+    start = load_file(folder / "seed-0" / "upcycled" / "model.safetensors")["model.embed_tokens.weight"]
+    assert shared.equal(start)
+    assert record["command"] == "dynattn reproduce upcycling --seeds 0 1 --tuning_seed 100 " + (
+        "--learning_rates 0.01 0.02 --parent_steps 3 --steps 3"
+    )
+    assert len(record["versions"]) == len(record["hardware"]) == len(record["validation_targets"]) == 1
