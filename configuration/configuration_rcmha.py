@@ -81,8 +81,8 @@ class RCMHAConfig(PortableConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if derived := sorted({"sliding_window", "layer_types", "num_key_value_heads"} & kwargs.keys()):
-            raise ValueError(f"{derived} follow from memory_type, mem_len and num_attention_heads; set those instead")
+        if derived := sorted({"sliding_window", "layer_types"} & kwargs.keys()):
+            raise ValueError(f"{derived} follow from memory_type and mem_len; set those instead")
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -103,11 +103,6 @@ class RCMHAConfig(PortableConfig):
     def convolves(self) -> bool:
         """Whether queries, keys and values are convolved."""
         return self.attention_type in ("rcmha", "mdha")
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """As many as query heads: the architecture has no grouped queries."""
-        return self.num_attention_heads
 
     @property
     def sliding_window(self) -> int | None:

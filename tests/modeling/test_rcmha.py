@@ -274,7 +274,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"conv_is_causal": False}, "conv_is_causal=False would let a token see later ones"),
     ({"num_attention_heads": 5}, r"hidden_size \(32\) must be a multiple of num_attention_heads \(5\)"),
     ({"attention_type": "mha", "position_scheme": "rope", "num_attention_heads": 32}, r"head_dim \(1\) must be even"),
-    ({"sliding_window": 9}, r"\['sliding_window'\] follow from memory_type, mem_len"),
+    ({"sliding_window": 9}, r"\['sliding_window'\] follow from memory_type and mem_len"),
     ({"max_position_embeddings": 0, "mem_len": None}, r"max_position_embeddings \(0\) must be positive"),
 ]
 
