@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
@@ -16,6 +16,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_rcmha import RCMHAConfig
+from .chunked_mask import chunked_mask
 from .decoder_inputs import prepare_decoder_inputs
 from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .headwise_conv import HeadwiseCausalConv, init_conv
@@ -26,7 +27,7 @@ from .segment import Segment, describe_segment
 
 logger = logging.get_logger(__name__)
 
-AttentionMaskInterface.register("chunked", sdpa_mask)
+AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class RCMHAAttention(nn.Module):
@@ -232,6 +233,11 @@ class RCMHAModel(RCMHAPreTrainedModel):
         if kwargs.get("output_attentions") and implementation != "eager":
             logger.warning_once(f"attn_implementation={implementation!r} has no attention maps; 'eager' makes them")
             implementation = "eager"
+        if past_key_values is not None and self.gradient_checkpointing and self.training:
+            raise ValueError(
+                "memory cannot be carried through gradient checkpointing, which drops caches; switch checkpointing off, "
+                "or train without past_key_values"
+            )
         given = attention_mask, past_key_values
         packed = position_ids is not None or kwargs.get("cu_seq_lens_q") is not None
         if past_key_values is not None:

@@ -7,10 +7,22 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
 
 CARDS = Path(__file__).parent.parent / "model_cards"
-FAMILIES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
+FAMILIES = {
+    "dcformer": (DCFormerConfig, DCFormerForCausalLM),
+    "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM),
+    "rcmha": (RCMHAConfig, RCMHAForCausalLM),
+}
+PAPERS = {"dcformer": "2405.08553", "dcpythia": "2405.08553", "rcmha": "2308.03429"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,7 +33,7 @@ def test_metadata(family: str) -> None:
     assert data["pipeline_tag"] == "text-generation"
     assert data["license"] == "mit"
     assert {"dynattn", family} <= set(data["tags"])
-    assert "2405.08553" in card.text
+    assert PAPERS[family] in card.text
     for section in ("Architecture", "Use", "Limits", "Citation"):
         assert f"\n## {section}" in card.text
 
@@ -29,8 +41,8 @@ def test_metadata(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_of_sizes_is_true(family: str) -> None:
     config_class, model_class = FAMILIES[family]
-    rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", (CARDS / f"{family}.md").read_text(), flags=re.M)
-    told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (CARDS / f"{family}.md").read_text(), flags=re.M)
+    told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if cells.count("|") == 6}
     assert told.keys() == config_class.sizes.keys()
     for name, (hidden, layers, heads, mlp, vocabulary, context, parameters) in told.items():
         config = config_class.from_size(name)

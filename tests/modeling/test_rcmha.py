@@ -216,6 +216,12 @@ def filled(config: RCMHAConfig) -> DynamicCache:
     return cache
 
 
+def checkpointed_with_memory() -> None:
+    model = make().train()
+    model.gradient_checkpointing_enable()
+    model(IDS, past_key_values=DynamicCache(config=model.config))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -234,6 +240,7 @@ def filled(config: RCMHAConfig) -> DynamicCache:
             lambda: with_cache(lambda config: StaticCache(config=config, max_cache_len=30), memory_type="segment"),
             "memory_type='segment' keeps layer inputs, which a StaticLayer cannot",
         ),
+        (lambda: checkpointed_with_memory(), "memory cannot be carried through gradient checkpointing"),
         (lambda: with_cache(filled), "holds 3 tokens without the memory of this model"),
         (lambda: with_cache(filled, memory_type="segment"), "holds 3 tokens without the memory of this model"),
     ],
