@@ -235,8 +235,8 @@ class RCMHAModel(RCMHAPreTrainedModel):
             implementation = "eager"
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
-                "memory cannot be carried through gradient checkpointing, which drops caches; switch checkpointing off, "
-                "or train without past_key_values"
+                "memory cannot be carried through gradient checkpointing, which drops caches; switch "
+                "checkpointing off, or train without past_key_values"
             )
         given = attention_mask, past_key_values
         packed = position_ids is not None or kwargs.get("cu_seq_lens_q") is not None
