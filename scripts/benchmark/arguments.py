@@ -35,7 +35,7 @@ class BenchmarkArguments:
     rounds: int | None = field(
         default=None, metadata={"help": f"Rounds over all contestants ({ROUNDS}; quick: {QUICK_ROUNDS})."}
     )
-    quick: bool = field(default=False, metadata={"help": "Small shapes and few rounds: a minute or two."})
+    quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
     seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
     output: str = field(default="runs/benchmark", metadata={"help": "Folder for record.json, table.md and the plots."})
     overwrite: bool = field(default=False, metadata={"help": "Replace the record that is in --output."})

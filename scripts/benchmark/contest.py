@@ -69,24 +69,20 @@ class Subject:
 
 
 def run_case(case: Case, contestants: Sequence[Contestant], settings: Settings) -> list[dict[str, Any]]:
-    """Judges, times and weighs every contestant; returns one row of the record for each.
+    """Judges, weighs and times every contestant; returns one row of the record for each.
 
-    A contestant is judged by its first call and again after the last round. One that is wrong gets no ratio.
+    A contestant is judged before the first round and again after the last. One that is wrong gets no ratio.
     """
     truth = cache(lambda function: (case.truth(function, torch.float64), case.truth(function, settings.dtype)))
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], Results]] = {}
     with compiling_afresh():
         for contestant in contestants:
-            row: dict[str, Any] = {"name": contestant.name, "role": contestant.role, "function": contestant.function}
+            rows.append({"name": contestant.name, "role": contestant.role, "function": contestant.function})
             try:
-                calls[contestant.name] = call = contestant.prepare(case.problem)
-                row |= first_call(call, settings) | {"peak_bytes": peak_memory(call, settings.device)}
-                row["verdict"] = judge(call(), *truth(contestant.function))
+                calls[contestant.name] = qualify(contestant.prepare(case.problem), rows[-1], truth, settings)
             except (RuntimeError, ValueError) as error:
-                calls.pop(contestant.name, None)
-                row["failure"] = f"{type(error).__name__}: {first_line(error)}"
-            rows.append(row)
+                rows[-1]["failure"] = f"{type(error).__name__}: {first_line(error)}"
         time_rounds(calls, rows, settings)
         for row in rows:
             if row["name"] in calls:
@@ -96,10 +92,17 @@ def run_case(case: Case, contestants: Sequence[Contestant], settings: Settings) 
     return rows
 
 
-def first_call(call: Callable[[], Results], settings: Settings) -> dict[str, float]:
-    """Seconds of the first call, compilation included, and of the second."""
-    device = settings.device
-    return {"first_seconds": sample(call, 1, device), "second_seconds": sample(call, 1, device)}
+def qualify(
+    call: Callable[[], Results],
+    row: dict[str, Any],
+    truth: Callable[[str], tuple[Results, Results]],
+    settings: Settings,
+) -> Callable[[], Results]:
+    """Calls for the first time (which compiles), weighs and judges; returns `call`, which is warm then."""
+    row["first_seconds"] = sample(call, 1, settings.device)
+    row["peak_bytes"] = peak_memory(call, settings.device)
+    row["verdict"] = judge(call(), *truth(row["function"]))
+    return call
 
 
 def time_rounds(calls: dict[str, Callable[[], Results]], rows: list[dict[str, Any]], settings: Settings) -> None:

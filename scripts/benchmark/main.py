@@ -28,6 +28,7 @@ from .tables import format_case, format_record
 
 SUBJECTS = {subject.name: subject for subject in (ATTENTION, TRAINING, PREFILL, DECODE, RELATIVE_ATTENTION)}
 RECORD, TABLE = "record.json", "table.md"
+Entries = tuple[Subject, list[Contestant]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,17 +38,17 @@ def main(argv: Sequence[str]) -> int:
         write_record(read_record(arguments.redraw), check_output(arguments))
         return 0
     settings = read_settings(arguments)
-    entries = choose(arguments, settings)
+    entries, left_out = choose(arguments, settings)
     folder = check_output(arguments)
     pin_process(argv, arguments.threads)
-    record = measure(entries, settings, circumstances(argv, settings.device))
+    record = measure(entries, settings, circumstances(argv, settings.device) | {"left_out": left_out})
     write_record(record, folder)
     print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
     return int(any(blames(row) for case in record["cases"] for row in case["rows"]))
 
 
-def choose(arguments: BenchmarkArguments, settings: Settings) -> list[tuple[Subject, list[Contestant]]]:
-    """The subjects asked for, each with the contestants asked for.
+def choose(arguments: BenchmarkArguments, settings: Settings) -> tuple[list[Entries], list[str]]:
+    """Returns the subjects asked for, each with the contestants asked for, and the names of those left out.
 
     Raises:
         UserError: a name that does not exist, or a shape or window that a subject cannot use.
@@ -63,7 +64,7 @@ def choose(arguments: BenchmarkArguments, settings: Settings) -> list[tuple[Subj
     default = [name for name in every if not (settings.quick and name.endswith(COMPILED))]
     wanted = known(listed(arguments.implementations or default), every, "implementation")
     chosen = [(subject, [one for one in found if one.name in wanted]) for subject, found in entries]
-    return [(subject, found) for subject, found in chosen if found]
+    return [(subject, found) for subject, found in chosen if found], [name for name in every if name not in wanted]
 
 
 def known(names: Sequence[str], choices: Sequence[str] | dict[str, Any], kind: str) -> Sequence[str]:
@@ -78,9 +79,7 @@ def known(names: Sequence[str], choices: Sequence[str] | dict[str, Any], kind: s
     return names
 
 
-def measure(
-    entries: Sequence[tuple[Subject, list[Contestant]]], settings: Settings, about: dict[str, Any]
-) -> dict[str, Any]:
+def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any]) -> dict[str, Any]:
     """Runs all cases and returns the record."""
     machine = {
         "gemm_flops_per_second": gemm_rate(settings.dtype, settings.device),

@@ -1,6 +1,7 @@
 """Plots that are drawn from a record."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,35 @@ from matplotlib import pyplot as plt
 
 from .tables import Record, case_title
 
+COLUMNS = 3
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
 
 
-def draw_plots(record: Record, folder: Path) -> list[Path]:
-    """Draws time and memory against length, ratios and a roofline; returns the files."""
-    groups = _group(record["cases"])
-    drawings = {
-        "time.png": lambda path: draw_scaling(record, groups, path, _median_ms, "median ms", with_floor=True),
-        "memory.png": lambda path: draw_scaling(record, groups, path, _peak_mib, "peak MiB above the inputs"),
-        "ratios.png": lambda path: draw_ratios(record, path),
-        "roofline.png": lambda path: draw_roofline(record, path),
-    }
-    for name, draw in drawings.items():
-        draw(folder / name)
-    return [folder / name for name in drawings]
+def draw_plots(record: Record, folder: Path) -> None:
+    """Draws time and memory against length, ratios and a roofline into `folder`."""
+    draw_scaling(record, folder / "time.png", lambda row: row["timing"]["median"] * 1e3, "median ms", floor=True)
+    draw_scaling(record, folder / "memory.png", lambda row: row["peak_bytes"] / 2**20, "peak MiB above the inputs")
+    draw_ratios(record, folder / "ratios.png")
+    draw_roofline(record, folder / "roofline.png")
 
 
-def draw_scaling(
-    record: Record, groups: dict[str, list[Record]], path: Path, value: Any, label: str, with_floor: bool = False
-) -> None:
+def draw_scaling(record: Record, path: Path, value: Callable[[Record], float], label: str, floor: bool = False) -> None:
     """One log-log panel for each subject, pass and head shape: `value` of every correct contestant against length.
 
     The floor is the FLOPs of the function that the subject is about, at the measured rate of a matrix product.
     """
-    figure, panels = plt.subplots(1, len(groups), figsize=(5.2 * len(groups), 5), dpi=120, squeeze=False)
-    for axes, (title, cases) in zip(panels[0], groups.items(), strict=True):
+    groups = group_by_length(record["cases"])
+    figure, panels = make_panels(len(groups))
+    for axes, (title, cases) in zip(panels, groups.items(), strict=False):
+        axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
         for name, rows in _by_contestant(cases).items():
             points = [(length, value(row)) for length, row in rows]
             axes.plot(*zip(*points, strict=True), STYLES[rows[0][1]["role"]], marker="o", ms=4, label=name)
-        if with_floor:
-            floor = _floor(cases, record["machine"]["gemm_flops_per_second"])
-            axes.plot(*zip(*floor, strict=True), color="black", lw=1, marker="_", label="FLOP floor")
+        if floor:
+            peak = record["machine"]["gemm_flops_per_second"]
+            points = [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
+            axes.plot(*zip(*points, strict=True), color="black", lw=1, marker="_", label="FLOP floor")
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3, which="both")
@@ -55,9 +52,8 @@ def draw_scaling(
 def draw_ratios(record: Record, path: Path) -> None:
     """Bars of time over the best plain attention, a panel for each case; wrong contestants have none."""
     cases = [case for case in record["cases"] if any("ratio" in row for row in case["rows"])]
-    panels_wide = max(len(cases), 1)
-    figure, panels = plt.subplots(1, panels_wide, figsize=(4.2 * panels_wide, 4.5), dpi=120, squeeze=False)
-    for axes, case in zip(panels[0], cases, strict=False):
+    figure, panels = make_panels(len(cases))
+    for axes, case in zip(panels, cases, strict=False):
         rows = sorted((row for row in case["rows"] if "ratio" in row), key=lambda row: -row["ratio"])
         bars = axes.barh([row["name"] for row in rows], [row["ratio"] for row in rows])
         for bar, row in zip(bars, rows, strict=True):
@@ -94,15 +90,24 @@ def draw_roofline(record: Record, path: Path) -> None:
     _save(figure, path)
 
 
-def _group(cases: Iterable[Record]) -> dict[str, list[Record]]:
-    """Cases that differ in length alone, by title, shortest first."""
+def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
+    """Cases that differ in length alone, by title, shortest first; only those of several lengths, if there are any."""
     groups: dict[str, list[Record]] = {}
     for case in sorted(cases, key=lambda case: case["shape"]["length"]):
         shape = case["shape"]
-        memory = f", memory {shape['memory']}" if shape["memory"] else ""
-        title = f"{case['subject']}, {case['passes']}, {shape['heads']}x{shape['width']}{memory}"
+        title = f"{case['subject']}, {case['passes']}, {shape['heads']}x{shape['width']}"
         groups.setdefault(title, []).append(case)
-    return groups
+    of_several = {title: found for title, found in groups.items() if len(found) > 1}
+    return of_several or groups
+
+
+def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
+    """A figure and its panels, at most `COLUMNS` in a row; what is left over in the last row is blank."""
+    rows, columns = max(math.ceil(count / COLUMNS), 1), max(min(count, COLUMNS), 1)
+    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.5 * rows), dpi=120, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
+    return figure, list(grid.flat)
 
 
 def _by_contestant(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]]:
@@ -112,18 +117,6 @@ def _by_contestant(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]
             if "timing" in row and row["verdict"]["correct"]:
                 found.setdefault(row["name"], []).append((case["shape"]["length"], row))
     return found
-
-
-def _floor(cases: Iterable[Record], peak: float) -> list[tuple[int, float]]:
-    return [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
-
-
-def _median_ms(row: Record) -> float:
-    return row["timing"]["median"] * 1e3
-
-
-def _peak_mib(row: Record) -> float:
-    return row["peak_bytes"] / 2**20
 
 
 def _save(figure: Any, path: Path) -> None:

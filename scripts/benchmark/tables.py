@@ -69,18 +69,18 @@ def _ratio(row: Record) -> str:
 def _heading(record: Record) -> str:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers", "python"))
     allocator = ", ".join(f"{name}={value}" for name, value in record["allocator"].items())
-    machine = record["machine"]
-    return "\n".join(
-        [
-            f"`{' '.join(record['command'])}`",
-            "",
-            f"{record['started']}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
-            f"{record['threads']} threads, {versions}, {allocator}. "
-            f"Matrix product {machine['gemm_flops_per_second'] / 1e9:,.0f} GFLOP/s, "
-            f"copy {machine['copy_bytes_per_second'] / 1e9:,.1f} GB/s. "
-            f"Load average {record['load_average'][0]:.1f} before and {record['load_average_after'][0]:.1f} after.",
-        ]
-    )
+    rates = record["machine"]["gemm_flops_per_second"] / 1e9, record["machine"]["copy_bytes_per_second"] / 1e9
+    load, load_after = record["load_average"][0], record["load_average_after"][0]
+    lines = [
+        f"`{' '.join(record['command'])}`",
+        "",
+        f"{record['started']}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
+        f"{record['threads']} threads, {versions}, {allocator}. Matrix product {rates[0]:,.0f} GFLOP/s, "
+        f"copy {rates[1]:,.1f} GB/s. Load average {load:.1f} before and {load_after:.1f} after.",
+    ]
+    if record["left_out"]:
+        lines += ["", f"Left out: {', '.join(record['left_out'])}."]
+    return "\n".join(lines)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
