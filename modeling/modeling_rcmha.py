@@ -240,6 +240,9 @@ class RCMHAModel(RCMHAPreTrainedModel):
             )
         given = attention_mask, past_key_values
         packed = position_ids is not None or kwargs.get("cu_seq_lens_q") is not None
+        if attention_mask is None and not (packed and past_key_values is None):
+            # The ops know causality, window and memory themselves; a mask would only repeat them.
+            attention_mask = {self.config.layer_types[0]: None}
         if past_key_values is not None:
             carry_memory(past_key_values, self.config)
         hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(

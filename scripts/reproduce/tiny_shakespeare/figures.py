@@ -1,0 +1,107 @@
+"""Plots of the study, from its record alone."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from .plan import GROUPS, TYPES
+
+COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+
+
+def draw_curves(record: Mapping[str, Any], path: Path) -> None:
+    """Draws bits per character: lines over the text as it is trained on, dots on the validation split at the end.
+
+    Bands are one standard deviation over seeds to each side.
+    """
+    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
+    figure, panels = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4.5), dpi=150, squeeze=False)
+    for axes, group in zip(panels[0], groups, strict=True):
+        for cell in (cell for cell in record["cells"] if cell["group"] == group):
+            _draw_curve(axes, cell, [run for run in record["runs"] if _is_of(run, cell)])
+        axes.set_title(_title(group), fontsize=9)
+        axes.set_xlabel("update")
+        axes.set_ylabel("bits per character")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_bars(record: Mapping[str, Any], path: Path) -> None:
+    """Draws validation accuracy as bars with one standard deviation and every seed; the paper's figures in a panel."""
+    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
+    figure, panels = plt.subplots(1, len(groups) + 1, figsize=(3.6 * (len(groups) + 1), 4.2), dpi=150, squeeze=False)
+    for axes, group in zip(panels[0], groups, strict=False):
+        cells = [cell for cell in record["cells"] if cell["group"] == group]
+        _draw_bars(axes, cells)
+        axes.set_title(_title(group), fontsize=9)
+        axes.set_ylabel("validation accuracy")
+    quoted = record["quoted"]["accuracy"]
+    axes = panels[0][-1]
+    axes.bar(list(quoted), list(quoted.values()), color=[COLORS[kind] for kind in quoted], alpha=0.5, hatch="//")
+    _number(axes, quoted.values())
+    axes.set_title("quoted from the paper: training and\nvalidation mixed, since the start of training", fontsize=9)
+    _save(figure, path)
+
+
+def _draw_curve(axes: Axes, cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
+    steps = [point["step"] for point in runs[0]["curve"]]
+    values = np.array([[point["bits_per_character"] for point in run["curve"]] for run in runs])
+    mean = values.mean(axis=0)
+    (line,) = axes.plot(steps, mean, lw=1.2, label=_label(cell), color=COLORS.get(cell["variant"]))
+    if len(runs) > 1:
+        deviation = values.std(axis=0, ddof=1)
+        axes.fill_between(steps, mean - deviation, mean + deviation, alpha=0.2, color=line.get_color())
+    validation = cell["validation"]["bits_per_character"]
+    axes.errorbar(steps[-1:], [validation["mean"]], yerr=[validation["sd"] or 0], fmt="o", color=line.get_color(), ms=5)
+
+
+def _draw_bars(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
+    scores = [cell["validation"]["accuracy"] for cell in cells]
+    labels = [_label(cell) for cell in cells]
+    colors = [COLORS.get(cell["variant"], "tab:gray") for cell in cells]
+    axes.bar(
+        labels,
+        [score["mean"] for score in scores],
+        yerr=[score["sd"] or 0 for score in scores],
+        color=colors,
+        alpha=0.7,
+        capsize=4,
+    )
+    for place, score in enumerate(scores):
+        axes.plot([place] * len(score["values"]), score["values"], "k.", ms=4)
+    _number(axes, [score["mean"] for score in scores])
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def _number(axes: Axes, heights: Collection[float]) -> None:
+    """Writes the heights into the bars, whose axes begin at 0 and normally are the same in all panels."""
+    axes.set_ylim(0, max(0.65, 1.1 * max(heights)))
+    for place, height in enumerate(heights):
+        axes.text(place, height / 2, f"{height:.3f}", ha="center", fontsize=8)
+
+
+def _label(cell: Mapping[str, Any]) -> str:
+    return f"{cell['variant']}\n(n = {len(cell['seeds'])})"
+
+
+def _title(group: str) -> str:
+    return f"{GROUPS[group].corpus}\n{GROUPS[group].title}"
+
+
+def _is_of(run: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
+    return all(run["settings"][name] == cell[name] for name in ("group", "variant"))
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,171 @@
+"""What the study trains: settings, the variants of a group, and the list of runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+TYPES = ("mha", "mdha", "rmha", "rcmha")
+WIDTH = 128
+# What all models share. Weights start about as PyTorch starts linear layers of this width, as in the official code.
+MODEL: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "initializer_range": 0.05,
+}
+OFFICIAL_WARMUP = 2000
+# Of the updates, where there are too few for the official number.
+WARMUP_SHARE = 0.1
+# Noam: the schedule rises to WIDTH ** -0.5 * warmup ** -0.5 and falls with the inverse square root from there.
+PEAK_RATE = (WIDTH * OFFICIAL_WARMUP) ** -0.5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained and scored.
+
+    Attributes:
+        segment, mem_len: tokens of a segment, and tokens kept from before it.
+        streams, evaluation_streams: texts side by side in training and in scoring.
+        steps: updates.
+        warmup: updates until the learning rate is at its peak.
+        evaluation_tokens: the most tokens of either split to score; None scores all of the validation split.
+    """
+
+    segment: int
+    mem_len: int
+    memory_type: str
+    hidden_act: str
+    streams: int
+    evaluation_streams: int
+    steps: int
+    warmup: int
+    evaluation_tokens: int | None = None
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Fields of the configuration."""
+        segmented = self.memory_type == "segment"
+        # Official tables have 8,192 rows; those that no distance of this setting reaches would never get a gradient.
+        rows = {"max_position_embeddings": self.mem_len + self.segment} if segmented else {}
+        return {"mem_len": self.mem_len, "memory_type": self.memory_type, "hidden_act": self.hidden_act, **rows}
+
+
+SETTINGS = {
+    "sensible": Setting(128, 128, "streaming", "relu2", 4, 32, steps=700, warmup=70),
+    "official": Setting(2, 32, "segment", "relu", 32, 128, steps=2000, warmup=OFFICIAL_WARMUP),
+}
+QUICK = {
+    "sensible": replace(SETTINGS["sensible"], steps=60, warmup=6, evaluation_tokens=16384),
+    "official": replace(SETTINGS["official"], steps=100, evaluation_tokens=4096),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are compared with each other.
+
+    Attributes:
+        setting: name of a setting.
+        corpus: name of a text.
+        variants: by name, fields of the configuration.
+        baseline: group and variant that every variant is compared with, seed by seed.
+        note: what a reader of the table must know besides.
+    """
+
+    title: str
+    setting: str
+    corpus: str
+    variants: Mapping[str, Mapping[str, Any]]
+    baseline: tuple[str, str]
+    note: str = ""
+
+
+_FOUR = {kind: {"attention_type": kind} for kind in TYPES}
+GROUPS = {
+    "sensible": Group(
+        "segment 128, memory 128",
+        "sensible",
+        "tiny-shakespeare",
+        _FOUR,
+        ("sensible", "mha"),
+        "The official 32 streams would make 8 times as many characters of an update; fewer streams give more updates.",
+    ),
+    "official": Group(
+        "segment 2, memory 32",
+        "official",
+        "tiny-shakespeare",
+        _FOUR,
+        ("official", "mha"),
+        "The official run makes ten passes, 156,850 updates. Official position tables have 8,192 rows (7,496,897 "
+        "parameters for RCMHA), of which those out of reach get no gradient; they are left out here.",
+    ),
+    "ablations": Group(
+        "changes to RCMHA, and MHA with rotary positions",
+        "sensible",
+        "tiny-shakespeare",
+        {
+            "rcmha, ReLU": {"attention_type": "rcmha", "hidden_act": "relu"},
+            "rcmha, kernel 1": {"attention_type": "rcmha", "conv_kernel_size": 1},
+            "rcmha, kernel 5": {"attention_type": "rcmha", "conv_kernel_size": 5},
+            "mha, rotary": {"attention_type": "mha", "position_scheme": "rope"},
+        },
+        ("sensible", "rcmha"),
+    ),
+    "wikitext-2": Group("segment 128, memory 128", "sensible", "wikitext-2", _FOUR, ("wikitext-2", "mha")),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train.
+
+    Attributes:
+        seed: decides the initial weights, and at which segment of the text training starts.
+        changes: fields of the configuration beside those of the setting and of all models.
+    """
+
+    group: str
+    variant: str
+    seed: int
+    corpus: str
+    setting: Setting
+    changes: Mapping[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        """Where its result lies, inside the folder of the study."""
+        return f"runs/{self.group}/{self.variant.replace(', ', '-').replace(' ', '-')}-seed-{self.seed}.json"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """All fields of the configuration but the vocabulary."""
+        return {**MODEL, **self.setting.model, **self.changes}
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result, for the run's file."""
+        protocol = {name: value for name, value in asdict(self.setting).items() if name not in self.setting.model}
+        return {
+            "group": self.group,
+            "variant": self.variant,
+            "seed": self.seed,
+            "corpus": self.corpus,
+            **protocol,
+            "peak_learning_rate": PEAK_RATE,
+            "model": self.model,
+        }
+
+
+def plan(settings: Mapping[str, Setting], seeds: Sequence[int]) -> list[Run]:
+    """The runs in their order: group by group, inside a group seed by seed, so that an early end leaves equal seeds.
+
+    Args:
+        settings: by group.
+    """
+    return [
+        Run(name, variant, seed, GROUPS[name].corpus, setting, changes)
+        for name, setting in settings.items()
+        for seed in seeds
+        for variant, changes in GROUPS[name].variants.items()
+    ]

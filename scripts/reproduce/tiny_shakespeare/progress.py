@@ -1,0 +1,77 @@
+"""How far a run is, and how it goes on after an interruption between two passes over its text."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Tally:
+    """Scores that are summed over segments.
+
+    Attributes:
+        nats: negative log-likelihood.
+        correct: targets that were the likeliest token.
+    """
+
+    tokens: int = 0
+    correct: int = 0
+    nats: float = 0.0
+
+    def add(self, logits: Tensor, targets: Tensor, mean_loss: Tensor) -> None:
+        """Adds a segment: logits `[B, T, V]`, targets `[B, T]` and their mean loss."""
+        self.tokens += targets.numel()
+        self.correct += int((logits.detach().argmax(-1) == targets).sum())
+        self.nats += float(mean_loss.detach()) * targets.numel()
+
+    def scores(self) -> dict[str, float]:
+        """Accuracy, and bits to a character."""
+        return {
+            "accuracy": self.correct / self.tokens,
+            "bits_per_character": self.nats / self.tokens / math.log(2),
+            "tokens": self.tokens,
+        }
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; memory is empty between passes, so a run can go on from there without it.
+
+    Attributes:
+        part, total: scores since the last point of the curve, and since the start.
+        curve: scores of successive parts.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    part: Tally = field(default_factory=Tally)
+    total: Tally = field(default_factory=Tally)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+    def save(self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Writes everything that the run of these settings needs to go on."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({"settings": settings, "progress": asdict(self), **state}, partial)
+        partial.replace(path)
+
+    @classmethod
+    def resume(
+        cls, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> "Progress":
+        """Loads what `save` wrote into model and optimizer; a fresh start where there is nothing of this run."""
+        if not path.exists():
+            return cls()
+        stored = torch.load(path, weights_only=True)
+        if stored["settings"] != settings:
+            return cls()
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        values = stored["progress"]
+        return cls(**{**values, "part": Tally(**values["part"]), "total": Tally(**values["total"])})

@@ -1,0 +1,136 @@
+"""The record of the study: what its finished runs say, and the paper's figures beside it."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .paired import paired_difference, spread
+from .plan import GROUPS, TYPES
+
+Run = dict[str, Any]
+Record = dict[str, Any]
+Cell = tuple[str, str]  # a group and one of its variants
+
+PAPER_ORDER = ("rcmha", "mha", "mdha", "rmha")
+QUOTED = {
+    "accuracy": {"mha": 0.566, "mdha": 0.557, "rmha": 0.555, "rcmha": 0.572},
+    "source": (
+        "arXiv 2308.03429, quoted and not measured here. Its abstract states RCMHA's figure and that it is the best; "
+        "the other three are quoted at second hand and were not checked against the paper."
+    ),
+    "meaning": (
+        "The official code keeps one running count over training and validation batches since the start of a run, and "
+        "never resets it: about nine parts of training to one of validation, early updates included. As released, its "
+        "script builds RMHA where RCMHA is meant. No spread over seeds is known."
+    ),
+    "memory": (
+        "The abstract also reports 2.98 GB for RCMHA (it prints RMHA) against 3.5 GB for RMHA. RCMHA is RMHA plus "
+        "convolutions; what an update of each takes under one protocol is below."
+    ),
+}
+SCORES = ("accuracy", "bits_per_character")
+
+
+def read_runs(output: Path) -> dict[Cell, list[Run]]:
+    """The finished runs of a study by group and variant, in the order of the plan, seeds ascending."""
+    found: dict[Cell, list[Run]] = {(name, variant): [] for name, group in GROUPS.items() for variant in group.variants}
+    for path in sorted(output.glob("runs/*/*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault((run["settings"]["group"], run["settings"]["variant"]), []).append(run)
+    return {cell: sorted(runs, key=seed_of) for cell, runs in found.items() if runs}
+
+
+def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | None) -> Record:
+    """Everything that table and plots are made from.
+
+    Args:
+        runs: finished runs; groups may be incomplete, and comparisons then use the seeds that both sides have.
+        probe: what an update takes in time and memory.
+    """
+    every = [run for group in runs.values() for run in group]
+    return {
+        "quoted": QUOTED,
+        "cells": [summarize(cell, group) for cell, group in runs.items()],
+        "comparisons": [
+            compare(runs, cell, baseline)
+            for cell in runs
+            if (baseline := GROUPS[cell[0]].baseline) != cell and baseline in runs
+        ],
+        "orders": [order for group in GROUPS if (order := check_order(runs, group))],
+        "probe": probe,
+        **{name: distinct(run[name] for run in every) for name in ("hardware", "versions", "threads")},
+        "runs": every,
+    }
+
+
+def summarize(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
+    """Mean and spread of what the runs of one variant measured."""
+    splits = ("train", "validation", "all_training_batches")
+    return {
+        "group": cell[0],
+        "variant": cell[1],
+        "seeds": [seed_of(run) for run in runs],
+        "parameters": runs[0]["parameters"],
+        **{split: {score: spread([run[split][score] for run in runs]) for score in SCORES} for split in splits},
+        **{
+            name: spread([run[name] for run in runs])
+            for name in ("tokens_per_second", "wall_seconds", "train_cpu_seconds")
+        },
+    }
+
+
+def compare(runs: Mapping[Cell, Sequence[Run]], cell: Cell, than: Cell) -> dict[str, Any]:
+    """Validation scores of a variant minus those of another, over the seeds that both have."""
+    ours, others = ({seed_of(run): run["validation"] for run in runs[one]} for one in (cell, than))
+    seeds = sorted(ours.keys() & others.keys())
+    differences = {
+        score: paired_difference([ours[seed][score] for seed in seeds], [others[seed][score] for seed in seeds])
+        for score in (SCORES if seeds else ())
+    }
+    return {"group": cell[0], "variant": cell[1], "than": list(than), "seeds": seeds, **differences}
+
+
+def check_order(runs: Mapping[Cell, Sequence[Run]], group: str) -> dict[str, Any] | None:
+    """Whether validation accuracy puts the four types in the paper's order; None where no seed has all four."""
+    cells = [(group, kind) for kind in TYPES]
+    if any(cell not in runs for cell in cells):
+        return None
+    by_type = {kind: {seed_of(run): run["validation"]["accuracy"] for run in runs[group, kind]} for _, kind in cells}
+    seeds = sorted(set.intersection(*(set(scores) for scores in by_type.values())))
+    if not seeds:
+        return None
+    shared = {cell: [run for run in runs[cell] if seed_of(run) in seeds] for cell in cells}
+    means = {kind: spread([scores[seed] for seed in seeds])["mean"] for kind, scores in by_type.items()}
+    order = _best_first(means)
+    return {
+        "group": group,
+        "seeds": seeds,
+        "order": order,
+        "is_the_papers": order == list(PAPER_ORDER),
+        "seeds_in_the_papers_order": [
+            seed
+            for seed in seeds
+            if _best_first({kind: scores[seed] for kind, scores in by_type.items()}) == list(PAPER_ORDER)
+        ],
+        "pairs": [compare(shared, (group, better), (group, worse)) for better, worse in pairwise(PAPER_ORDER)],
+    }
+
+
+def _best_first(accuracy: Mapping[str, float]) -> list[str]:
+    return sorted(accuracy, key=lambda kind: -accuracy[kind])
+
+
+def seed_of(run: Mapping[str, Any]) -> int:
+    """The seed of a finished run."""
+    return run["settings"]["seed"]
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once; normally all runs have one in common."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found

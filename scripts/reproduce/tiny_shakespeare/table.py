@@ -1,0 +1,167 @@
+"""The record of the study as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .plan import GROUPS
+from .record import PAPER_ORDER
+from .text import TRAIN_SHARE
+
+Record = Mapping[str, Any]
+HEAD = [
+    "",
+    "seeds",
+    "parameters",
+    "without position tables",
+    "validation accuracy",
+    "training accuracy",
+    "all training batches",
+    "validation bits/character",
+    "training bits/character",
+    "tokens/s",
+    "wall s",
+]
+DIFFERENCES = ["difference", "seeds"]
+DIFFERENCES += [head for score in ("accuracy", "bits/character") for head in (score, "95 % interval", "p")]
+READING = """\
+Mean ± standard deviation over seeds; a seed decides the initial weights and where in the text training starts, the same
+place for all variants. *Validation*: the whole split (`--quick`: its beginning), memory carried on. *Training*: as much
+text, the last that was trained on. *All training batches*: accuracy since the first update, each batch before it was
+learned from; the closest to the paper's running average. *Tokens/s* and *wall s* are of runs beside other work and
+do not compare variants; the table of single updates does. Differences are paired by seed; p of a two-sided paired
+t-test, not corrected for the number of tests."""
+
+
+def format_record(record: Record) -> str:
+    """All groups, the check of the paper's order, the paper's figures, time and memory, and how to read it."""
+    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
+    parts = [format_group(record, group) for group in groups]
+    orders = [format_order(order) for order in record["orders"]] or ["No seed has all four types yet."]
+    parts += ["### The paper's order", *orders, format_quoted(record)]
+    parts += [format_probe(record["probe"])] if record["probe"] else []
+    return "\n\n".join([*parts, READING, format_cost(record)]) + "\n"
+
+
+def format_group(record: Record, group: str) -> str:
+    """Protocol, scores and differences of one group."""
+    cells = [cell for cell in record["cells"] if cell["group"] == group]
+    comparisons = [one for one in record["comparisons"] if one["group"] == group and one["seeds"]]
+    lines = [f"### {GROUPS[group].corpus}: {GROUPS[group].title}", "", format_protocol(record, group), ""]
+    lines += markdown([HEAD, *(_cells(cell) for cell in cells)])
+    if comparisons:
+        lines += ["", *markdown([DIFFERENCES, *(_difference(one) for one in comparisons)])]
+    return "\n".join(lines)
+
+
+def format_protocol(record: Record, group: str) -> str:
+    """How the runs of a group were trained; all but the variant is the same for all."""
+    run = next(run for run in record["runs"] if run["settings"]["group"] == group)
+    settings, model, read = run["settings"], run["settings"]["model"], run["all_training_batches"]["tokens"]
+    texts = [f"{text['text']}, {text['split']}" for text in (run["data"][split] for split in ("train", "validation"))]
+    return (
+        f"Trained on {texts[0]}; validated on {texts[1]}; {run['data']['vocabulary']} different characters. "
+        f"{settings['steps']:,} updates of {settings['streams']} streams of {settings['segment']} characters, "
+        f"{read:,} in all or {passes(run):.2f} passes; memory {model['mem_len']} ({model['memory_type']}). "
+        f"Learning rate (Noam): {settings['peak_learning_rate']:.3g} after {settings['warmup']:,} updates. "
+        f"Weights start with deviation {model['initializer_range']}. {GROUPS[group].note}".rstrip()
+    )
+
+
+def passes(run: Mapping[str, Any]) -> float:
+    """How often a run read its training split."""
+    source = run["data"]["train"]
+    share = 1 if source["split"] == "whole" else TRAIN_SHARE
+    return run["all_training_batches"]["tokens"] / (share * source["characters"])
+
+
+def format_order(order: Mapping[str, Any]) -> str:
+    """Whether the paper's order came out, with the tests of its neighbours."""
+    group = GROUPS[order["group"]]
+    verdict = "holds" if order["is_the_papers"] else "does not hold"
+    return (
+        f"**{group.corpus}, {group.title}**: {' > '.join(PAPER_ORDER)} **{verdict}** on validation accuracy. "
+        f"The means give {' > '.join(order['order'])}; {len(order['seeds_in_the_papers_order'])} of "
+        f"{len(order['seeds'])} seeds have the paper's order. {'; '.join(_pair(pair) for pair in order['pairs'])}."
+    )
+
+
+def format_quoted(record: Record) -> str:
+    """The paper's figures and what they mean."""
+    quoted = record["quoted"]
+    rows = [
+        ["quoted, not measured", *quoted["accuracy"]],
+        ["accuracy", *(f"{figure:.3f}" for figure in quoted["accuracy"].values())],
+    ]
+    return "\n".join([*markdown(rows), "", f"{quoted['source']} {quoted['meaning']} {quoted['memory']}"])
+
+
+def format_probe(probe: Mapping[str, Any]) -> str:
+    """Time and memory of an update."""
+    rows = [["an update", "", "ms", "tokens/s", "time / MHA", "peak MiB"]]
+    for setting, types in probe["settings"].items():
+        for kind, one in types.items():
+            cells = [f"{one['seconds'] * 1e3:.1f}", f"{one['tokens_per_second']:,.0f}", f"{one['times_mha']:.2f}"]
+            rows.append([setting, kind, *cells, f"{one['peak_bytes'] / 2**20:.1f}"])
+    return "\n".join(
+        [
+            "### Time and memory",
+            "",
+            *markdown(rows),
+            "",
+            f"Medians of {probe['rounds']} rounds, one update of each type by turns in one process, {probe['threads']} "
+            "thread(s). Peak: the most that an update allocates above weights and optimizer state, by PyTorch's "
+            "allocator.",
+        ]
+    )
+
+
+def format_cost(record: Record) -> str:
+    """What the runs took, and on what."""
+    hours = sum(run["wall_seconds"] for run in record["runs"]) / 3600
+    return (
+        f"{len(record['runs'])} runs, {hours:.1f} h on {', '.join(record['hardware'])} with "
+        f"{', '.join(map(str, record['threads']))} thread(s), beside other work; torch "
+        f"{', '.join(sorted({versions['torch'] for versions in record['versions']}))}, transformers "
+        f"{', '.join(sorted({versions['transformers'] for versions in record['versions']}))}."
+    )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; the first row is the head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def _cells(cell: Mapping[str, Any]) -> list[str]:
+    parameters = cell["parameters"]
+    scores = [
+        _spread(cell[split][score])
+        for score, splits in (
+            ("accuracy", ("validation", "train", "all_training_batches")),
+            ("bits_per_character", ("validation", "train")),
+        )
+        for split in splits
+    ]
+    sizes = [f"{parameters['all']:,}", f"{parameters['all'] - parameters['position_tables']:,}"]
+    cost = [_spread(cell[name], digits=0) for name in ("tokens_per_second", "wall_seconds")]
+    return [cell["variant"], str(len(cell["seeds"])), *sizes, *scores, *cost]
+
+
+def _spread(summary: Mapping[str, Any], digits: int = 4) -> str:
+    return f"{summary['mean']:,.{digits}f}" + ("" if summary["sd"] is None else f" ± {summary['sd']:,.{digits}f}")
+
+
+def _difference(comparison: Mapping[str, Any]) -> list[str]:
+    cells = [f"{comparison['variant']} - {comparison['than'][1]}", str(len(comparison["seeds"]))]
+    for score in ("accuracy", "bits_per_character"):
+        one = comparison[score]
+        interval = one["interval_95"]
+        cells += [f"{one['mean']:+.4f}", "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"]
+        cells += ["" if one["p"] is None else f"{one['p']:.2g}"]
+    return cells
+
+
+def _pair(comparison: Mapping[str, Any]) -> str:
+    one = comparison["accuracy"]
+    p = "no test on one seed" if one["p"] is None else f"p = {one['p']:.2g}"
+    return f"{comparison['variant']} - {comparison['than'][1]}: {one['mean']:+.4f} ({p})"

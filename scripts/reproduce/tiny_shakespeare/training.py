@@ -1,0 +1,183 @@
+"""Training and scoring one model of the study."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ....configuration.configuration_rcmha import RCMHAConfig
+from ....modeling.modeling_rcmha import RCMHAForCausalLM
+from ...environment import hardware, versions
+from ...streams import TokenStreams
+from .plan import PEAK_RATE, Run
+from .progress import Progress, Tally
+from .text import Corpus
+
+MAX_GRAD_NORM = 1.0
+CURVE_POINTS = 20
+
+
+def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
+    """Trains and scores one model; returns its settings, its scores on both splits and its curve.
+
+    Args:
+        checkpoint: file that an interrupted run goes on from; it is written after every pass over the text but the
+            last, and removed at the end.
+    """
+    torch.manual_seed(run.seed)
+    model = make_model(run, corpus)
+    progress = train(model, run, training_streams(run, corpus), checkpoint)
+    began = time.perf_counter()
+    train_scores, validation_scores = (evaluate(model, part(run, corpus)) for part in (seen_text, held_out))
+    checkpoint.unlink(missing_ok=True)
+    return {
+        "settings": run.settings(),
+        "data": {**corpus.sources, "vocabulary": len(corpus.vocabulary)},
+        "parameters": count_parameters(model),
+        "train": train_scores,
+        "validation": validation_scores,
+        "all_training_batches": progress.total.scores(),
+        "curve": progress.curve,
+        "train_seconds": progress.seconds,
+        "train_cpu_seconds": progress.cpu_seconds,
+        "tokens_per_second": progress.total.tokens / progress.seconds,
+        "wall_seconds": progress.seconds + time.perf_counter() - began,
+        "threads": torch.get_num_threads(),
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions(),
+    }
+
+
+def make_model(run: Run, corpus: Corpus) -> RCMHAForCausalLM:
+    """A fresh model of the run."""
+    return RCMHAForCausalLM(RCMHAConfig(vocab_size=len(corpus.vocabulary), **run.model))
+
+
+def train(model: RCMHAForCausalLM, run: Run, streams: TokenStreams, checkpoint: Path) -> Progress:
+    """Trains on the streams from a segment of the seed's choice on; memory starts anew with every pass over the text.
+
+    Returns:
+        Scores over all of the training and over successive parts of it, each batch as it came, before it was learned
+        from.
+    """
+    steps, first = run.setting.steps, first_segment(run, streams)
+    optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8)
+    progress = Progress.resume(checkpoint, run.settings(), model, optimizer)
+    model.train()
+    while progress.step < steps:
+        index = (first + progress.step) % len(streams)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        train_pass(model, run, streams, optimizer, progress, index)
+        progress.seconds += time.perf_counter() - began
+        progress.cpu_seconds += time.process_time() - began_cpu
+        if progress.step < steps:
+            progress.save(checkpoint, run.settings(), model, optimizer)
+    return progress
+
+
+def train_pass(
+    model: RCMHAForCausalLM,
+    run: Run,
+    streams: TokenStreams,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    first: int,
+) -> None:
+    """Trains from segment `first` to the end of the streams, or to the last step; counts in `progress`."""
+    steps, memory = run.setting.steps, None
+    for index in range(first, min(len(streams), first + steps - progress.step)):
+        inputs, targets = streams[index]
+        progress.step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = noam_rate(progress.step, run.setting.warmup)
+        logits, loss, memory = read_segment(model, inputs, targets, memory)
+        update(model, optimizer, loss)
+        for tally in (progress.part, progress.total):
+            tally.add(logits, targets, loss)
+        if progress.step * CURVE_POINTS // steps > (progress.step - 1) * CURVE_POINTS // steps:
+            progress.curve.append({"step": progress.step, **progress.part.scores()})
+            progress.part = Tally()
+
+
+def noam_rate(step: int, warmup: int) -> float:
+    """The learning rate of update `step`, from 1: linear up to `PEAK_RATE`, then falling with the inverse square root.
+
+    With the official 2,000 updates of warmup it is `d ** -0.5 * min(step ** -0.5, step * warmup ** -1.5)`.
+    """
+    return PEAK_RATE * min(step / warmup, math.sqrt(warmup / step))
+
+
+def read_segment(
+    model: nn.Module, inputs: Tensor, targets: Tensor, memory: Cache | None
+) -> tuple[Tensor, Tensor, Cache]:
+    """Logits `[B, T, V]` of a segment, their mean loss, and the memory for the next segment."""
+    output = model(input_ids=inputs, past_key_values=memory, use_cache=True)
+    loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    return output.logits, loss, output.past_key_values
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of the optimizer on clipped gradients."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
+    """Scores on all segments in order, with memory from one to the next."""
+    model.eval()
+    memory: Cache | None = None
+    tally = Tally()
+    for inputs, targets in streams:
+        logits, loss, memory = read_segment(model, inputs, targets, memory)
+        tally.add(logits, targets, loss)
+    return tally.scores()
+
+
+def training_streams(run: Run, corpus: Corpus) -> TokenStreams:
+    """The training split as the run reads it."""
+    return TokenStreams.cut(corpus.train, run.setting.streams, run.setting.segment)
+
+
+def first_segment(run: Run, streams: TokenStreams) -> int:
+    """Where training starts: anywhere that lets it end before the text does, and at 0 if it takes a pass or more."""
+    latest = max(len(streams) - run.setting.steps, 0)
+    return int(torch.randint(latest + 1, (), generator=torch.Generator().manual_seed(run.seed)))
+
+
+def held_out(run: Run, corpus: Corpus) -> TokenStreams:
+    """The validation split, or as much of its beginning as the setting scores."""
+    setting = run.setting
+    tokens = corpus.validation[: setting.evaluation_tokens]
+    return TokenStreams.cut(tokens, setting.evaluation_streams, setting.segment)
+
+
+def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
+    """The text that was trained on last, as much as `held_out` scores or else all of it."""
+    setting, streams = run.setting, training_streams(run, corpus)
+    first, length = first_segment(run, streams), streams.inputs.shape[1]
+    stop = min((first + setting.steps) * setting.segment, length)
+    pieces = max(setting.evaluation_streams // setting.streams, 1)
+    wanted = min(held_out(run, corpus).inputs.numel() // setting.streams, stop - first * setting.segment)
+    part = slice(stop - wanted // pieces * pieces, stop)
+    inputs, targets = (
+        side[:, part].reshape(setting.streams * pieces, -1) for side in (streams.inputs, streams.targets)
+    )
+    return TokenStreams(inputs, targets, setting.segment)
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Parameters in all, and those of tables with one row for each position or distance."""
+    tables = ("position_embeddings", "position_bias", "embed_positions.weight")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return {
+        "all": sum(sizes.values()),
+        "position_tables": sum(size for name, size in sizes.items() if name.endswith(tables)),
+    }
