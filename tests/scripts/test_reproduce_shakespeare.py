@@ -316,7 +316,7 @@ def test_unusable_files_are_refused(content: bytes | None, message: str, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--groups", "large"], "there is no group 'large'; choose from sensible, official"),
+        (["--groups", "large"], "there is no group 'large'; choose from sensible, longer, official"),
         (["--seeds", "1", "1"], "must be one or more different ones"),
         (["--steps", "0"], "steps=0 must be positive"),
         (["--steps", "1", "--epochs", "2"], "give one"),
@@ -345,8 +345,8 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
     command += ["--wikitext_train", book, "--wikitext_validation", book]
     assert cli.main([*command, "--steps", "2"]) == 0
     record = json.loads((output / "record.json").read_text(encoding="utf-8"))
-    assert [len(cell["seeds"]) for cell in record["cells"]] == [2] * 16
-    assert [order["group"] for order in record["orders"]] == ["sensible", "official", "wikitext-2"]
+    assert [len(cell["seeds"]) for cell in record["cells"]] == [2] * 20
+    assert [order["group"] for order in record["orders"]] == ["sensible", "longer", "official", "wikitext-2"]
     probe = record["probe"]["settings"]
     assert all(probe[setting][kind]["peak_bytes"] > 0 for setting in SETTINGS for kind in TYPES)
     assert probe["sensible"]["mha"]["times_mha"] == 1

@@ -115,7 +115,7 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     """The setting of a group with what the arguments change; warmup keeps its share of the updates unless official."""
     setting = (QUICK if arguments.quick else SETTINGS)[group.setting]
     setting = replace(setting, streams=arguments.streams or setting.streams)
-    steps = arguments.steps or setting.steps
+    steps = arguments.steps or group.longer * setting.steps
     if arguments.epochs is not None:
         segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
         steps = max(1, round(arguments.epochs * segments))
