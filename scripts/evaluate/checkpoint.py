@@ -74,6 +74,12 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
         raise UserError("the tokenizer has neither a bos nor an eos token, one of which must begin a scored text")
 
 
+def refuse_nan(logits: torch.Tensor) -> None:
+    """Raises UserError if any of the logits is not a number."""
+    if logits.isnan().any():
+        raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+
+
 def _check_place(place: str) -> None:
     folder = Path(place)
     if folder.is_dir():

@@ -10,16 +10,19 @@ from typing import Any
 import lm_eval
 import torch
 from lm_eval.api.group import Group
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..corpus import builtin_documents
 from ..errors import UserError
+from ..memory import check_memory, longest_segment
 from .catalog import HELDOUT, SUITES, TaskCatalog, leaf_tasks
-from .checkpoint import check_pair
+from .checkpoint import check_pair, refuse_nan
 from .heldout import score_documents
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
+from .rolling import roll_texts
 
 DIRECT = f"{HELDOUT} (direct)"
 AGREEMENT = 0.01
@@ -29,14 +32,30 @@ BOOTSTRAPS = 1000
 class StrictHFLM(HFLM):
     """lm-eval's model wrapper, which neither cuts contexts silently nor makes scores from NaN.
 
-    Log-probabilities are computed in float32, whatever the dtype of the model.
+    Log-probabilities are computed in float32, whatever the dtype of the model. With `carry_memory` a text whose
+    perplexity is asked for is read in segments, with the model's memory from one to the next, and not in windows.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, truncate: bool, **kwargs: Any):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        truncate: bool,
+        carry_memory: bool,
+        **kwargs: Any,
+    ):
         # lm-eval may set the tokenizer's padding token: on a copy, the caller's stays as it was.
         tokenizer = copy.deepcopy(tokenizer)
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", softmax_dtype="float32", **kwargs)
         self._truncate = truncate
+        self.segment = min(self.max_length, longest_segment(model.config)) if carry_memory else None
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        if self.segment is None:
+            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
+        return roll_texts(self.model, texts, segment=self.segment, batch_size=int(self.batch_size))
 
     def _loglikelihood_tokens(
         self,
@@ -60,8 +79,7 @@ class StrictHFLM(HFLM):
 
     def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         logits = super()._model_call(*args, **kwargs)
-        if logits.isnan().any():
-            raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+        refuse_nan(logits)
         return logits
 
 
@@ -75,6 +93,7 @@ def evaluate_model(
     batch_size: int = 8,
     max_length: int | None = None,
     truncate: bool = False,
+    carry_memory: bool = False,
     seed: int = 1234,
     log_samples: bool = False,
 ) -> Results:
@@ -89,6 +108,8 @@ def evaluate_model(
         batch_size: sequences a forward pass; scores do not depend on it.
         max_length: tokens of context, at most and by default the model's `max_position_embeddings`.
         truncate: cut longer prompts from the left instead of refusing them.
+        carry_memory: measure perplexities over whole documents, read in segments of as many tokens as `max_length` and
+            the model's positions allow, with the model's memory carried from each to the next.
         seed: for choosing the examples; the global random generators are seeded with it too.
         log_samples: keep every document with its prompts and log-likelihoods in `Results.samples`.
 
@@ -97,12 +118,15 @@ def evaluate_model(
     """
     catalog = tasks if isinstance(tasks, TaskCatalog) else TaskCatalog(tasks)
     check_pair(model, tokenizer)
+    if carry_memory:
+        check_memory(model.config)
     context = _context_length(model, max_length)
     shots = num_fewshot if isinstance(num_fewshot, Sequence) else [num_fewshot]
     results = Results(describe_model(model), {}, describe_environment(model.device))
     with _evaluation_mode(model), _quiet("lm_eval", "transformers"):
         set_seed(seed)
-        lm = StrictHFLM(model, tokenizer, truncate=truncate, batch_size=batch_size, max_length=context)
+        options = {"truncate": truncate, "carry_memory": carry_memory}
+        lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=context, **options)
         for number in shots:
             items, missing = catalog.load()
             results.unavailable |= missing
@@ -110,12 +134,13 @@ def evaluate_model(
                 _set_examples(items, number, seed)
                 _collect(results, items, _run(lm, items, limit, log_samples))
         if any(result.task == HELDOUT for result in results.tasks):
-            _score_directly(model, tokenizer, results, lm.max_length, limit)
+            _score_directly(lm, model, tokenizer, results, limit)
     if not is_finite(results.tasks):
         raise UserError("some scores are infinite or NaN: the model has diverged, or overflows in this dtype (--dtype)")
     results.settings = {
         "tasks": catalog.names, "num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size,
-        "max_length": lm.max_length, "truncate": truncate, "seed": seed,
+        "max_length": lm.max_length, "truncate": truncate, "carry_memory": carry_memory, "segment": lm.segment,
+        "seed": seed,
     }  # fmt: skip
     return results
 
@@ -168,11 +193,12 @@ def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
 
 
 def _score_directly(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, max_length: int, limit: int | None
+    lm: StrictHFLM, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, limit: int | None
 ) -> None:
     """Adds the held-out scores without padding, and a warning if lm-eval's differ."""
     documents = builtin_documents("validation")[:limit]
-    scores = score_documents(model, tokenizer, documents, max_length=max_length)
+    carries = lm.segment is not None
+    scores = score_documents(model, tokenizer, documents, max_length=lm.segment or lm.max_length, carry_memory=carries)
     metrics = {name: Metric(value, None, name == "accuracy") for name, value in scores.items()}
     place = [result.task for result in results.tasks].index(HELDOUT) + 1
     results.tasks.insert(place, TaskResult(DIRECT, 0, len(documents), metrics))

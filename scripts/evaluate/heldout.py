@@ -9,12 +9,13 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import evaluate
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..corpus import builtin_documents
 
@@ -33,24 +34,30 @@ def score_documents(
     *,
     max_length: int,
     stride: int | None = None,
+    carry_memory: bool = False,
 ) -> dict[str, float]:
     """Next-token accuracy, token perplexity and bits per byte of `documents`, in windows of up to `max_length` tokens.
 
     Every token is predicted once; from a document's second window on, it is predicted from more than
     `max_length - stride` tokens. The default stride, `max_length`, is lm-eval's; smaller ones cost more, score better.
+    With `carry_memory` the windows are segments that lie side by side, and the model's cache carries what came before.
 
     Raises:
-        ValueError: `stride` is not in 1 ... `max_length`.
+        ValueError: `stride` is not in 1 ... `max_length`, or is given with `carry_memory`.
     """
+    if carry_memory and stride is not None:
+        raise ValueError(f"stride={stride} is for windows without memory; leave it or carry_memory out")
     stride = max_length if stride is None else stride
     if not 1 <= stride <= max_length:
         raise ValueError(f"stride must be between 1 and max_length = {max_length}, not {stride}")
     with tempfile.TemporaryDirectory() as cache:
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
-            tokens = tokenizer.encode(document, verbose=False)
-            for inputs, targets in _windows([_prefix(tokenizer), *tokens], max_length, stride):
-                predictions, log_probs = _predict(model, inputs, targets)
+            tokens = [_prefix(tokenizer), *tokenizer.encode(document, verbose=False)]
+            memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
+            parts = _segments(tokens, max_length) if carry_memory else _windows(tokens, max_length, stride)
+            for inputs, targets in parts:
+                predictions, log_probs = _predict(model, inputs, targets, **memory)
                 metric.add_batch(predictions=predictions, references=targets, log_probs=log_probs)
         return metric.compute(bytes=sum(len(document.encode()) for document in documents))
 
@@ -68,9 +75,19 @@ def _windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[
         done = end
 
 
+def _segments(tokens: list[int], length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the inputs of a segment and the tokens after each of them."""
+    for begin in range(0, len(tokens) - 1, length):
+        targets = tokens[begin + 1 : begin + 1 + length]
+        yield tokens[begin : begin + len(targets)], targets
+
+
 @torch.no_grad()
-def _predict(model: PreTrainedModel, inputs: list[int], targets: list[int]) -> tuple[list[int], list[float]]:
-    logits = model(torch.tensor([inputs], device=model.device)).logits[0, -len(targets) :].float()  # [T, V]
+def _predict(
+    model: PreTrainedModel, inputs: list[int], targets: list[int], **options: Any
+) -> tuple[list[int], list[float]]:
+    output = model(torch.tensor([inputs], device=model.device), **options)
+    logits = output.logits[0, -len(targets) :].float()  # [T, V]
     log_probs = logits.log_softmax(-1)
     truth: Tensor = torch.tensor(targets, device=logits.device)
     return logits.argmax(-1).tolist(), log_probs.gather(-1, truth[:, None])[:, 0].tolist()

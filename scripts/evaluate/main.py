@@ -42,6 +42,10 @@ class EvaluateArguments:
     truncate: bool = field(
         default=False, metadata={"help": "Cut prompts that are too long from the left instead of refusing them."}
     )
+    carry_memory: bool = field(
+        default=False,
+        metadata={"help": "Carry memory over each whole document whose perplexity is asked for (rcmha)."},
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Number format of the weights; auto: as saved."}
     )
@@ -99,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
         batch_size=arguments.batch_size,
         max_length=arguments.max_length,
         truncate=arguments.truncate,
+        carry_memory=arguments.carry_memory,
         seed=arguments.seed,
         log_samples=arguments.log_samples,
     )

@@ -127,6 +127,8 @@ def format_table(results: Results) -> str:
     rows = [_row(result, name, metric) for result in results.tasks for name, metric in result.metrics.items()]
     lines = _aligned([head, *rows]) if rows else []
     lines += [f"not available: {task}: {reason}" for task, reason in results.unavailable.items()]
+    if segment := results.settings.get("segment"):
+        lines.append(f"perplexities: documents read in segments of {segment} tokens, with memory carried between them")
     lines += [f"warning: {text}" for text in results.warnings]
     return "\n".join(lines)
 

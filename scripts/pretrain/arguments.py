@@ -78,6 +78,14 @@ class PretrainArguments:
         default=True, metadata={"help": "keep attention inside each document of a packed sequence"}
     )
 
+    carry_memory: bool = field(
+        default=False,
+        metadata={
+            "help": "read the corpus as streams, one for each sequence of an update, and carry the model's memory from "
+            "update to update; for models that have one (rcmha)"
+        },
+    )
+
     batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass of one process"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes that make one update"})
     max_steps: int | None = field(default=None, metadata={"help": "updates to make; give this or epochs"})
@@ -176,6 +184,16 @@ class PretrainArguments:
         fresh = [name for name in ("model_type", "model_size", "model_config") if getattr(self, name)]
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
+        if self.carry_memory and self.mask_documents:
+            raise UserError(
+                "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
+                "give mask_documents: false (--no_mask_documents)"
+            )
+        if self.carry_memory and self.gradient_checkpointing:
+            raise UserError(
+                "gradient_checkpointing runs the layers twice, and carry_memory would put each segment into the memory "
+                "twice; leave one of them out"
+            )
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.max_steps:
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"

@@ -13,6 +13,7 @@ from .results import Result
 LISTED_ARGUMENTS = (
     "sequence_length",
     "mask_documents",
+    "carry_memory",
     "batch_size",
     "gradient_accumulation_steps",
     "learning_rate",

@@ -1,8 +1,9 @@
 """Checkpoints that are whole or absent, and that resume only the run that made them.
 
-A checkpoint is what `Accelerator.save_state` writes (weights as safetensors, optimizer and random states) plus
-`state.json` with the progress, a fingerprint of the run, and size and checksum of every file. It is written under
-another name and renamed, so a run that is killed while saving leaves no half checkpoint.
+A checkpoint is what `Accelerator.save_state` writes (weights as safetensors, optimizer and random states), the memory
+of each process, if it carries one, and `state.json` with the progress, a fingerprint of the run, and size and checksum
+of every file. It is written under another name and renamed, so a run that is killed while saving leaves no half
+checkpoint.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..errors import UserError
+from ..memory import NoMemory
 
 STATE_FILE = "state.json"
 NAME = re.compile(r"step-(\d{6,})")
@@ -42,7 +44,9 @@ class Progress:
     loss_count: int = 0
 
 
-def save(accelerator: Accelerator, folder: Path, progress: Progress, fingerprint: Fingerprint, keep: int) -> Path:
+def save(
+    accelerator: Accelerator, folder: Path, progress: Progress, memory: NoMemory, fingerprint: Fingerprint, keep: int
+) -> Path:
     """Writes `folder/step-NNNNNN`, deletes all but the newest `keep` checkpoints (0 deletes none); returns its path."""
     final = folder / f"step-{progress.step:06d}"
     partial = folder / f".{final.name}.partial"
@@ -51,6 +55,7 @@ def save(accelerator: Accelerator, folder: Path, progress: Progress, fingerprint
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(partial))
+    memory.save(partial, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
@@ -65,9 +70,10 @@ def save(accelerator: Accelerator, folder: Path, progress: Progress, fingerprint
     return final
 
 
-def load(accelerator: Accelerator, path: Path) -> Progress:
-    """Puts weights, optimizer and random states of a verified checkpoint back and returns the progress."""
+def load(accelerator: Accelerator, path: Path, memory: NoMemory) -> Progress:
+    """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress."""
     accelerator.load_state(str(path))
+    memory.load(path, accelerator)
     return Progress(**_read_state(path)["progress"])
 
 

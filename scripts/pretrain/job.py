@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from ..environment import hardware, versions
 from ..errors import UserError
+from ..memory import NoMemory, StreamMemory
 from . import checkpoint, tokenizer
 from .arguments import PretrainArguments
 from .card import write_card
@@ -27,7 +28,7 @@ from .metrics import MetricsLog
 from .model import build_config, build_model, count_parameters
 from .optimizer import CosineSchedule, build_optimizer
 from .order import TrainingOrder
-from .packing import PackedSequences
+from .packing import Sequences
 from .preparation import Source, open_sequences, prepare
 from .results import Result, measured
 from .run_folder import RunFolder, remove
@@ -40,6 +41,7 @@ Value = TypeVar("Value")
 FIXED = (
     "sequence_length",
     "mask_documents",
+    "carry_memory",
     "composition_learning_rate",
     "weight_decay",
     "adam_beta1",
@@ -60,9 +62,10 @@ class Plan:
     source: Source
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
-    train_sequences: PackedSequences
-    validation_sequences: PackedSequences
+    train_sequences: Sequences
+    validation_sequences: Sequences
     order: TrainingOrder
+    memory: NoMemory
     schedule: CosineSchedule
     fingerprint: Fingerprint
 
@@ -144,11 +147,12 @@ def build_plan(accelerator: Accelerator, arguments: PretrainArguments, run: RunF
     source = on_main(accelerator, lambda: prepare(arguments, run))
     folder = run.prepared if run.prepared.exists() else run.path
     run_tokenizer = tokenizer.load_tokenizer(folder / run.tokenizer.name)
-    train, validation = open_sequences(folder / run.data.name, arguments, pad=run_tokenizer.pad_token_id)
+    passes = arguments.gradient_accumulation_steps
+    global_batch = arguments.batch_size * passes * accelerator.num_processes
+    train, validation = open_sequences(folder / run.data.name, arguments, run_tokenizer.pad_token_id, global_batch)
     set_seed(arguments.seed)
     config = build_config(arguments, run_tokenizer)
     model = build_model(arguments, config)
-    global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * accelerator.num_processes
     schedule = build_schedule(arguments, len(train), global_batch)
     return Plan(
         source=source,
@@ -156,7 +160,8 @@ def build_plan(accelerator: Accelerator, arguments: PretrainArguments, run: RunF
         model=model,
         train_sequences=train,
         validation_sequences=validation,
-        order=TrainingOrder(len(train), global_batch, arguments.seed),
+        order=TrainingOrder(len(train), global_batch, None if arguments.carry_memory else arguments.seed),
+        memory=StreamMemory(config, passes, len(train) // global_batch) if arguments.carry_memory else NoMemory(),
         schedule=schedule,
         fingerprint=build_fingerprint(arguments, config, source, schedule, global_batch),
     )
@@ -213,7 +218,7 @@ def build_trainer(
         model.compile()
     prepared_model, optimizer = accelerator.prepare(model, build_optimizer(model, arguments))
     set_seed(arguments.seed, device_specific=True)
-    progress = Progress() if resume_from is None else checkpoint.load(accelerator, resume_from)
+    progress = Progress() if resume_from is None else checkpoint.load(accelerator, resume_from, plan.memory)
     return Trainer(
         accelerator=accelerator,
         arguments=arguments,
@@ -223,6 +228,7 @@ def build_trainer(
         order=plan.order,
         train_sequences=plan.train_sequences,
         validation_sequences=plan.validation_sequences,
+        memory=plan.memory,
         run=run,
         metrics=MetricsLog(run.metrics, accelerator, progress.step),
         fingerprint=plan.fingerprint,

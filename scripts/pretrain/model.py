@@ -20,6 +20,7 @@ import dynattn  # noqa: F401  (registers the package's model types)
 from dynattn.modeling.composition import DynamicComposition
 
 from ..errors import UserError
+from ..memory import check_memory
 from .arguments import PretrainArguments
 from .tokenizer import required_vocabulary, start_token_id
 
@@ -42,7 +43,7 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
 
     Raises:
         UserError: the model type, size, a field or its value is not valid, the vocabulary is too small for the
-            tokenizer, or the sequences are longer than the model's positions.
+            tokenizer, the sequences are longer than the model's positions, or it cannot carry memory as it is asked to.
     """
     tokens = {
         "bos_token_id": start_token_id(tokenizer),
@@ -151,6 +152,8 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
             f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
             "lower it, or raise the limit in model_config"
         )
+    if arguments.carry_memory:
+        check_memory(config, arguments.sequence_length)
 
 
 def _one_line(error: Exception) -> str:

@@ -8,9 +8,12 @@ from torch.utils.data import Sampler
 
 
 class TrainingOrder:
-    """Shuffled epochs laid end to end; an update takes the next `global_batch` sequences, across epochs if need be."""
+    """Epochs laid end to end; an update takes the next `global_batch` sequences, across epochs if need be.
 
-    def __init__(self, sequences: int, global_batch: int, seed: int) -> None:
+    Each epoch is shuffled by `seed`, or read as it lies where that is None.
+    """
+
+    def __init__(self, sequences: int, global_batch: int, seed: int | None) -> None:
         self.sequences, self.global_batch, self.seed = sequences, global_batch, seed
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
@@ -21,6 +24,8 @@ class TrainingOrder:
         return np.concatenate([self._shuffled(epoch)[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        if self.seed is None:
+            return np.arange(self.sequences)
         if epoch != self._epoch:
             self._permutation = np.random.default_rng((self.seed, int(epoch))).permutation(self.sequences)
             self._epoch = epoch

@@ -5,7 +5,7 @@ first real token something to be predicted from; it is never a target itself, an
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..streams import TokenStreams
 from .tokenizer import start_token_id
 
 IGNORED = -100
@@ -42,8 +43,14 @@ class TokenStream:
     def open(cls, folder: Path) -> "TokenStream":
         """Opens what `write_stream` stored; the tokens stay on disk until they are read."""
         text_bytes = json.loads((folder / "stream.json").read_text())["text_bytes"]
-        tokens: NDArray[np.int32] = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
+        # Nobody writes, but torch wants memory that could be written: "c" keeps that away from the file.
+        tokens: NDArray[np.int32] = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="c")
         return cls(tokens, np.load(folder / "starts.npy"), text_bytes)
+
+    def starts_between(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Where documents start among the tokens from `begin` to before `end`, counted from `begin`."""
+        first, last = np.searchsorted(self.starts, (begin, end))
+        return self.starts[first:last] - begin
 
 
 def write_stream(batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -109,7 +116,7 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         begin = index * self.stride
         input_ids = np.asarray(self.stream.tokens[begin : begin + self.length], dtype=np.int64)
         labels = input_ids.copy()
-        starts = self._starts_between(begin, begin + self.length)
+        starts = self.stream.starts_between(begin, begin + self.length)
         labels[starts] = IGNORED
         padding = (0, self.length - len(input_ids))
         item: dict[str, NDArray[Any]] = {
@@ -125,9 +132,51 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         """Tokens at the end of the stream that no window holds."""
         return max(0, len(self.stream.tokens) - (self.count - 1) * self.stride - self.length)
 
-    def _starts_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        first, last = np.searchsorted(self.stream.starts, (begin, end))
-        return self.stream.starts[first:last] - begin
+    def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
+        """The batches of one process, where all sequences are to be read once."""
+        indices = range(process, self.count, processes)
+        for begin in range(0, len(indices), batch_size):
+            yield indices[begin : begin + batch_size]
+
+
+class StreamSegments(Dataset[dict[str, Tensor]]):
+    """A token stream as contiguous parts that are read side by side, for a model that remembers what it has read.
+
+    Item `segment * parts + part` is one segment of one part, so that the next segments of all parts are `parts` items
+    in a row. Each holds `input_ids`, and `labels` and `shift_labels`, both the tokens that come next, all [T]: the
+    last token of a segment predicts the first of the next one. Every token is predicted once, unless it is a start
+    token, the very first, or one of up to `parts - 1` at the end; the last segment of a part is padded.
+    """
+
+    def __init__(self, stream: TokenStream, length: int, *, parts: int, pad: int) -> None:
+        self.stream, self.length, self.parts, self.pad = stream, length, parts, pad
+        self.cut = TokenStreams.cut(torch.from_numpy(stream.tokens), parts, length)
+
+    def __len__(self) -> int:
+        return len(self.cut) * self.parts
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        segment, part = divmod(index, self.parts)
+        input_ids, targets = (side[part].long() for side in self.cut[segment])
+        begin = part * self.cut.inputs.shape[1] + segment * self.length + 1
+        targets[self.stream.starts_between(begin, begin + len(targets))] = IGNORED
+        padding = (0, self.length - len(input_ids))
+        targets = nn.functional.pad(targets, padding, value=IGNORED)
+        input_ids = nn.functional.pad(input_ids, padding, value=self.pad)
+        return {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
+
+    @property
+    def unused_tokens(self) -> int:
+        """Tokens at the end of the stream that are neither read nor predicted."""
+        return len(self.stream.tokens) - self.cut.inputs.numel() - 1
+
+    def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
+        """All segments in order for the first process: what one has read, the next one's memory must know."""
+        if process == 0:
+            yield from (range(begin, begin + self.parts) for begin in range(0, len(self), self.parts))
+
+
+Sequences = PackedSequences | StreamSegments
 
 
 def restarting_positions(starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:

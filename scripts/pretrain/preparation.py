@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import UserError
 from . import documents, run_folder, tokenizer
 from .arguments import PretrainArguments
-from .packing import PackedSequences, TokenStream, write_stream
+from .packing import PackedSequences, Sequences, StreamSegments, TokenStream, write_stream
 from .run_folder import RunFolder
 
 SOURCE_FILE = "source.json"
@@ -53,12 +53,16 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     return source
 
 
-def open_sequences(data: Path, arguments: PretrainArguments, pad: int) -> tuple[PackedSequences, PackedSequences]:
-    """The packed training and validation sequences.
+def open_sequences(
+    data: Path, arguments: PretrainArguments, pad: int, global_batch: int
+) -> tuple[Sequences, Sequences]:
+    """The training and validation sequences: packed, or as streams, one for each sequence of an update.
 
     Raises:
-        UserError: the training data is shorter than one sequence.
+        UserError: the training data is shorter than one sequence, or one of each stream.
     """
+    if arguments.carry_memory:
+        return open_streams(data, arguments, pad, global_batch)
     train, validation = (
         PackedSequences(
             TokenStream.open(data / split),
@@ -75,6 +79,23 @@ def open_sequences(data: Path, arguments: PretrainArguments, pad: int) -> tuple[
             f"sequence_length={arguments.sequence_length}; lower it or give more data"
         )
     return train, validation
+
+
+def open_streams(
+    data: Path, arguments: PretrainArguments, pad: int, streams: int
+) -> tuple[StreamSegments, StreamSegments]:
+    """The training text as streams, and the validation text as one."""
+    train, validation = (TokenStream.open(data / split) for split in ("train", "validation"))
+    length = arguments.sequence_length
+    if len(train.tokens) <= streams * length:
+        raise UserError(
+            f"{arguments.dataset} has {len(train.tokens)} tokens for training, too few for {streams} streams of "
+            f"sequence_length={length} or more; lower it or the global batch, or give more data"
+        )
+    return (
+        StreamSegments(train, length, parts=streams, pad=pad),
+        StreamSegments(validation, length, parts=1, pad=pad),
+    )
 
 
 def _read_source(data: Path) -> Source | None:

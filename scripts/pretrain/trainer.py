@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..memory import NoMemory
 from . import checkpoint
 from .arguments import PretrainArguments
 from .checkpoint import Fingerprint, Progress
 from .metrics import MetricsLog
 from .optimizer import CosineSchedule, group_schedules, prepare_update
 from .order import ProcessBatches, TrainingOrder
-from .packing import PackedSequences
+from .packing import Sequences
 from .run_folder import RunFolder
 from .validation import Validation, count_targets, validate
 
@@ -42,8 +43,9 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     schedule: CosineSchedule
     order: TrainingOrder
-    train_sequences: PackedSequences
-    validation_sequences: PackedSequences
+    train_sequences: Sequences
+    validation_sequences: Sequences
+    memory: NoMemory
     run: RunFolder
     metrics: MetricsLog
     fingerprint: Fingerprint
@@ -99,14 +101,15 @@ class Trainer:
     def _accumulate(self, batches: list[Batch]) -> Tensor:
         """Runs all forward and backward passes of one update; returns the mean loss over all processes."""
         device, processes = self.accelerator.device, self.accelerator.num_processes
-        targets = torch.tensor(sum(count_targets(batch["labels"]) for batch in batches), device=device)
-        targets = self.accelerator.reduce(targets, reduction="sum")
+        counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
+        targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
+        self.memory.begin(self.progress.step)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-                loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
+                loss = self.memory.read(self.model, {**batch, "num_items_in_batch": targets}, index)
                 # Gradients are averaged over processes, while each loss is already a share of the sum over them.
                 self.accelerator.backward(loss * processes)
             total += loss.detach()
@@ -156,13 +159,13 @@ class Trainer:
         self.metrics.write({**record, **asdict(validation)})
         return validation
 
-    def _validation_inputs(self) -> tuple[Accelerator, nn.Module, PackedSequences, int]:
-        return self.accelerator, self.model, self.validation_sequences, self.arguments.batch_size
+    def _validation_inputs(self) -> tuple[Accelerator, nn.Module, Sequences, int, NoMemory]:
+        sequences, batch_size = self.validation_sequences, self.arguments.batch_size
+        return self.accelerator, self.model, sequences, batch_size, self.memory.fresh()
 
     def _save(self) -> None:
-        checkpoint.save(
-            self.accelerator, self.run.checkpoints, self.progress, self.fingerprint, self.arguments.keep_checkpoints
-        )
+        folder, keep = self.run.checkpoints, self.arguments.keep_checkpoints
+        checkpoint.save(self.accelerator, folder, self.progress, self.memory, self.fingerprint, keep)
 
     def _due(self, every: int) -> bool:
         return self.progress.step % every == 0 or self.progress.step == self.schedule.max_steps

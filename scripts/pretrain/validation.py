@@ -1,7 +1,6 @@
 """Loss, perplexity and bits per byte of held-out text."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from .packing import IGNORED, PackedSequences
+from ..memory import NoMemory
+from .packing import IGNORED, Sequences
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(accelerator: Accelerator, model: nn.Module, sequences: PackedSequences, batch_size: int) -> Validation:
-    """Scores every target once, the processes taking turns; the model is left in the mode it was in."""
+def validate(
+    accelerator: Accelerator, model: nn.Module, sequences: Sequences, batch_size: int, memory: NoMemory
+) -> Validation:
+    """Scores every target once; the model is left in the mode it was in.
+
+    Args:
+        memory: an empty one.
+    """
     unwrapped = accelerator.unwrap_model(model)
     was_training = unwrapped.training
     unwrapped.eval()
     nats, targets = 0.0, 0
-    for batch in _batches_of_process(accelerator, sequences, batch_size):
-        targets += count_targets(batch["labels"])
+    for indices in sequences.share(accelerator.process_index, accelerator.num_processes, batch_size):
+        batch = default_collate([sequences[index] for index in indices])
+        targets += count_targets(batch["labels"], batch.get("shift_labels"))
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         one = torch.ones((), device=accelerator.device)
-        nats += unwrapped(**batch, use_cache=False, num_items_in_batch=one).loss.item()
+        nats += memory.read(unwrapped, {**batch, "num_items_in_batch": one}).item()
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
     return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)
 
 
-def count_targets(labels: Tensor) -> int:
-    """How many positions of labels [B, T] are predicted, given that the model shifts them by one."""
-    return int((labels[:, 1:] != IGNORED).sum())
-
-
-def _batches_of_process(
-    accelerator: Accelerator, sequences: PackedSequences, batch_size: int
-) -> Iterator[dict[str, Tensor]]:
-    indices = range(accelerator.process_index, len(sequences), accelerator.num_processes)
-    for begin in range(0, len(indices), batch_size):
-        yield default_collate([sequences[index] for index in indices[begin : begin + batch_size]])
+def count_targets(labels: Tensor, shift_labels: Tensor | None = None) -> int:
+    """How many tokens are predicted: of `shift_labels` [B, T], or of labels [B, T] that the model shifts by one."""
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    return int((targets != IGNORED).sum())

@@ -236,7 +236,7 @@ def test_command_line_writes_complete_results(
     }  # fmt: skip
     assert content["settings"] == {
         "tasks": ["builtin_heldout", TASK], "num_fewshot": [1], "limit": 12, "batch_size": 8, "max_length": CONTEXT,
-        "truncate": False, "seed": 5,
+        "truncate": False, "carry_memory": False, "segment": None, "seed": 5,
     }  # fmt: skip
     assert set(content["environment"]) == {"date", "hardware", "threads", "versions"}
     assert [result["task"] for result in content["tasks"]] == ["builtin_heldout", DIRECT, TASK]
