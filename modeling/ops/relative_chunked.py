@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .masking import split_mask
 from .relative_eager import relative_eager
 
+# Queries of a chunk.
 CHUNK = 64
+# The first arguments of the op, which have gradients.
+DIFFERENTIABLE = 6
 
 
 class Terms(NamedTuple):
@@ -48,6 +50,8 @@ def relative_chunked(
 ) -> tuple[Tensor, None]:
     """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
 
+    Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
+
     A single query, and queries that do not end where the keys end, take the definition: there it is linear too, and
     such calls come from decoding.
     """
@@ -69,60 +73,68 @@ def relative_chunked(
         )
         return output, None
     reach = keys if sliding_window is None else min(keys, sliding_window)
-    return _ChunkedRelative.apply(
+    tensors = [
         query,
         key,
         value,
         None if position_embeddings is None else position_embeddings[:reach],
         None if position_bias is None else position_bias[:reach],
         content_bias,
-        scaling,
-        attention_mask,
-        sliding_window,
-        dropout,
-        int(torch.randint(2**62, ())) if dropout else 0,
-    ), None
+    ]
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    seed = torch.randint(2**62, ()) if dropout else None
+    return _forward_op(*tensors, attention_mask, seed, scaling, sliding_window, dropout), None
 
 
-class _ChunkedRelative(torch.autograd.Function):
-    """Saves its inputs and the output, and nothing that grows with `T * S`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        embeddings: Tensor | None,
-        bias: Tensor | None,
-        content_bias: Tensor | None,
-        scaling: float,
-        attention_mask: Tensor | None,
-        sliding_window: int | None,
-        dropout: float,
-        seed: int,
-    ) -> Tensor:
+@torch.library.custom_op("dynattn::relative_chunked", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    dropout: float,
+) -> Tensor:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        output = torch.empty_like(terms.query)
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
             probs = chunk.probabilities(terms, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             probs = probs if kept is None else probs * kept
-            output[:, :, chunk.queries] = probs @ terms.value[:, :, chunk.keys]
-        ctx.save_for_backward(query, key, value, embeddings, bias, content_bias, attention_mask, output)
-        ctx.settings = scaling, sliding_window, dropout, seed
-        return output.permute(1, 2, 0, 3)
+            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = probs @ terms.value[:, :, chunk.keys]
+        return output
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, attention_mask, output = ctx.saved_tensors
-        scaling, sliding_window, dropout, seed = ctx.settings
-        terms = _heads_first(*inputs, attention_mask)
+
+@torch.library.custom_op("dynattn::relative_chunked_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor,
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    dropout: float,
+) -> list[Tensor]:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
         grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:6]), None, None)  # type: ignore[arg-type]
+        delta = (grad_output * output).sum(-1, keepdim=True).permute(2, 0, 1, 3)  # [H, B, T, 1]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
-        delta = (grad_output * output).sum(-1, keepdim=True)  # [H, B, T, 1]
-        for chunk in _chunks(terms.query.shape[2], terms.key.shape[2], sliding_window):
+        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
             probs = chunk.probabilities(terms, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             grad_rows = grad_output[:, :, chunk.queries]
@@ -131,7 +143,33 @@ class _ChunkedRelative(torch.autograd.Function):
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
             grad_scores = grad_probs.sub_(delta[:, :, chunk.queries]).mul_(probs).mul_(scaling)
             chunk.accumulate(terms, grads, grad_scores)
-        return (*_as_given(grads), None, None, None, None, None)
+        return _as_given(grads)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    batch, heads, queries, width = query.shape
+    return query.new_empty(batch, queries, heads, width)
+
+
+@_backward_op.register_fake
+def _(grad_output: Tensor, output: Tensor, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, *inputs[: DIFFERENTIABLE + 2])
+    ctx.settings = inputs[DIFFERENTIABLE + 2 :]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    output, *tensors = ctx.saved_tensors
+    grads = iter(_backward_op(grad_output, output, *tensors, *ctx.settings))
+    given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
+    return *given, None, None, *(None for _ in ctx.settings)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Chunk(NamedTuple):
@@ -184,11 +222,11 @@ class _Chunk(NamedTuple):
                 grad_query += (unshifted @ self._table_rows(terms.embeddings)).view_as(grad_query)
         grads.query[:, :, self.queries] = grad_query
 
-    def dropout_mask(self, probs: Tensor, dropout: float, seed: int) -> Tensor | None:
+    def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
         """What to multiply probabilities by; the same in both passes, because it comes from the seed."""
-        if not dropout:
+        if seed is None:
             return None
-        generator = torch.Generator(probs.device).manual_seed(seed + self.queries.start)
+        generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
         kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
         return kept.to(probs.dtype).div_(1 - dropout)
 
@@ -301,11 +339,12 @@ def _four_dimensions(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _as_given(grads: Terms) -> list[Tensor | None]:
-    """Gradients in the shapes of the op's arguments."""
-    return [
+def _as_given(grads: Terms) -> list[Tensor]:
+    """Gradients in the shapes of the op's arguments, of those that are there."""
+    given = [
         *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
         None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),
         None if grads.bias is None else grads.bias.T.flip(0),
         None if grads.content_bias is None else grads.content_bias[:, 0, 0],
     ]
+    return [grad.contiguous() for grad in given if grad is not None]

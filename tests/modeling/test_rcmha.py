@@ -299,3 +299,28 @@ def test_implementations_that_do_not_know_position_terms_are_refused() -> None:
     assert make().config._attn_implementation == "chunked"
     assert make(attention_type="mha").config._attn_implementation == "sdpa"
     assert make(attention_type="mha", position_scheme="alibi").config._attn_implementation == "chunked"
+
+
+@pytest.mark.parametrize("attention_type", TYPES)
+def test_training_under_autocast_is_near_full_precision(attention_type: str) -> None:
+    gradients = []
+    for enabled in (False, True):
+        model = make(attention_type=attention_type, initializer_range=0.1).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    exact, rounded = gradients
+    assert (exact - rounded).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.slow
+def test_compiled_training_step() -> None:
+    torch.compiler.reset()
+    gradients = []
+    for compiled in (False, True):
+        model = make(initializer_range=0.1).train()
+        step = torch.compile(model, fullgraph=True) if compiled else model
+        step(IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-3)

@@ -354,6 +354,6 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
 
     monkeypatch.setattr(main, "run_one", None)
     assert cli.main([*command, "--steps", "2"]) == 0
-    assert capsys.readouterr().out.count("done before") == 32
+    assert capsys.readouterr().out.count("done before") == 40
     assert cli.main([*command, "--steps", "3"]) == 2
     assert "a run with other settings or another text" in capsys.readouterr().err
