@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .chunked_mask import chunked_mask
 from .composition import DynamicComposition, init_composition
 from .ops.dcmha import resolve_implementation
+from .ops.dcmha_chunked import dcmha_chunked
 from .ops.dcmha_eager import dcmha_eager
 from .rms_norm import RMSNorm
 from .rotary import rotate
@@ -26,19 +28,36 @@ def eager_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The reference op behind Transformers' attention interface, whose masks are complete when they are given."""
-    complete = attention_mask is not None
-    return dcmha_eager(
-        query,
-        key,
-        value,
-        pre=kwargs.get("pre"),
-        post=kwargs.get("post"),
-        scaling=scaling,
-        attention_mask=attention_mask,
-        is_causal=not complete,
-        sliding_window=None if complete else sliding_window,
-    )
+    """The reference op behind Transformers' attention interface."""
+    stages: dict[str, Any] = {"pre": kwargs.get("pre"), "post": kwargs.get("post")}
+    return dcmha_eager(query, key, value, scaling=scaling, **stages, **what_is_seen(attention_mask, sliding_window))
+
+
+def chunked_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`dcmha_chunked` behind Transformers' attention interface."""
+    stages: dict[str, Any] = {"pre": kwargs.get("pre"), "post": kwargs.get("post")}
+    return dcmha_chunked(query, key, value, scaling=scaling, **stages, **what_is_seen(attention_mask, sliding_window))
+
+
+def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
+    """The ops' arguments for a mask from Transformers: one of four dimensions is complete, one of two is padding."""
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
+    visible = None if attention_mask is None else attention_mask[:, None, None, :]
+    return {"attention_mask": visible, "is_causal": True, "sliding_window": sliding_window}
+
+
+AttentionInterface.register("chunked", chunked_attention_forward)
+AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class ComposedAttention(nn.Module):
@@ -68,9 +87,13 @@ class ComposedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`."""
+        """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`.
+
+        `implementation` of the attention op is the configuration's by default.
+        """
         query, key, value = self._project(hidden_states, position_embeddings)
         factors = self.composition(hidden_states) if self.composition is not None else {}
         if past_key_values is not None and "key" in factors:
@@ -81,7 +104,7 @@ class ComposedAttention(nn.Module):
         if self.composition is not None:
             stages["pre"], stages["post"] = self.composition.assemble(factors)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            implementation or self.config._attn_implementation, eager_attention_forward
         )
         output, weights = attend(
             self,

@@ -9,7 +9,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .composed_cache import keep_factors
-from .decoder_inputs import prepare_decoder_inputs
+from .decoder_inputs import implementation_for, prepare_decoder_inputs
 
 
 class DecoderBody:
@@ -38,14 +38,8 @@ class DecoderBody:
         Any dynamic or static cache will do; it keeps composition factors beside keys and values from then on.
 
         Raises:
-            ValueError: the arguments do not fit each other, or `output_attentions` is asked of an implementation that
-                has no attention maps.
+            ValueError: the arguments do not fit each other.
         """
-        if kwargs.get("output_attentions") and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"attn_implementation={self.config._attn_implementation!r} has no attention maps to return; "
-                "use 'eager' for output_attentions=True"
-            )
         hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
             self.config,
             self.embed_tokens,
@@ -68,6 +62,7 @@ class DecoderBody:
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                implementation=implementation_for(self.config, kwargs),
                 **kwargs,
             )
         return BaseModelOutputWithPast(

@@ -11,21 +11,18 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .chunked_mask import chunked_mask
-from .decoder_inputs import prepare_decoder_inputs
+from .decoder_inputs import implementation_for, prepare_decoder_inputs
 from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .headwise_conv import HeadwiseCausalConv, init_conv
 from .memory_cache import SegmentMemoryLayer, carry_memory
 from .ops.relative import RELATIVE, resolve_relative
 from .rotary import RotaryEmbedding, rotate
 from .segment import Segment, describe_segment
-
-logger = logging.get_logger(__name__)
 
 AttentionMaskInterface.register("chunked", chunked_mask)
 
@@ -229,10 +226,6 @@ class RCMHAModel(RCMHAPreTrainedModel):
         Raises:
             ValueError: the arguments do not fit each other, or the segment does not fit the positions.
         """
-        implementation = self.config._attn_implementation
-        if kwargs.get("output_attentions") and implementation != "eager":
-            logger.warning_once(f"attn_implementation={implementation!r} has no attention maps; 'eager' makes them")
-            implementation = "eager"
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
@@ -271,7 +264,7 @@ class RCMHAModel(RCMHAPreTrainedModel):
                 attention_mask=mask,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
-                implementation=implementation,
+                implementation=implementation_for(self.config, kwargs),
                 **kwargs,
             )
         return BaseModelOutputWithPast(

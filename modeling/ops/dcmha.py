@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from .dcmha_chunked import dcmha_chunked
 from .dcmha_eager import dcmha_eager
 from .plain import plain_attention
 
@@ -42,7 +43,7 @@ class Composition:
     groups: int = 1
 
 
-COMPOSING: dict[str, Attention] = {"eager": dcmha_eager}
+COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked}
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
 
 
@@ -106,7 +107,7 @@ def resolve_implementation(name: str | None, *, composed: bool) -> str:
         ValueError: the name is unknown, or it cannot compose heads.
     """
     if name is None:
-        return "eager" if composed else "sdpa"
+        return "chunked" if composed else "sdpa"
     if composed and name not in COMPOSING:
         usable = " or ".join(map(repr, COMPOSING))
         raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")

@@ -1,27 +1,63 @@
-"""Which keys a query sees, as one boolean tensor."""
+"""Which keys a query sees."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def visible_keys(
-    queries: int, keys: int, *, is_causal: bool, sliding_window: int | None, device: torch.device
-) -> Tensor | None:
-    """Returns `[T, S]`, True where query `t` sees key `s`, or None where every query sees every key.
+class Structure(NamedTuple):
+    """What positions alone decide: which of `keys` keys each of `queries` queries may see.
 
     Queries are aligned to the end of the keys: query `t` stands at position `t + S - T`, sees no later key when
     `is_causal`, and only the nearest `sliding_window` keys, itself included.
     """
+
+    queries: int
+    keys: int
+    is_causal: bool
+    sliding_window: int | None
+
+    def reach(self, queries: slice) -> slice:
+        """Returns the keys that any of these queries sees; empty where there are none."""
+        offset, first, last = self.keys - self.queries, 0, self.keys
+        if self.sliding_window is not None:
+            first = max(0, queries.start + offset - self.sliding_window + 1)
+            last = min(last, queries.stop + offset + self.sliding_window - 1)
+        if self.is_causal:
+            last = min(last, queries.stop + offset)
+        return slice(first, max(first, last))
+
+    def visible(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """Returns `[c, n]`, True where one of these queries sees one of these keys."""
+        position = torch.arange(queries.start, queries.stop, device=device) + (self.keys - self.queries)
+        distance = position[:, None] - torch.arange(keys.start, keys.stop, device=device)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if self.is_causal:
+            visible &= distance >= 0
+        if self.sliding_window is not None:
+            visible &= distance.abs() < self.sliding_window
+        return visible
+
+    def edges(self, queries: slice, keys: slice) -> list[slice]:
+        """Returns the parts of a reach `keys` that some of `queries` do not see."""
+        here, edges = self.keys - self.queries, []
+        if self.sliding_window is not None:
+            edges.append(slice(keys.start, min(keys.stop, queries.stop + here - self.sliding_window)))
+        ahead = 1 if self.is_causal else self.sliding_window
+        if ahead is not None:
+            edges.append(slice(max(keys.start, queries.start + here + ahead), keys.stop))
+        return [edge for edge in edges if edge.start < edge.stop]
+
+
+def visible_keys(
+    queries: int, keys: int, *, is_causal: bool, sliding_window: int | None, device: torch.device
+) -> Tensor | None:
+    """Returns `Structure.visible` for all queries and keys, `[T, S]`, or None where every query sees every key."""
     if not is_causal and sliding_window is None:
         return None
-    position = torch.arange(keys - queries, keys, device=device)
-    distance = position[:, None] - torch.arange(keys, device=device)  # [T, S]
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        visible &= distance >= 0
-    if sliding_window is not None:
-        visible &= distance.abs() < sliding_window
-    return visible
+    structure = Structure(queries, keys, is_causal, sliding_window)
+    return structure.visible(slice(0, queries), slice(0, keys), device)
 
 
 def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

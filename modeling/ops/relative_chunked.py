@@ -131,7 +131,7 @@ def _backward_op(
 ) -> list[Tensor]:
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:6]), None, None)  # type: ignore[arg-type]
+        grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
         delta = (grad_output * output).sum(-1, keepdim=True).permute(2, 0, 1, 3)  # [H, B, T, 1]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):

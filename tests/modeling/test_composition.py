@@ -89,7 +89,7 @@ def test_switching_everything_off_leaves_no_composition(make_model: Callable[...
 
 
 def test_scale_zero_starts_as_identity_and_still_learns(make_model: Callable[..., DCFormerForCausalLM]) -> None:
-    model = make_model(compose_init_scale=0, compose_static=True)
+    model = make_model(compose_init_scale=0, compose_static=True, attn_implementation="eager")
     plain = make_model(compose_pre=False, compose_post=False, attn_implementation="eager")
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if "composition" not in k})
     ids = torch.randint(0, 97, (2, 16))

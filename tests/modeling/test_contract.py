@@ -54,7 +54,7 @@ def test_logits_to_keep(make_model: MakeModel) -> None:
 
 
 def test_recorded_outputs(make_model: MakeModel) -> None:
-    model = make_model()
+    model = make_model(attn_implementation="eager")
     with torch.no_grad():
         output = model(IDS, output_hidden_states=True, output_attentions=True)
     assert [tuple(state.shape) for state in output.hidden_states] == [(2, 14, 48)] * 4
@@ -132,7 +132,7 @@ def test_a_checkpoint_without_composition_weights_gets_fresh_ones(make_model: Ma
     make_model(compose_pre=False, compose_post=False).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, compose_pre=True, compose_post=True, compose_init_scale=0)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation="eager")
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -190,7 +190,17 @@ def test_attention_implementations_that_cannot_serve_are_refused(make_model: Mak
             make_model(attn_implementation=name)
     with pytest.raises(ValueError, match="nonsense"):
         make_model(attn_implementation="nonsense", compose_pre=False, compose_post=False)
-    assert make_model().config._attn_implementation == "eager"
-    plain = make_model(compose_pre=False, compose_post=False)
-    with pytest.raises(ValueError, match="'sdpa' has no attention maps to return; use 'eager'"):
-        plain(IDS, output_attentions=True)
+    assert make_model().config._attn_implementation == "chunked"
+
+
+def test_attention_maps_come_from_any_implementation(make_model: MakeModel) -> None:
+    mask = torch.ones_like(IDS)
+    mask[1, :4] = 0
+    for switches in ({}, {"compose_pre": False, "compose_post": False}):
+        with torch.no_grad():
+            expected = make_model(attn_implementation="eager", **switches)(IDS, mask, output_attentions=True)
+            model = make_model(**switches)
+            output = model(IDS, mask, output_attentions=True)
+        assert model.config._attn_implementation in ("chunked", "sdpa")
+        for weights, eager_weights in zip(output.attentions, expected.attentions, strict=True):
+            torch.testing.assert_close(weights, eager_weights, atol=1e-5, rtol=0)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dynattn.modeling.composed_attention import ComposedAttention
+from dynattn.modeling.ops.dcmha import COMPOSING
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ATTENTION_CASES = sorted(path.name for path in GOLDEN.glob("dcmha_attn_*"))
@@ -91,7 +92,7 @@ def model_weights(tensors: dict[str, Tensor], meta: dict[str, Any], qk_norm: boo
     return ours
 
 
-def build_attention(meta: dict[str, Any]) -> ComposedAttention:
+def build_attention(meta: dict[str, Any], implementation: str) -> ComposedAttention:
     official = meta["config"]
     window = official["window_keys_incl_self"]
     config = DCFormerConfig(
@@ -103,16 +104,17 @@ def build_attention(meta: dict[str, Any]) -> ComposedAttention:
         layer_types=["full_attention" if window is None else "sliding_attention"],
         compose_static=official["use_sw"],
         compose_key_wise=not official["query_wise_only"],
-        attn_implementation="eager",
+        attn_implementation=implementation,
     )
     return ComposedAttention(config, layer_idx=0).double()
 
 
+@pytest.mark.parametrize("implementation", COMPOSING)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_attention_equals_the_official_one_in_float64(name: str) -> None:
+def test_attention_equals_the_official_one_in_float64(name: str, implementation: str) -> None:
     meta, tensors = read_case(name)
     query_wise_only = meta["config"]["query_wise_only"]
-    attention = build_attention(meta)
+    attention = build_attention(meta, implementation)
     official = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
     attention.load_state_dict(attention_weights(official, query_wise_only), strict=True)
     x = tensors["x"].requires_grad_()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
+from dynattn.modeling.ops.dcmha import COMPOSING
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 
@@ -86,6 +87,7 @@ def random_inputs(batch: int, heads: int, kv_heads: int, queries: int, keys: int
     queries=st.integers(1, 5),
     past=st.integers(0, 4),
     window=st.one_of(st.none(), st.integers(1, 6)),
+    implementation=st.sampled_from(list(COMPOSING)),
 )
 def test_every_switch_equals_the_pairwise_definition(
     terms: set[str],
@@ -95,12 +97,15 @@ def test_every_switch_equals_the_pairwise_definition(
     queries: int,
     past: int,
     window: int | None,
+    implementation: str,
 ) -> None:
     keys = queries + past
     query, key, value = random_inputs(2, *heads, queries, keys, 4)
     composition = {stage: random_composition(terms, 2, queries, keys, heads[0], rank) for stage in stages}
     pre, post = composition.get("pre"), composition.get("post")
-    output = dcmha_attention(query, key, value, pre=pre, post=post, sliding_window=window)
+    output = dcmha_attention(
+        query, key, value, pre=pre, post=post, sliding_window=window, implementation=implementation
+    )
     expected = attention_by_pairs(query, key, value, pre, post, causal(queries, keys, window))
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-10)
 

@@ -1,0 +1,89 @@
+"""DCMHA in linear memory, for any device: whole rows of scores for a few queries at a time.
+
+A chunk of queries is composed, normalised and composed again over the keys that it can reach, before the next chunk
+reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .dcmha_chunked_decode import attend_to_cache
+from .dcmha_chunked_loop import Inputs, Settings, attend_op
+
+if TYPE_CHECKING:
+    from .dcmha import Composition
+
+
+def dcmha_chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: "Composition | None",
+    post: "Composition | None",
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+) -> tuple[Tensor, None]:
+    """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
+
+    Every input has an exact gradient, an additive mask included. Products and softmax run in at least float32. Under
+    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled.
+
+    Returns:
+        The output `[B, T, H, D]`, and no attention maps.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attention_mask is not None:
+        attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+    if query.shape[2] == 1:
+        with torch.autocast(query.device.type, enabled=False):
+            return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
+    inputs = Inputs(query, key, value, *_pack(pre), *_pack(post), attention_mask)
+    groups = [1 if stage is None else stage.groups for stage in (pre, post)]
+    output = attend_op(inputs, Settings(scaling, is_causal, sliding_window, *groups))
+    return output, None
+
+
+def _attend_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: "Composition | None",
+    post: "Composition | None",
+    scaling: float,
+    mask: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """A single query stands on the last key, so that causality hides nothing and a window is a slice."""
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
+        pre, post = _last_keys(pre, sliding_window), _last_keys(post, sliding_window)
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask[..., -sliding_window:]
+    return attend_to_cache(query, key, value, pre, post, scaling, mask)
+
+
+def _last_keys(composition: "Composition | None", count: int) -> "Composition | None":
+    if composition is None:
+        return None
+    factors = {name: getattr(composition, name) for name in ("key_down", "key_up", "key_gate")}
+    return replace(composition, **{name: rows[:, -count:] for name, rows in factors.items() if rows is not None})
+
+
+def _pack(composition: "Composition | None") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the rows of queries `[B, T, rows, H]` and of keys `[B, S, rows, H]`, and the static matrix."""
+    if composition is None:
+        return None, None, None
+    sides = []
+    for side in ("query", "key"):
+        down, up, gate = (getattr(composition, f"{side}_{kind}") for kind in ("down", "up", "gate"))
+        rows = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
+        sides.append(torch.cat(rows, dim=2) if rows else None)
+    return sides[0], sides[1], composition.static

@@ -1,0 +1,356 @@
+"""The linear-memory op against the reference op: outputs, every gradient, memory; and models that run on it."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from dynattn import (
+    Composition,
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    dcmha_attention,
+)
+from dynattn.modeling.ops import dcmha_chunked_fused
+from dynattn.modeling.ops.dcmha_chunked_loop import Inputs, Settings, attend, attend_backward
+
+ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate", "static"})
+DYNAMIC = ALL - {"static"}
+MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
+    "padding": lambda b, h, t, s: torch.rand(b, 1, 1, s) > 0.3,
+    "pairs": lambda b, h, t, s: torch.rand(b, 1, t, s) > 0.3,
+    "pairs of heads": lambda b, h, t, s: torch.rand(b, h, t, s) > 0.5,
+    "unbatched": lambda b, h, t, s: torch.rand(t, s) > 0.3,
+    "bias": lambda b, h, t, s: torch.randn(1, h, t, s, dtype=torch.float64).requires_grad_(),
+    "bias of keys": lambda b, h, t, s: torch.randn(b, 1, 1, s, dtype=torch.float64).requires_grad_(),
+    "lowest": lambda b, h, t, s: torch.zeros(b, 1, t, s).double().masked_fill(torch.rand(b, 1, t, s) > 0.7, -1.7e308),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    queries: int
+    keys: int
+    heads: tuple[int, int] = (4, 4)
+    terms: frozenset[str] = ALL
+    stages: tuple[str, ...] = ("pre", "post")
+    rank: int = 2
+    groups: int = 1
+    is_causal: bool = True
+    window: int | None = None
+    mask: str | None = None
+
+
+CASES = [
+    Case(1, 1),
+    Case(1, 63, heads=(8, 2), groups=2),
+    Case(1, 100, window=9, mask="padding"),
+    Case(1, 63, terms=DYNAMIC, mask="bias"),
+    Case(63, 63, rank=1),
+    Case(63, 63, terms=DYNAMIC, stages=("pre",), mask="padding"),
+    Case(100, 100, heads=(6, 1), rank=4, groups=3, stages=("post",)),
+    Case(100, 100, terms=frozenset({"key_gate"}), is_causal=False, mask="unbatched"),
+    Case(100, 100, heads=(4, 2), window=9, terms=frozenset({"key_low_rank"})),
+    Case(100, 100, window=80, terms=frozenset({"query_low_rank", "query_gate"}), mask="pairs"),
+    Case(100, 100, window=1),
+    Case(100, 100, window=20, is_causal=False, mask="bias of keys"),
+    Case(257, 257, terms=DYNAMIC, heads=(4, 2)),
+    Case(257, 257, terms=frozenset({"static"}), window=70),
+    Case(100, 257, mask="pairs of heads", groups=2),
+    Case(63, 257, window=100, mask="lowest"),
+    Case(100, 63, mask="bias"),  # queries before the first key see nothing
+    Case(257, 257, stages=()),
+]
+
+
+def random_composition(
+    terms: frozenset[str], batch: int, queries: int, keys: int, heads: int, rank: int = 2, **other: Any
+) -> Composition:
+    def factor(*shape: int) -> Tensor:
+        return (torch.randn(*shape, dtype=torch.float64) * 0.4).requires_grad_()
+
+    given: dict[str, Tensor] = {}
+    for side, length in (("query", queries), ("key", keys)):
+        if f"{side}_low_rank" in terms:
+            given[f"{side}_down"] = factor(batch, length, rank, heads)
+            given[f"{side}_up"] = factor(batch, length, rank, heads)
+        if f"{side}_gate" in terms:
+            given[f"{side}_gate"] = factor(batch, length, heads)
+    if "static" in terms:
+        given["static"] = factor(heads, heads)
+    return Composition(**given, **other)
+
+
+def factors_of(composition: Composition | None) -> list[Tensor]:
+    values = [getattr(composition, field.name) for field in fields(Composition)] if composition else []
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
+    heads, kv_heads = case.heads
+    shapes = ((heads, case.queries), (kv_heads, case.keys), (kv_heads, case.keys))
+    tensors = [torch.randn(2, h, length, 8, dtype=torch.float64, requires_grad=True) for h, length in shapes]
+    keywords: dict[str, Any] = {"is_causal": case.is_causal, "sliding_window": case.window}
+    for stage in case.stages:
+        shape = (2, case.queries, case.keys, heads, case.rank)
+        keywords[stage] = random_composition(case.terms, *shape, groups=case.groups)
+        tensors += factors_of(keywords[stage])
+    if case.mask is not None:
+        mask = keywords["attention_mask"] = MASKS[case.mask](2, heads, case.queries, case.keys)
+        tensors += [mask] if mask.requires_grad else []
+    return tensors, keywords
+
+
+def run(tensors: list[Tensor], keywords: dict[str, Any], implementation: str) -> tuple[Tensor, ...]:
+    """The output, then the gradients of all tensors."""
+    output = dcmha_attention(*tensors[:3], **keywords, implementation=implementation)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype)
+    return output, *torch.autograd.grad(output, tensors, upstream)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_all_gradients_equal_the_reference_in_float64(case: Case) -> None:
+    tensors, keywords = random_inputs(case)
+    expected = run(tensors, keywords, "eager")
+    for ours, theirs in zip(run(tensors, keywords, "chunked"), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [Case(257, 257, heads=(4, 2)), Case(193, 193, terms=DYNAMIC, groups=2, window=70)], ids=str
+)
+def test_compiled_chunks_equal_the_reference_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", "1")
+    tensors, keywords = random_inputs(case)
+    expected = run(tensors, keywords, "eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="composing without torch.compile")
+        results = run(tensors, keywords, "chunked")
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_without_a_working_compiler_chunks_are_composed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setenv("DYNATTN_COMPILE", "1")
+    monkeypatch.setattr(dcmha_chunked_fused, "_compiled", lambda _: no_compiler)
+    monkeypatch.setattr(dcmha_chunked_fused, "_broken", False)
+    tensors, keywords = random_inputs(Case(100, 100))
+    with pytest.warns(
+        UserWarning, match="composing without torch.compile, which failed: no C\\+\\+ compiler"
+    ) as caught:
+        results = run(tensors, keywords, "chunked")
+    assert len(caught) == 1
+    for ours, theirs in zip(results, run(tensors, keywords, "eager"), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_an_unknown_compile_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", "yes")
+    tensors, keywords = random_inputs(Case(5, 5))
+    with pytest.raises(ValueError, match="DYNATTN_COMPILE='yes' is not known; use '0', '1' or 'auto'"):
+        run(tensors, keywords, "chunked")
+
+
+@pytest.mark.parametrize("case", [Case(100, 100, terms=DYNAMIC), Case(1, 100, terms=DYNAMIC)], ids=str)
+def test_bfloat16_is_as_exact_as_the_reference_is(case: Case) -> None:
+    tensors, keywords = random_inputs(case)
+    truth = run(tensors, keywords, "eager")
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+    factors = iter(low[3:])
+    names = [field.name for field in fields(Composition) if isinstance(getattr(keywords["pre"], field.name), Tensor)]
+    for stage in case.stages:
+        keywords[stage] = Composition(**{name: next(factors) for name in names})
+    noise = run(low, keywords, "eager")
+    for ours, theirs, true in zip(run(low, keywords, "chunked"), noise, truth, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    tensors, keywords = random_inputs(Case(100, 100))
+    clean = dcmha_attention(*tensors[:3], **keywords, implementation="chunked")
+    with torch.no_grad():
+        tensors[0][0, 1, 70] = torch.nan
+    output = dcmha_attention(*tensors[:3], **keywords, implementation="chunked")
+    assert output[0, 70].isnan().all()
+    others = torch.ones(2, 100, dtype=torch.bool)
+    others[0, 70] = False
+    assert torch.equal(output[others], clean[others])
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_rows_without_a_visible_key_give_zeros_and_finite_gradients(queries: int) -> None:
+    tensors, keywords = random_inputs(Case(queries, queries))
+    mask = torch.ones(2, 1, queries, queries, dtype=torch.bool)
+    mask[0, :, 0] = False
+    output, *gradients = run(tensors, {**keywords, "attention_mask": mask}, "chunked")
+    assert output[0, 0].abs().max() == 0 and output[1, 0].abs().min() > 0
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_nothing(reentrant: bool) -> None:
+    tensors, keywords = random_inputs(Case(100, 100))
+
+    def op(*qkv: Tensor) -> Tensor:
+        return dcmha_attention(*qkv, **keywords, implementation="chunked")
+
+    expected = run(tensors, keywords, "chunked")[1:]
+    output = checkpoint(op, *tensors[:3], use_reentrant=reentrant)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).double()
+    output.backward(upstream)
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, atol=1e-12, rtol=1e-12)
+
+
+def test_autocast_gives_its_dtype() -> None:
+    tensors, keywords = random_inputs(Case(70, 70, terms=DYNAMIC))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = run(tensors, keywords, "chunked")
+    assert results[0].dtype == torch.bfloat16
+    truth = run(tensors, keywords, "eager")[0]
+    assert (results[0] - truth).abs().max() < 0.03 * truth.abs().max()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any result of an operator had room for."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_no_map_over_all_pairs_is_ever_in_memory(window: int | None) -> None:
+    length, heads = 1024, 8
+    query, key, value = (torch.randn(1, heads, length, 8) for _ in range(3))
+    rows = [torch.randn(1, length, 5, heads) for _ in range(4)]
+    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None)
+    settings = Settings(1.0, True, window, 1, 1)
+    with Largest() as largest:
+        output = attend(inputs, settings)
+        attend_backward(output, inputs, settings, mask_needs_grad=False)
+    pairs = heads * length * (length if window is None else 2 * window)
+    assert largest.elements < pairs * (0.5 if window is None else 1.0)
+
+
+def make(family: str) -> PreTrainedModel:
+    config_class, model_class = {
+        "dcformer": (DCFormerConfig, DCFormerForCausalLM),
+        "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM),
+    }[family]
+    config = config_class(
+        vocab_size=89,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.12,
+        compose_init_scale=30.0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return model_class(config).eval()
+
+
+def whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(ids).logits
+
+
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    return model(ids, attention_mask=mask).logits[mask.bool()]
+
+
+def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    positions = torch.cat([torch.arange(50), torch.arange(ids.shape[1] - 50)])[None].expand(ids.shape[0], -1)
+    return model(ids, position_ids=positions, use_cache=False).logits
+
+
+def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    chunks = [ids[:, :70], ids[:, 70:80], *ids[:, 80:].split(1, dim=1)]
+    return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+
+
+def padded_and_cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache, mask, logits = DynamicCache(config=model.config), torch.ones_like(ids), []
+    mask[1, :30] = 0
+    for start, stop in ((0, 70), (70, 80), (80, 81), (81, ids.shape[1])):
+        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)[mask.bool()]
+
+
+def static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = StaticCache(config=model.config, max_cache_len=120)
+    chunks = [ids[:, :70], *ids[:, 70:].split(1, dim=1)]
+    return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+
+
+def generated(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return tokens.double()
+
+
+@pytest.mark.parametrize("way", [whole, left_padded, packed, cached, padded_and_cached, static, generated])
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
+@torch.no_grad()
+def test_models_give_the_logits_of_the_reference(family: str, way: Callable[[PreTrainedModel, Tensor], Tensor]) -> None:
+    model = make(family).double()
+    ids = torch.randint(1, 89, (2, 101))
+    model.set_attn_implementation("eager")
+    expected = way(model, ids)
+    model.set_attn_implementation("chunked")
+    torch.testing.assert_close(way(model, ids), expected, atol=1e-9, rtol=0)
+
+
+def test_the_model_takes_it_by_default_and_a_padding_mask_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("dcformer")
+    assert model.config._attn_implementation == "chunked"
+    seen: list[Any] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    ids = torch.randint(1, 89, (2, 40))
+    mask = torch.ones_like(ids)
+    model(ids, attention_mask=mask)
+    assert seen == [None, None]
+    mask[1, :7] = 0
+    model(ids, attention_mask=mask)
+    assert [tuple(given.shape) for given in seen[2:]] == [(2, 40)] * 2
+
+
+@pytest.mark.slow
+def test_a_whole_model_compiles_into_one_graph_for_training() -> None:
+    model = make("dcformer").double()
+    ids = torch.randint(1, 89, (2, 70))
+    expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, list(model.parameters()))
+    compiled = torch.compile(model, fullgraph=True)
+    loss = compiled(ids, labels=ids, use_cache=False).loss
+    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # the loss itself is taken in float32
