@@ -11,41 +11,33 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .chunked_mask import chunked_mask
 from .composition import DynamicComposition, init_composition
-from .ops.dcmha import resolve_implementation
+from .ops.dcmha import Composition, resolve_implementation
 from .ops.dcmha_chunked import dcmha_chunked
 from .ops.dcmha_eager import dcmha_eager
+from .ops.dcmha_triton import dcmha_triton
 from .rms_norm import RMSNorm
 from .rotary import rotate
 
 
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """The reference op behind Transformers' attention interface."""
-    stages: dict[str, Any] = {"pre": kwargs.get("pre"), "post": kwargs.get("post")}
-    return dcmha_eager(query, key, value, scaling=scaling, **stages, **what_is_seen(attention_mask, sliding_window))
+def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Puts an op behind Transformers' attention interface."""
 
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        sliding_window: int | None = None,
+        pre: Composition | None = None,
+        post: Composition | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        seen = what_is_seen(attention_mask, sliding_window)
+        return attend(query, key, value, pre=pre, post=post, scaling=scaling, **seen)
 
-def chunked_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`dcmha_chunked` behind Transformers' attention interface."""
-    stages: dict[str, Any] = {"pre": kwargs.get("pre"), "post": kwargs.get("post")}
-    return dcmha_chunked(query, key, value, scaling=scaling, **stages, **what_is_seen(attention_mask, sliding_window))
+    return forward
 
 
 def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
@@ -56,8 +48,10 @@ def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> d
     return {"attention_mask": visible, "is_causal": True, "sliding_window": sliding_window}
 
 
-AttentionInterface.register("chunked", chunked_attention_forward)
-AttentionMaskInterface.register("chunked", chunked_mask)
+eager_attention_forward = attention_function(dcmha_eager)
+for _name, _attend in (("chunked", dcmha_chunked), ("triton", dcmha_triton)):
+    AttentionInterface.register(_name, attention_function(_attend))
+    AttentionMaskInterface.register(_name, chunked_mask)
 
 
 class ComposedAttention(nn.Module):

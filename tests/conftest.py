@@ -9,6 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+# Without a GPU, Triton's kernels run in its interpreter; Triton asks once, when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 # Uninitialised memory is filled with NaN, so that a path that reads what nothing wrote fails loudly.
 torch.utils.deterministic.fill_uninitialized_memory = True

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .dcmha_chunked import dcmha_chunked
 from .dcmha_eager import dcmha_eager
+from .dcmha_triton import dcmha_triton
 from .plain import plain_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -43,7 +44,7 @@ class Composition:
     groups: int = 1
 
 
-COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked}
+COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked, "triton": dcmha_triton}
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
 
 

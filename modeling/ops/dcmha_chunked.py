@@ -45,7 +45,7 @@ def dcmha_chunked(
     if query.shape[2] == 1:
         with torch.autocast(query.device.type, enabled=False):
             return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
-    inputs = Inputs(query, key, value, *_pack(pre), *_pack(post), attention_mask)
+    inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask)
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
     output = attend_op(inputs, Settings(scaling, is_causal, sliding_window, *groups))
     return output, None
@@ -77,7 +77,7 @@ def _last_keys(composition: "Composition | None", count: int) -> "Composition | 
     return replace(composition, **{name: rows[:, -count:] for name, rows in factors.items() if rows is not None})
 
 
-def _pack(composition: "Composition | None") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def pack_factors(composition: "Composition | None") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the rows of queries `[B, T, rows, H]` and of keys `[B, S, rows, H]`, and the static matrix."""
     if composition is None:
         return None, None, None

@@ -1,0 +1,208 @@
+"""What the kernels of `dcmha_triton` are made of: tiles `[block_t, block_s]` of one head, and what composes them."""
+
+from typing import NamedTuple
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+class Patch(NamedTuple):
+    """What a program works on. Positions count from the chunk's first query and key."""
+
+    item: tl.tensor
+    t: tl.tensor  # [block_t]
+    s: tl.tensor  # [block_s]
+    in_queries: tl.tensor  # [block_t], whether there is such a query
+    in_keys: tl.tensor  # [block_s]
+    heads: tl.tensor
+    sizes: tuple  # `Sizes`
+
+
+@triton.jit
+def make_patch(sizes, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+    """The patch of this program."""
+    t = tl.program_id(1) * block_t + tl.arange(0, block_t)
+    s = tl.program_id(0) * block_s + tl.arange(0, block_s)
+    return Patch(tl.program_id(2).to(tl.int64), t, s, t < sizes.queries, s < sizes.keys, heads, sizes)
+
+
+@triton.jit
+def make_visible(where, patch):
+    """`[block_t, block_s]`, whether a query sees a key."""
+    t, s = patch.t[:, None], patch.s[None, :]
+    back = t + where.distance - s
+    visible = (back <= where.behind) & (back >= -where.ahead) & (s < where.real_keys) & patch.in_queries[:, None]
+    if where.mask is not None:
+        item, query, key = where.mask_strides
+        offsets = patch.item * item + t * query + s * key
+        visible = visible & (tl.load(where.mask + offsets, mask=visible, other=0) != 0)
+    return visible
+
+
+@triton.jit
+def make_stage(query_side, key_side, patch, query_rows: tl.constexpr, key_rows: tl.constexpr):
+    """One stage as (down, up, gate), each of them (rows of queries, rows of keys)."""
+    queries = (query_side, patch.t, patch.in_queries, patch.sizes.all_queries)
+    keys = (key_side, patch.s, patch.in_keys, patch.sizes.all_keys)
+    query_rank: tl.constexpr = query_rows // 2
+    key_rank: tl.constexpr = key_rows // 2
+    down = (_rows(queries, patch, query_rows, 0, query_rank), _rows(keys, patch, key_rows, 0, key_rank))
+    up = (
+        _rows(queries, patch, query_rows, query_rank, 2 * query_rank),
+        _rows(keys, patch, key_rows, key_rank, 2 * key_rank),
+    )
+    gate = (
+        _rows(queries, patch, query_rows, 2 * query_rank, query_rows),
+        _rows(keys, patch, key_rows, 2 * key_rank, key_rows),
+    )
+    return (down, up, gate)
+
+
+@triton.jit
+def transposed(stage):
+    """What takes gradients of this stage's composition back to what was composed."""
+    return (stage[1], stage[0], stage[2])
+
+
+@triton.jit
+def _rows(side, patch, count: tl.constexpr, first: tl.constexpr, last: tl.constexpr):
+    """Rows `first` up to `last` of a side `[items, count, H, length]`; positions and length stay with each pointer."""
+    rows = ()
+    for row in tl.static_range(first, last):
+        rows += ((side[0] + (patch.item * count + row) * patch.heads * side[3], side[1], side[2], side[3]),)
+    return rows
+
+
+@triton.jit
+def _factor(row, head):
+    """One head's number for each query, `[block_t]`, or for each key, `[block_s]`."""
+    return tl.load(row[0] + head * row[3] + row[1], mask=row[2], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def no_hidden(stage, block_t: tl.constexpr, block_s: tl.constexpr):
+    """A zero for each hidden map of a stage: those that queries' rows make, then those that keys' rows make."""
+    hidden = ()
+    for _ in tl.static_range(len(stage[0][0]) + len(stage[0][1])):
+        hidden += (tl.zeros([block_t, block_s], tl.float32),)
+    return hidden
+
+
+@triton.jit
+def gather(hidden, tile, down, head):
+    """Adds one head's part to the hidden maps."""
+    gathered = ()
+    for index in tl.static_range(len(down[0])):
+        gathered += (hidden[index] + tile * _factor(down[0][index], head)[:, None],)
+    for index in tl.static_range(len(down[1])):
+        gathered += (hidden[len(down[0]) + index] + tile * _factor(down[1][index], head)[None, :],)
+    return gathered
+
+
+@triton.jit
+def hidden_maps(maps, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+    """The hidden maps of maps that lie in memory."""
+    hidden = no_hidden(stage, block_t, block_s)
+    if len(hidden) > 0:
+        for head in range(heads):
+            hidden = gather(hidden, load(maps, patch, head), stage[0], head)
+    return hidden
+
+
+@triton.jit
+def compose(tile, hidden, stage, head):
+    """One head of a composition, from the head itself and the hidden maps of all."""
+    composed, up, gate = tile, stage[1], stage[2]
+    for index in tl.static_range(len(up[0])):
+        composed += hidden[index] * _factor(up[0][index], head)[:, None]
+    for index in tl.static_range(len(up[1])):
+        composed += hidden[len(up[0]) + index] * _factor(up[1][index], head)[None, :]
+    for index in tl.static_range(len(gate[0])):
+        composed += tile * _factor(gate[0][index], head)[:, None]
+    for index in tl.static_range(len(gate[1])):
+        composed += tile * _factor(gate[1][index], head)[None, :]
+    return composed
+
+
+@triton.jit
+def probability(score, hidden, pre, lse, visible, patch, head):
+    """One head of the softmax over composed scores."""
+    composed = compose(score, hidden, pre, head)
+    return tl.where(visible, tl.exp(composed - load_of_queries(lse, patch, head)[:, None]), 0.0)
+
+
+@triton.jit
+def load(maps, patch, head):
+    """One head's tile of maps `[items, H, c, n]`; zero outside."""
+    base = maps + (patch.item * patch.heads + head) * patch.sizes.queries * patch.sizes.keys
+    inside = patch.in_queries[:, None] & patch.in_keys[None, :]
+    return tl.load(base + patch.t[:, None] * patch.sizes.keys + patch.s[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(maps, tile, patch, head):
+    """Writes what `load` reads."""
+    base = maps + (patch.item * patch.heads + head) * patch.sizes.queries * patch.sizes.keys
+    inside = patch.in_queries[:, None] & patch.in_keys[None, :]
+    tl.store(base + patch.t[:, None] * patch.sizes.keys + patch.s[None, :], tile.to(maps.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_of_queries(numbers, patch, head):
+    """`[block_t]` of one head, from the chunk's part of `[B, H, T]`."""
+    base = numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries
+    return tl.load(base + patch.t, mask=patch.in_queries, other=0.0)
+
+
+@triton.jit
+def store_of_queries(partial, numbers, index, count, patch):
+    """Writes `[block_t]` as number `index` of the `count` that this block of keys says about its queries."""
+    block = patch.item * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partial + (block * count + index) * patch.sizes.queries + patch.t, numbers, mask=patch.in_queries)
+
+
+@triton.jit
+def store_of_keys(partial, numbers, index, count, patch):
+    """Writes `[block_s]` as number `index` of the `count` that this block of queries says about its keys."""
+    block = patch.item * tl.num_programs(1) + tl.program_id(1)
+    tl.store(partial + (block * count + index) * patch.sizes.keys + patch.s, numbers, mask=patch.in_keys)
+
+
+@triton.jit
+def store_of_factors(
+    partial_query,
+    partial_key,
+    tile,
+    grad,
+    hidden,
+    hidden_grads,
+    patch,
+    head,
+    query_rows: tl.constexpr,
+    key_rows: tl.constexpr,
+):
+    """One head's part of the gradients of a stage's rows: `tile` is what was composed, `grad` that of what came out."""
+    query_rank: tl.constexpr = query_rows // 2
+    key_rank: tl.constexpr = key_rows // 2
+    for rank in tl.static_range(query_rank):
+        down = tl.sum(tile * hidden_grads[rank], axis=1)
+        store_of_queries(partial_query, down, rank * patch.heads + head, query_rows * patch.heads, patch)
+        up = tl.sum(grad * hidden[rank], axis=1)
+        store_of_queries(partial_query, up, (query_rank + rank) * patch.heads + head, query_rows * patch.heads, patch)
+    for rank in tl.static_range(key_rank):
+        down = tl.sum(tile * hidden_grads[query_rank + rank], axis=0)
+        store_of_keys(partial_key, down, rank * patch.heads + head, key_rows * patch.heads, patch)
+        up = tl.sum(grad * hidden[query_rank + rank], axis=0)
+        store_of_keys(partial_key, up, (key_rank + rank) * patch.heads + head, key_rows * patch.heads, patch)
+    if query_rows % 2:
+        gate = tl.sum(tile * grad, axis=1)
+        store_of_queries(partial_query, gate, (query_rows - 1) * patch.heads + head, query_rows * patch.heads, patch)
+    if key_rows % 2:
+        gate = tl.sum(tile * grad, axis=0)
+        store_of_keys(partial_key, gate, (key_rows - 1) * patch.heads + head, key_rows * patch.heads, patch)

@@ -1,0 +1,250 @@
+"""What `dcmha_triton` works on: the inputs as kernels take them, and memory for one chunk after the other.
+
+A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` over some items of the batch, `c`
+queries and the `n` keys that they can reach. They live in memory that all chunks share, so that they stay in the
+device's cache.
+
+Scores are kept in float32 for inputs of that dtype. For half precision they are kept in float16 even where inputs are
+bfloat16: three more bits of the logits for the same traffic, at the price of a limit of 65504 on their magnitude.
+Probabilities and gradients have the dtype of the inputs; sums over several chunks are float32.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .masking import Structure
+
+# Queries of a chunk: more make better matrix products, fewer waste less on the triangle of hidden keys.
+ROWS = 128
+# Items of the batch share a chunk while a map has no more elements than this: 32 MiB in half precision.
+LARGEST_MAP = 1 << 24
+# Keys are padded to a multiple of this, and chunks start and stop at one: rows of maps are aligned for wide loads.
+ALIGNMENT = 16
+# Queries and keys of a program's patch, and its warps: 8 entries a thread, which is one wide load in half precision and
+# the most that the hidden maps leave registers for. The backward kernels write partial sums for each patch, so theirs
+# are larger; with more than 5 rows on a side (rank 2 and a gate) they only have registers for 4 entries.
+TILES = {
+    "dcmha_statistics": (16, 64, 4),
+    "dcmha_probs": (16, 64, 4),
+    "dcmha_backward_post": (32, 64, 8),
+    "dcmha_backward_pre": (32, 64, 8),
+}
+TILES_OF_MANY_ROWS = TILES | {"dcmha_backward_post": (16, 64, 8), "dcmha_backward_pre": (16, 64, 8)}
+
+
+class MapInputs(NamedTuple):
+    """What the op is called with; rows are packed: `R` down, `R` up and, if they are odd, a gate."""
+
+    query: Tensor  # [B, H, T, D]
+    key: Tensor  # [B, H_kv, S, D]
+    value: Tensor  # [B, H_kv, S, D]
+    pre_query: Tensor | None  # [B, T, rows, H]
+    pre_key: Tensor | None  # [B, S, rows, H]
+    post_query: Tensor | None
+    post_key: Tensor | None
+    mask: Tensor | None  # boolean, four dimensions that broadcast to [B, 1, T, S]
+
+    @property
+    def rows(self) -> list[Tensor | None]:
+        return [self.pre_query, self.pre_key, self.post_query, self.post_key]
+
+
+class Factors(NamedTuple):
+    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none."""
+
+    pre_query: Tensor | None  # [items, rows, H, c of T]
+    pre_key: Tensor | None  # [items, rows, H, n of S]
+    post_query: Tensor | None
+    post_key: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Lengths; `keys` and `all_keys` are multiples of 16, so that rows are aligned."""
+
+    queries: int  # c
+    keys: int  # n
+    all_queries: int
+    all_keys: int
+
+
+class Visibility(NamedTuple):
+    """Keys from `-ahead` to `behind` positions back are visible, if they are real and the mask, if any, is not zero."""
+
+    distance: int  # from the chunk's first key to its first query
+    behind: int
+    ahead: int
+    real_keys: int
+    mask: Tensor | None  # [items, c, n], 8 bits
+    mask_strides: tuple[int, int, int]
+
+
+class Chunk(NamedTuple):
+    """Some items of the batch, some of their queries, and the keys in their reach."""
+
+    items: slice
+    queries: slice
+    keys: slice
+    arguments: tuple[Factors, Sizes, Visibility]  # of all kernels
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of items, queries and keys."""
+        items, queries, keys = (part.stop - part.start for part in self[:3])
+        return items, queries, keys
+
+
+class Workspace:
+    """The inputs as kernels and matrix products take them, and `maps` buffers that all chunks share."""
+
+    def __init__(
+        self, inputs: MapInputs, scaling: float, is_causal: bool, sliding_window: int | None, maps: int
+    ) -> None:
+        self.batch, self.heads, queries, _ = inputs.query.shape
+        self.kv_heads, keys = inputs.key.shape[1:3]
+        self.kernels = load_kernels(inputs.query.device)
+        self.structure = Structure(queries, keys, is_causal, sliding_window)
+        self.scaling = scaling
+        self.padded_keys = _aligned(keys)
+        self.query, self.key, self.value = inputs.query, self._padded(inputs.key), self._padded(inputs.value)
+        dtype = torch.float32 if self.query.dtype == torch.float32 else torch.float16
+        self.score_query, self.score_key = self.query.to(dtype), self.key.to(dtype)
+        lengths = (queries, self.padded_keys, queries, self.padded_keys)
+        self.factors = Factors(*map(self._kernel_rows, inputs.rows, lengths))
+        self.rows = tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
+        self.tiles = tiles_for(self.rows)
+        self.mask = None
+        if inputs.mask is not None:
+            self.mask = inputs.mask[:, 0].expand(self.batch, queries, keys).view(torch.uint8)
+        self.spans = self._spans()
+        widest = max((keys.stop - keys.start for _, keys in self.spans), default=0)
+        item = self.heads * min(ROWS, queries) * widest
+        self.items = max(1, min(self.batch, LARGEST_MAP // max(1, item)))
+        self.memory = self.query.new_empty(maps, self.items * item)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields all chunks but those whose queries see no key."""
+        for queries, keys in self.spans:
+            for first in range(0, self.batch, self.items):
+                items = slice(first, min(first + self.items, self.batch))
+                yield Chunk(items, queries, keys, self._arguments(items, queries, keys))
+
+    def map(self, index: int, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Returns one of the shared buffers as `[items, H, c, n]`."""
+        items, queries, keys = chunk.counts
+        shape = (items, self.heads, queries, keys)
+        return self.memory[index, : items * self.heads * queries * keys].view(dtype).view(shape)
+
+    def grouped(self, rows: Tensor) -> Tensor:
+        """`[items, H, c, D or n]` to what a product with keys takes, `[items * H_kv, H / H_kv * c, D or n]`."""
+        return rows.reshape(rows.shape[0] * self.kv_heads, -1, rows.shape[-1])
+
+    def of_queries(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """`[B, H, T, D]` to `grouped` rows of the chunk's queries."""
+        return self.grouped(rows[chunk.items, :, chunk.queries])
+
+    def of_keys(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """`[B * H_kv, S, D]` to `[items * H_kv, n, D]`, a view."""
+        return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        """Leaves the scaled scores in the first buffer."""
+        scores = self.map(0, chunk, self.score_key.dtype)
+        query, key = self.of_queries(self.score_query, chunk), self.of_keys(self.score_key, chunk)
+        multiply(query, key.transpose(1, 2), out=self.grouped(scores), scaling=self.scaling)
+        return scores
+
+    def launch(self, name: str, chunk: Chunk, *tensors: Tensor | None) -> None:
+        """Runs a kernel on all patches of a chunk."""
+        block_t, block_s, warps = self.tiles[name]
+        self.kernels[name][self.grid(name, chunk)](
+            *tensors,
+            *chunk.arguments,
+            heads=self.heads,
+            rows=self.rows,
+            block_t=block_t,
+            block_s=block_s,
+            num_warps=warps,
+        )
+
+    def grid(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
+        """Returns the number of patches along the keys, along the queries, and of items."""
+        items, queries, keys = chunk.counts
+        block_t, block_s, _ = self.tiles[name]
+        return -(-keys // block_s), -(-queries // block_t), items
+
+    def partial_of_queries(self, name: str, chunk: Chunk) -> Tensor:
+        """Room for a number of each head and query from each block of keys: `[items, blocks, H, c]`."""
+        blocks, _, items = self.grid(name, chunk)
+        return self.memory.new_empty(items, blocks, self.heads, chunk.counts[1], dtype=torch.float32)
+
+    def _arguments(self, items: slice, queries: slice, keys: slice) -> tuple[Factors, Sizes, Visibility]:
+        cut = zip(self.factors, (queries, keys, queries, keys), strict=True)
+        factors = Factors(*(None if rows is None else rows[items, :, :, side] for rows, side in cut))
+        lengths = (queries.stop - queries.start, keys.stop - keys.start)
+        mask = None if self.mask is None else self.mask[items, queries, keys]
+        return factors, Sizes(*lengths, self.structure.queries, self.padded_keys), self._visibility(queries, keys, mask)
+
+    def _visibility(self, queries: slice, keys: slice, mask: Tensor | None) -> Visibility:
+        structure = self.structure
+        window = structure.sliding_window or structure.queries + structure.keys
+        return Visibility(
+            distance=queries.start + structure.keys - structure.queries - keys.start,
+            behind=window - 1,
+            ahead=0 if structure.is_causal else window - 1,
+            real_keys=structure.keys - keys.start,
+            mask=mask,
+            mask_strides=(0, 0, 0) if mask is None else (mask.stride(0), mask.stride(1), mask.stride(2)),
+        )
+
+    def _spans(self) -> list[tuple[slice, slice]]:
+        """The queries and the keys of all chunks; keys start and stop at a multiple of `ALIGNMENT`."""
+        spans = []
+        for start in range(0, self.structure.queries, ROWS):
+            queries = slice(start, min(start + ROWS, self.structure.queries))
+            keys = self.structure.reach(queries)
+            if keys.start < keys.stop:
+                spans.append((queries, slice(keys.start // ALIGNMENT * ALIGNMENT, _aligned(keys.stop))))
+        return spans
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """`[B, H_kv, S, D]` to `[B * H_kv, S padded, D]`, contiguous; padding is zero."""
+        return F.pad(rows, (0, 0, 0, self.padded_keys - rows.shape[2])).contiguous().flatten(0, 1)
+
+    def _kernel_rows(self, rows: Tensor | None, length: int) -> Tensor | None:
+        """`[B, T or S, rows, H]` to `[B, rows, H, length]`, contiguous; padding is zero."""
+        if rows is None:
+            return None
+        return F.pad(rows.permute(0, 2, 3, 1), (0, length - rows.shape[1])).contiguous()
+
+
+def load_kernels(device: torch.device) -> dict[str, Any]:
+    """Returns the kernels by name; their module is not imported before it is needed.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: Triton does not run on `device`.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"implementation='triton' runs on CUDA devices, not on {device.type!r}; use 'chunked'")
+    from .dcmha_triton_kernels import KERNELS
+
+    return KERNELS
+
+
+def tiles_for(rows: tuple[int, ...]) -> dict[str, tuple[int, int, int]]:
+    """Returns the patch and the warps of each kernel, given the number of rows on each side of each stage."""
+    return TILES_OF_MANY_ROWS if max(rows) > 5 else TILES
+
+
+def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
+    """`out = left @ right * scaling`, scaled before it is rounded."""
+    torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
+
+
+def _aligned(keys: int) -> int:
+    return -(-keys // ALIGNMENT) * ALIGNMENT
