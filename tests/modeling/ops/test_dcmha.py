@@ -178,7 +178,7 @@ def test_bad_calls_say_what_is_wrong() -> None:
     query, key, value = random_inputs(2, 4, 4, 3, 5, 4)
     gate = Composition(query_gate=torch.zeros(2, 3, 4))
     cases = [
-        ({"implementation": "fast"}, r"'fast' does not exist; choose from \['chunked', 'eager', 'sdpa'\]"),
+        ({"implementation": "fast"}, r"'fast' does not exist; choose from \['chunked', 'eager', 'sdpa', 'triton'\]"),
         ({"implementation": "sdpa", "pre": gate}, "'sdpa' cannot compose heads; use 'eager' or 'chunked'"),
         ({"pre": Composition(query_down=torch.zeros(2, 3, 1, 4))}, "query_down and query_up come together"),
         (
