@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .dcmha_chunked import dcmha_chunked, pack_factors
 from .dcmha_triton_sweeps import MapInputs, attend, attend_backward
+from .dcmha_triton_workspace import load_kernels
 
 if TYPE_CHECKING:
     from .dcmha import Composition
@@ -48,6 +49,7 @@ def dcmha_triton(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     _refuse_unknown(query, pre, post, attention_mask)
     if query.shape[2] == 1:
+        load_kernels(query.device)  # refuses what the other calls refuse
         return dcmha_chunked(
             query,
             key,

@@ -42,9 +42,15 @@ class Verdict:
 def judge(results: Results, truth: Results, reference: Results) -> Verdict:
     """Compares `results` with the float64 `truth`; `reference` is what the reference op gives in the dtype measured.
 
-    Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures.
+    Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures. A gradient that
+    is zero in theory (of a bias on keys, say) is a sum that cancels: what is left of it is rounding of its terms, which
+    are of the size of the largest gradient.
     """
-    excesses = {name: excess(results.get(name), exact, reference[name]) for name, exact in truth.items()}
+    gradient_scale = max((root_mean_square(truth[name]) for name in truth if name != "output"), default=0.0)
+    excesses = {
+        name: excess(results.get(name), exact, reference[name], 0.0 if name == "output" else gradient_scale)
+        for name, exact in truth.items()
+    }
     where = max(excesses, key=lambda name: excesses[name])
     gradients = [name for name in truth if name != "output"]
     return Verdict(
@@ -55,10 +61,10 @@ def judge(results: Results, truth: Results, reference: Results) -> Verdict:
     )
 
 
-def excess(result: Tensor | None, truth: Tensor, reference: Tensor) -> float:
-    """The error of one tensor as a multiple of what is allowed."""
+def excess(result: Tensor | None, truth: Tensor, reference: Tensor, terms: float = 0.0) -> float:
+    """The error of one tensor as a multiple of what is allowed; `terms` is the size of what it may be a sum of."""
     error, own = error_of(result, truth), error_of(reference, truth)
-    rounding = torch.finfo(reference.dtype).eps * truth.square().mean().sqrt().item()
+    rounding = torch.finfo(reference.dtype).eps * max(terms, root_mean_square(truth))
     smallest = torch.finfo(reference.dtype).tiny
     return max(
         error.rms / max(own.rms, rounding, smallest) / RMS_MULTIPLE,
@@ -66,12 +72,17 @@ def excess(result: Tensor | None, truth: Tensor, reference: Tensor) -> float:
     )
 
 
+def root_mean_square(tensor: Tensor) -> float:
+    """Of the elements of a tensor."""
+    return tensor.square().mean().sqrt().item()
+
+
 def error_of(result: Tensor | None, truth: Tensor) -> Error:
     """The error of `result`; infinite where it is missing, not finite or of another shape."""
     if result is None or result.shape != truth.shape or not result.isfinite().all():
         return Error(math.inf, math.inf)
     deviation = (result.double() - truth).abs()
-    return Error(deviation.square().mean().sqrt().item(), deviation.max().item())
+    return Error(root_mean_square(deviation), deviation.max().item())
 
 
 def relative_error(results: Results, truth: Results, names: Iterable[str]) -> float:
