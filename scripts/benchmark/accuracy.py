@@ -42,9 +42,9 @@ class Verdict:
 def judge(results: Results, truth: Results, reference: Results) -> Verdict:
     """Compares `results` with the float64 `truth`; `reference` is what the reference op gives in the dtype measured.
 
-    Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures. A gradient that
-    is zero in theory (of a bias on keys, say) is a sum that cancels: what is left of it is rounding of its terms, which
-    are of the size of the largest gradient.
+    Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures. A gradient
+    that is zero in theory (of a bias on keys, say) is a sum that cancels: what is left of it is rounding of its terms,
+    which are of the size of the largest gradient.
     """
     gradient_scale = max((root_mean_square(truth[name]) for name in truth if name != "output"), default=0.0)
     excesses = {
