@@ -17,6 +17,7 @@ from typing import Any
 
 from ..arguments import parse_arguments
 from ..errors import UserError
+from ..staging import write_whole
 from .plots import draw_arms
 from .upcycling_record import Record, make_record, read_run, table
 from .upcycling_runs import ARMS, Runs
@@ -145,10 +146,3 @@ def draw(output: Path) -> str:
     write_whole(output / TABLE, text + "\n")
     draw_arms(record, output / PLOT)
     return text
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is never seen half."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...arguments import parse_arguments
 from ...errors import UserError
+from ...staging import write_whole
 from ...streams import TokenStreams
-from ..upcycling import write_whole
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
 from .probe import measure
