@@ -1,7 +1,7 @@
 """The arithmetic of `dcmha_chunked` on one chunk: `c` queries of one batch item and the `n` keys that they can reach.
 
-Maps are `[c, H, n]`: what a query mixes is one small matrix product, and everything is contiguous along the keys.
-Results go to buffers that the caller reuses from chunk to chunk: fresh memory costs more than the arithmetic in it.
+Maps are `[c, H, n]` and contiguous along the keys. Results go to buffers that the caller reuses from chunk to chunk:
+fresh memory costs more than the arithmetic in it.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .masking import Structure, split_mask
 
 
 class Stage(NamedTuple):
@@ -20,127 +22,185 @@ class Stage(NamedTuple):
     groups: int
 
 
+class Sight(NamedTuple):
+    """Which keys the chunk's queries see."""
+
+    structure: Structure
+    queries: slice
+    keys: slice
+    mask: Tensor | None  # [H or 1, c or 1, n or 1]
+
+    def hide_by_position(self, scores: Tensor) -> None:
+        """Sets what positions alone hide to minus infinity."""
+        for edge in self.structure.edges(self.queries, self.keys):
+            hidden = ~self.structure.visible(self.queries, edge, scores.device)
+            columns = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
+            scores[:, :, columns].masked_fill_(hidden[:, None], -torch.inf)
+
+    def hide_by_mask(self, scores: Tensor) -> None:
+        """Adds what the mask adds, and sets what it hides to minus infinity."""
+        visible, bias = split_mask(None if self.mask is None else self.mask.transpose(0, 1))
+        if bias is not None:
+            scores += bias
+        if visible is not None:
+            scores.masked_fill_(~visible, -torch.inf)
+
+    def has_empty_rows(self) -> bool:
+        """Whether there can be queries that see nothing."""
+        return self.mask is not None or self.structure.queries > self.structure.keys
+
+
 class Composer(NamedTuple):
-    """The face of both ways to compose a chunk: step by step, here, or fused by a compiler."""
+    """The face of all ways to work on a chunk's maps.
 
-    # (out, maps, stage, scratch): writes the composition of `maps` to `out`.
-    forward: Callable[[Tensor, Tensor, Stage, Tensor], None]
-    # (out, gradient, maps, stage, scratch): writes the gradient of `maps` to `out`, given that of their composition;
-    # returns those of the factors.
-    backward: Callable[[Tensor, Tensor, Tensor, Stage, Tensor], Stage]
-
-
-# Sets hidden scores to minus infinity; returns where rows `[c, H, 1]` have nothing left, or None where none can be.
-Hide = Callable[[Tensor], Tensor | None]
-
-
-def attend_chunk(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Stage | None,
-    post: Stage | None,
-    hide: Hide,
-    composer: Composer,
-    buffers: list[Tensor],
-) -> None:
-    """Writes a chunk's output to `out` `[c, H, D]`; uses three buffers `[c, H, n]`.
-
-    Args:
-        query: `[H, c, D]`, scaled.
-        key: `[H_kv, D, n]`.
-        value: `[H_kv, n, D]`.
+    To an `in_place` composer `out` is what it is made of: the maps, or the gradient (but the backward pass has another
+    `out` for `compose`). Maps then lie in memory as matrix products leave them, `[H, c, n]`, and factors of keys are
+    parts of longer rows. To others `out` is always another buffer `[c, H, n]`, and factors are contiguous.
     """
-    probs = _probabilities(query, key, pre, hide, composer, buffers)
-    if post is not None:
-        composer.forward(buffers[0], probs, post, buffers[1])
-        probs = buffers[0]
-    multiply_heads(probs.transpose(0, 1), value, out=out.transpose(0, 1))
+
+    # (out, maps, stage, scratch): writes the composition of `maps`.
+    compose: Callable[[Tensor, Tensor, Stage, Tensor], None]
+    # (out, gradient, maps, stage, sums, scratch): writes the gradient of `maps`, given that of their composition; adds
+    # those of the factors to `sums`.
+    compose_backward: Callable[[Tensor, Tensor, Tensor, Stage, Stage, Tensor], None]
+    # (out, scores, sight): writes the probabilities; may overwrite the scores. Rows with nothing to see become zero.
+    softmax: Callable[[Tensor, Tensor, Sight], None]
+    # (out, gradient, probs, sight): writes the gradient of the composed scores.
+    softmax_backward: Callable[[Tensor, Tensor, Tensor, Sight], None]
+    in_place: bool
 
 
-class ChunkGradients(NamedTuple):
-    """Where `attend_chunk_backward` puts the gradients of its tensors; those of the keys and values are added to."""
+class Gradients(NamedTuple):
+    """Where the gradients of a chunk's factors and mask are added."""
+
+    pre: Stage | None
+    post: Stage | None
+    mask: Tensor | None  # [H or 1, c or 1, n or 1]
+
+
+class Mixing(NamedTuple):
+    """All that happens between a chunk's matrix products: from scores to what multiplies the values, and back."""
+
+    pre: Stage | None
+    post: Stage | None
+    sight: Sight
+    composer: Composer
+
+    def forward(self, scores: Tensor, spare: Tensor, scratch: Tensor) -> Tensor:
+        """Returns the composed probabilities, in `scores` or in `spare`."""
+        composer, maps = self.composer, _Maps(scores, spare, self.composer.in_place)
+        if self.pre is not None:
+            maps.advance(composer.compose, self.pre, scratch)
+        maps.advance(composer.softmax, self.sight)
+        if self.post is not None:
+            maps.advance(composer.compose, self.post, scratch)
+        return maps.latest
+
+    def repeat(self, scores: Tensor, composed: Tensor, probs: Tensor, mixed: Tensor, scratch: Tensor) -> None:
+        """Does the same for the backward pass: keeps scores and probabilities that are composed."""
+        if self.pre is not None:
+            self.composer.compose(composed, scores, self.pre, scratch)
+        self.composer.softmax(probs, composed, self.sight)
+        if self.post is not None:
+            self.composer.compose(mixed, probs, self.post, scratch)
+
+    def backward(
+        self, grad: Tensor, spare: Tensor, scores: Tensor, probs: Tensor, sums: Gradients, scratch: Tensor
+    ) -> Tensor:
+        """Returns the gradient of the scores, in `grad` or in `spare`; `grad` is that of what `forward` returns."""
+        composer, maps = self.composer, _Maps(grad, spare, self.composer.in_place)
+        if self.post is not None:
+            maps.advance(composer.compose_backward, probs, self.post, sums.post, scratch)
+        maps.advance(composer.softmax_backward, probs, self.sight)
+        if sums.mask is not None:
+            sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
+        if self.pre is not None:
+            maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
+        return maps.latest
+
+
+class _Maps:
+    """The latest of maps that are made of one another: in place, or in two buffers in turn."""
+
+    def __init__(self, latest: Tensor, spare: Tensor, in_place: bool) -> None:
+        self.latest, self.spare = latest, latest if in_place else spare
+
+    def advance(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls `function(out, latest, *arguments)`."""
+        function(self.spare, self.latest, *arguments)
+        self.latest, self.spare = self.spare, self.latest
+
+
+class Products(NamedTuple):
+    """Where the gradients that are matrix products go: the queries' are written, the others added."""
 
     query: Tensor  # [H, c, D]
     key: Tensor  # [H_kv, n, D]
     value: Tensor  # [H_kv, n, D]
 
 
+def attend_chunk(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, mixing: Mixing, buffers: list[Tensor]
+) -> None:
+    """Writes a chunk's output to `out` `[c, H, D]`; uses three buffers `[c, H, n]`.
+
+    Args:
+        query: `[H, c, D]`.
+        key: `[H_kv, D, n]`.
+        value: `[H_kv, n, D]`.
+    """
+    scores, spare, scratch = buffers
+    multiply_heads(query, key, scaling, out=scores.transpose(0, 1))
+    mixed = mixing.forward(scores, spare, scratch)
+    multiply_heads(mixed.transpose(0, 1), value, out=out.transpose(0, 1))
+
+
 def attend_chunk_backward(
-    grads: ChunkGradients,
+    products: Products,
+    sums: Gradients,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: Stage | None,
-    post: Stage | None,
-    hide: Hide,
-    composer: Composer,
+    scaling: float,
+    mixing: Mixing,
     buffers: list[Tensor],
-) -> tuple[Stage | None, Stage | None, Tensor]:
+) -> None:
     """Differentiates `attend_chunk`, which it repeats up to the output; uses five buffers.
 
     Args:
         grad_out: `[H, c, D]`.
-        query: `[H, c, D]`, scaled.
+        query: `[H, c, D]`.
         key, value: `[H_kv, D, n]` both.
-
-    Returns:
-        The gradients of both stages and of the composed scores, the last one in a buffer.
     """
-    scores, grad_composed, _, spare, scratch = buffers
-    probs = _probabilities(query, key, pre, hide, composer, buffers)
-    multiply_heads(grad_out, value, out=grad_composed.transpose(0, 1))
-    for_pre = for_post = None
-    if post is None:
-        composed, grad_probs = probs, grad_composed
-    else:
-        composed = grad_probs = spare
-        composer.forward(composed, probs, post, scratch)
-    add_to_heads(grads.value, composed.permute(1, 2, 0), grad_out)
-    if post is not None:
-        for_post = composer.backward(grad_probs, grad_composed, probs, post, scratch)
-    grad_scores = spare if post is None else grad_composed
-    torch.ops.aten._softmax_backward_data.out(grad_probs, probs, -1, probs.dtype, grad_input=grad_scores)
-    grad_hidden = grad_scores
-    if pre is not None:
-        grad_scores = spare if grad_hidden is grad_composed else grad_composed
-        for_pre = composer.backward(grad_scores, grad_hidden, scores, pre, scratch)
-    multiply_heads(grad_scores.transpose(0, 1), key.transpose(1, 2), out=grads.query)
-    add_to_heads(grads.key, grad_scores.permute(1, 2, 0), query)
-    return for_pre, for_post, grad_hidden
-
-
-def _probabilities(
-    query: Tensor, key: Tensor, pre: Stage | None, hide: Hide, composer: Composer, buffers: list[Tensor]
-) -> Tensor:
-    """Leaves the scores in the first buffer; returns the probabilities, which are in the third."""
-    scores, composed, probs = buffers[:3]
-    multiply_heads(query, key, out=scores.transpose(0, 1))
-    if pre is None:
+    scores, composed, probs, mixed, scratch = buffers
+    if mixing.pre is None:
         composed = scores
-    else:
-        composer.forward(composed, scores, pre, probs)
-    empty = hide(composed)
-    torch.softmax(composed, dim=-1, out=probs)
-    if empty is not None:
-        probs.masked_fill_(empty, 0.0)
-    return probs
+    if mixing.composer.in_place:
+        probs = composed
+    multiply_heads(query, key, scaling, out=scores.transpose(0, 1))
+    mixing.repeat(scores, composed, probs, mixed, scratch)
+    add_to_heads(products.value, (probs if mixing.post is None else mixed).permute(1, 2, 0), grad_out)
+
+    multiply_heads(grad_out, value, out=mixed.transpose(0, 1))
+    grad_scores = mixing.backward(mixed, composed, scores, probs, sums, scratch)
+    multiply_heads(grad_scores.transpose(0, 1), key.transpose(1, 2), scaling, out=products.query)
+    add_to_heads(products.key, grad_scores.permute(1, 2, 0), query, scaling)
 
 
-def multiply_heads(left: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """`out[h] = left[h] @ right[h // repeats]`: `[H, a, b]` by `[H_kv, b, d]`, without repeating `right`."""
+def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Tensor) -> None:
+    """`out[h] = left[h] @ right[h // repeats] * scaling`: `[H, a, b]` by `[H_kv, b, d]`, without repeating `right`."""
     repeats = left.shape[0] // right.shape[0]
     for first in range(repeats):
-        torch.bmm(left[first::repeats], right, out=out[first::repeats])
+        part = out[first::repeats]
+        torch.baddbmm(part, left[first::repeats], right, beta=0, alpha=scaling, out=part)
 
 
-def add_to_heads(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total[j] +=` the sum of `left[h] @ right[h]` over the heads `h` that share `j`."""
+def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:
+    """`total[j] +=` the sum of `left[h] @ right[h] * scaling` over the heads `h` that share `j`."""
     repeats = left.shape[0] // total.shape[0]
     for first in range(repeats):
-        total.baddbmm_(left[first::repeats], right[first::repeats])
+        total.baddbmm_(left[first::repeats], right[first::repeats], alpha=scaling)
 
 
 def split_rows(rows: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .dcmha_chunked_choice import choose_composer
+from .dcmha_chunked_decode_native import compose_in_place, serves
+from .dcmha_chunked_native import NATIVE
 from .dcmha_chunked_stepwise import same_group
-from .dcmha_eager import masked_softmax
 from .masking import split_mask
 
 if TYPE_CHECKING:
@@ -32,48 +34,102 @@ def attend_to_cache(
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
     batch, heads, _, width = query.shape
-    kv_heads, keys = key.shape[1:3]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, width) * scaling
-    maps = (grouped @ key.transpose(-1, -2)).reshape(batch, heads, keys).to(dtype)
+    scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
+    probs = _map(scores, pre, post, None if mask is None else mask.squeeze(2))
+    return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
+
+
+def _map(scores: Tensor, pre: "Composition | None", post: "Composition | None", mask: Tensor | None) -> Tensor:
+    """`map_scores`, in place and in C code where that serves; compilers see the definition."""
+    if torch.compiler.is_compiling() or not serves(scores, pre, post):
+        return map_scores(scores, pre, post, mask)
+    if choose_composer(scores.device, scores.dtype, scores.numel()) is not NATIVE:
+        return map_scores(scores, pre, post, mask)
     if pre is not None:
-        maps = compose_maps(maps.transpose(1, 2).contiguous(), pre).transpose(1, 2)
-    probs = _softmax(maps, mask)
+        compose_in_place(scores, pre)
+    probs = _softmax(scores, mask, dim=2)
     if post is not None:
-        probs = compose_maps(probs.transpose(1, 2).contiguous(), post).transpose(1, 2).contiguous()
-    output = probs.reshape(batch, kv_heads, heads // kv_heads, keys).to(value.dtype) @ value
-    return output.reshape(batch, 1, heads, width)
+        compose_in_place(probs, post)
+    return probs
+
+
+def map_scores(scores: Tensor, pre: "Composition | None", post: "Composition | None", mask: Tensor | None) -> Tensor:
+    """Scores `[B, H, S]` to composed probabilities, in at least float32."""
+    maps = scores.to(torch.promote_types(scores.dtype, torch.float32)).transpose(1, 2).contiguous()
+    if pre is not None:
+        maps = compose_maps(maps, pre)
+    maps = _softmax(maps, None if mask is None else mask.transpose(1, 2), dim=1)
+    if post is not None:
+        maps = compose_maps(maps, post)
+    return maps.transpose(1, 2).contiguous()
+
+
+def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tensor:
+    """`rows` `[B, H, a]` times `cached` `[B, H_kv, a, b]`, scaled: `[B, H, b]`.
+
+    Inductor writes matrix products with one row as loops of its own, with what made the row inside them: composition
+    would be repeated for every few columns. It leaves this operator to the library that is made for products.
+    """
+    batch, kv_heads = cached.shape[:2]
+    grouped = rows.reshape(batch * kv_heads, -1, rows.shape[-1])  # [B * H_kv, H / H_kv, a]
+    product = torch.baddbmm(rows.new_zeros(1), grouped, cached.flatten(0, 1), beta=0, alpha=scaling)
+    return product.view(batch, -1, product.shape[-1])
 
 
 def compose_maps(maps: Tensor, composition: "Composition") -> Tensor:
-    """Composes maps `[B, S, H]` of one query."""
-    composed = maps
-    mixing = _mixing(composition, maps.dtype)
-    if mixing is not None:
-        composed = composed + maps @ mixing
-    if composition.key_down is not None and composition.key_up is not None:
-        shape = (composition.groups, -1)
-        grouped = maps.unflatten(-1, shape)  # [B, S, G, H/G]
-        for down, up in zip(composition.key_down.unbind(2), composition.key_up.unbind(2), strict=True):
-            hidden = (grouped * down.unflatten(-1, shape)).sum(-1, keepdim=True)
-            composed = torch.addcmul(composed.unflatten(-1, shape), hidden, up.unflatten(-1, shape)).flatten(2)
-    if composition.key_gate is not None:
-        composed = torch.addcmul(composed, maps, composition.key_gate)
+    """Composes maps `[B, S, H]` of one query.
+
+    Step by step, everything that the keys have no part in is one small matrix product. A compiler reads the maps once
+    for the low-rank terms of both sides, and is left with the static term for a product.
+    """
+    fuses = torch.compiler.is_compiling()
+    mixing = _static_mixing(composition, maps.dtype) if fuses else _mixing(composition, maps.dtype)
+    composed = maps if mixing is None else maps @ mixing
+    for side in ("query", "key") if fuses else ("key",):
+        down, up, gate = (getattr(composition, f"{side}_{name}") for name in ("down", "up", "gate"))  # [B, 1 or S, ...]
+        for first, second in () if down is None else zip(down.unbind(2), up.unbind(2), strict=True):
+            composed = torch.addcmul(composed, _sum_heads(maps * first, composition.groups), second)
+        if gate is not None:
+            composed = torch.addcmul(composed, maps, gate)
     return composed
 
 
 def _mixing(composition: "Composition", dtype: torch.dtype) -> Tensor | None:
-    """The static and the query's terms as matrices `[B or 1, H, H]`, indexed [in, out]; None where there are none."""
-    terms = [] if composition.static is None else [composition.static[None].to(dtype)]
-    if composition.query_down is not None and composition.query_up is not None:
-        down, up = composition.query_down[:, 0].to(dtype), composition.query_up[:, 0].to(dtype)  # [B, R, H]
-        terms.append(down.transpose(1, 2) @ up * same_group(composition.groups, down))
-    if composition.query_gate is not None:
-        terms.append(torch.diag_embed(composition.query_gate[:, 0].to(dtype)))
-    return sum(terms[1:], start=terms[0]) if terms else None
+    """Identity, static and query's terms as a matrix `[B or 1, H, H]`, indexed [in, out]; None for the identity."""
+    down, up, gate = composition.query_down, composition.query_up, composition.query_gate
+    matrix = _static_mixing(composition, dtype)
+    if gate is not None:
+        diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + (matrix is None))
+        matrix = diagonal if matrix is None else matrix + diagonal
+    if down is None or up is None:
+        return matrix
+    down, up = down.squeeze(1).to(dtype).transpose(1, 2), up.squeeze(1).to(dtype)
+    if matrix is None:
+        matrix = torch.eye(up.shape[-1], dtype=dtype, device=up.device)
+    if composition.groups > 1:
+        return matrix + down @ up * same_group(composition.groups, up)
+    return torch.baddbmm(matrix, down, up)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Over the keys of `[B, H, S]`; hidden keys, and rows with nothing visible, get zero."""
-    visible, bias = split_mask(None if mask is None else mask[:, :, 0])
-    return masked_softmax(scores if bias is None else scores + bias, visible)
+def _static_mixing(composition: "Composition", dtype: torch.dtype) -> Tensor | None:
+    """Identity and static term, `[H, H]`."""
+    static = composition.static
+    return None if static is None else static.to(dtype) + torch.eye(len(static), dtype=dtype, device=static.device)
+
+
+def _sum_heads(maps: Tensor, groups: int) -> Tensor:
+    """`[B, S, H]` summed inside each group of heads, as something that broadcasts to `[B, S, H]`."""
+    if groups == 1:
+        return maps.sum(-1, keepdim=True)
+    grouped = maps.unflatten(-1, (groups, -1))
+    return grouped.sum(-1, keepdim=True).expand_as(grouped).flatten(2)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, dim: int) -> Tensor:
+    """Over the keys, which are dimension `dim`; hidden keys, and rows with nothing visible, get zero."""
+    visible, bias = split_mask(mask)
+    scores = scores if bias is None else scores + bias
+    if visible is None:
+        return torch.softmax(scores, dim)
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim).masked_fill(~visible, 0.0)

@@ -1,7 +1,6 @@
-"""How `dcmha_chunked` composes a chunk with `torch.compile`, and when it does so."""
+"""How `dcmha_chunked` composes a chunk with `torch.compile`."""
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,51 +11,32 @@ from torch import Tensor
 from .dcmha_chunked_core import Composer, Stage, split_rows
 from .dcmha_chunked_stepwise import STEPWISE
 
-# A process that has composed this many (head, query, key) triples step by step has spent on them about a minute of one
-# CPU thread: longer than compiling takes, which makes the rest up to twice as fast.
-AUTO_ELEMENTS = 10_000_000_000
-_composed = 0
 _broken = False
-
-
-def choose_composer(elements: int) -> Composer:
-    """Returns how to compose the next `elements` triples.
-
-    The environment variable `DYNATTN_COMPILE` decides: `1` compiles at once, `0` never, `auto` (the default) once this
-    process has composed `AUTO_ELEMENTS` triples.
-
-    Raises:
-        ValueError: the variable has another value.
-    """
-    global _composed
-    mode = os.environ.get("DYNATTN_COMPILE", "auto")
-    if mode not in ("0", "1", "auto"):
-        raise ValueError(f"DYNATTN_COMPILE={mode!r} is not known; use '0', '1' or 'auto'")
-    _composed += elements
-    wanted = mode == "1" or (mode == "auto" and _composed > AUTO_ELEMENTS)
-    return FUSED if wanted and not _broken else STEPWISE
 
 
 def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
     """Writes the composition of `maps` `[c, H, n]` to `out`."""
     base = _mix_static(maps, stage.static, scratch)
     if _run(_compose, (out, maps, base), stage) is _FAILED:
-        STEPWISE.forward(out, maps, stage, scratch)
+        STEPWISE.compose(out, maps, stage, scratch)
 
 
-def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> Stage:
-    """Writes the gradient of `maps` to `out` and returns those of the factors."""
+def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
+    """Writes the gradient of `maps` to `out` and adds those of the factors to `sums`."""
     base = _mix_static(gradient, None if stage.static is None else stage.static.t(), scratch)
     rows = _run(_compose_backward, (out, gradient, maps, base), stage)
     if rows is _FAILED:
-        return STEPWISE.backward(out, gradient, maps, stage, scratch)
-    query = torch.stack(rows[0], dim=1) if stage.query is not None else None
-    key = torch.stack(rows[1]) if stage.key is not None else None
-    static = None if stage.static is None else torch.bmm(maps, gradient.transpose(1, 2)).sum(0)
-    return Stage(query, key, static, stage.groups)
+        STEPWISE.compose_backward(out, gradient, maps, stage, sums, scratch)
+        return
+    if sums.query is not None:
+        sums.query.add_(torch.stack(rows[0], dim=1))
+    if sums.key is not None:
+        sums.key.add_(torch.stack(rows[1]))
+    if sums.static is not None:
+        sums.static.add_(torch.bmm(maps, gradient.transpose(1, 2)).sum(0))
 
 
-FUSED = Composer(compose, compose_backward)
+FUSED = Composer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward, in_place=False)
 _FAILED = object()
 
 

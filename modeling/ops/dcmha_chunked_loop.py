@@ -1,22 +1,38 @@
 """The loop of `dcmha_chunked` over batch items and chunks, as an operator that autograd and compilers know."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dcmha_chunked_core import ChunkGradients, Composer, Stage, attend_chunk, attend_chunk_backward
-from .dcmha_chunked_fused import choose_composer
+from .dcmha_chunked_choice import choose_composer
+from .dcmha_chunked_core import (
+    Composer,
+    Gradients,
+    Mixing,
+    Products,
+    Sight,
+    Stage,
+    attend_chunk,
+    attend_chunk_backward,
+)
 from .dcmha_chunked_stepwise import STEPWISE
-from .masking import Structure, split_mask
+from .masking import Structure
 
-# Queries of a chunk: more make the matrix products faster, fewer keep the maps in the processor's cache.
-ROWS = 64
-# Where one map of a chunk would have more elements than this, chunks have fewer queries, down to `LEAST_ROWS`.
+# Queries of a chunk: as many as keep one map within `LARGEST_MAP` elements, or the last of these. More make the matrix
+# products faster, fewer keep maps in the processor's cache.
+ROWS = (64, 32, 16)
 LARGEST_MAP = 1 << 25
-LEAST_ROWS = 16
+# Where maps are worked on in place, in the cache. Odd multiples of four queries and of 16 keys put the rows of
+# different heads into different parts of that cache.
+ROWS_IN_PLACE = (60, 28, 12)
+LARGEST_MAP_IN_PLACE = 1 << 23
+KEYS_IN_PLACE = 16
+
+# Which of a chunk's buffers are the same memory, (not in place, in place); the last one is scratch.
+FORWARD_BUFFERS = ([0, 1, 2], [0, 0, 1])
+BACKWARD_BUFFERS = ([0, 1, 2, 3, 4], [0, 1, 1, 2, 3])
 
 
 class Inputs(NamedTuple):
@@ -47,7 +63,7 @@ class Settings(NamedTuple):
 class Item(NamedTuple):
     """One item of the batch, in the dtype that the work is done in."""
 
-    query: Tensor  # [H, T, D], scaled
+    query: Tensor  # [H, T, D]
     key: Tensor  # [H_kv, D, S], contiguous
     value: Tensor  # [H_kv, S, D]
     pre: Stage | None
@@ -58,18 +74,27 @@ class Item(NamedTuple):
 class Chunk(NamedTuple):
     """Some queries, the keys in their reach, room for maps `[c, H, n]` over both, and how to compose them."""
 
-    queries: slice
-    keys: slice
+    sight: Sight
     buffers: list[Tensor]
     composer: Composer
 
     def of(self, stage: Stage | None) -> Stage | None:
-        """The factors of these queries and keys."""
+        """The factors, or the sums of gradients, of these queries and keys."""
         if stage is None:
             return None
-        query = None if stage.query is None else stage.query[self.queries]
-        key = None if stage.key is None else stage.key[:, :, self.keys].contiguous()
+        query = None if stage.query is None else stage.query[self.sight.queries]
+        key = None if stage.key is None else stage.key[:, :, self.sight.keys]
         return Stage(query, key, stage.static, stage.groups)
+
+    def mixing(self, item: Item) -> Mixing:
+        """What happens to the chunk's maps."""
+        return Mixing(self._factors(item.pre), self._factors(item.post), self.sight, self.composer)
+
+    def _factors(self, stage: Stage | None) -> Stage | None:
+        part = self.of(stage)
+        if part is None or part.key is None or self.composer.in_place:
+            return part
+        return part._replace(key=part.key.contiguous())
 
 
 def attend(inputs: Inputs, settings: Settings) -> Tensor:
@@ -78,19 +103,18 @@ def attend(inputs: Inputs, settings: Settings) -> Tensor:
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
     structure = _structure(inputs, settings)
-    composer = _composer(inputs, structure)
+    composer = _composer(inputs, structure, dtype)
     for index in range(batch):
         item = _item(inputs, settings, index, dtype)
-        for chunk in _chunks(structure, item, composer, buffers=3):
+        for chunk in _chunks(structure, item, composer, FORWARD_BUFFERS):
+            sight = chunk.sight
             attend_chunk(
-                output[index, chunk.queries],
-                item.query[:, chunk.queries],
-                item.key[:, :, chunk.keys],
-                item.value[:, chunk.keys],
-                chunk.of(item.pre),
-                chunk.of(item.post),
-                partial(_hide, structure=structure, mask=item.mask, chunk=chunk),
-                chunk.composer,
+                output[index, sight.queries],
+                item.query[:, sight.queries],
+                item.key[:, :, sight.keys],
+                item.value[:, sight.keys],
+                settings.scaling,
+                chunk.mixing(item),
                 chunk.buffers,
             )
     return output.to(inputs.query.dtype)
@@ -100,36 +124,32 @@ def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mas
     """Returns the gradients of those `inputs` that are there; the mask's is empty where it is not needed."""
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     structure = _structure(inputs, settings)
-    composer = _composer(inputs, structure)
-    sums = _Sums(inputs, dtype, mask_needs_grad)
+    composer = _composer(inputs, structure, dtype)
+    sums = _Sums(inputs, settings, dtype, mask_needs_grad)
     for index in range(inputs.query.shape[0]):
         item = _item(inputs, settings, index, dtype)
         transposed_value = item.value.transpose(1, 2).contiguous()
-        for chunk in _chunks(structure, item, composer, buffers=5):
-            for_pre, for_post, for_mask = attend_chunk_backward(
-                sums.of_chunk(index, chunk),
-                grad_output[index, chunk.queries].transpose(0, 1).to(dtype),
-                item.query[:, chunk.queries],
-                item.key[:, :, chunk.keys],
-                transposed_value[:, :, chunk.keys],
-                chunk.of(item.pre),
-                chunk.of(item.post),
-                partial(_hide, structure=structure, mask=item.mask, chunk=chunk),
-                chunk.composer,
+        for chunk in _chunks(structure, item, composer, BACKWARD_BUFFERS):
+            sight = chunk.sight
+            attend_chunk_backward(
+                sums.products(index, chunk),
+                sums.gradients(index, chunk),
+                grad_output[index, sight.queries].transpose(0, 1).to(dtype),
+                item.query[:, sight.queries],
+                item.key[:, :, sight.keys],
+                transposed_value[:, :, sight.keys],
+                settings.scaling,
+                chunk.mixing(item),
                 chunk.buffers,
             )
-            sums.add("pre", for_pre, index, chunk)
-            sums.add("post", for_post, index, chunk)
-            if mask_needs_grad:
-                sums.add_mask(for_mask, index, chunk)
-    return sums.results(settings.scaling)
+    return sums.results()
 
 
 class _Sums:
     """The gradients of all inputs while they add up, in the working dtype; keys last where `Stage` has them last."""
 
-    def __init__(self, inputs: Inputs, dtype: torch.dtype, mask_needs_grad: bool) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: Inputs, settings: Settings, dtype: torch.dtype, mask_needs_grad: bool) -> None:
+        self.inputs, self.settings, self.mask_needs_grad = inputs, settings, mask_needs_grad
         self.sums: dict[str, Tensor] = {}
         for name, tensor in zip(Inputs._fields, inputs, strict=True):
             if tensor is None:
@@ -141,29 +161,23 @@ class _Sums:
                 shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def of_chunk(self, index: int, chunk: Chunk) -> ChunkGradients:
-        return ChunkGradients(
-            self.sums["query"][index, :, chunk.queries],
-            self.sums["key"][index, :, chunk.keys],
-            self.sums["value"][index, :, chunk.keys],
+    def products(self, index: int, chunk: Chunk) -> Products:
+        places = {"query": chunk.sight.queries, "key": chunk.sight.keys, "value": chunk.sight.keys}
+        return Products(**{name: self.sums[name][index, :, place] for name, place in places.items()})
+
+    def gradients(self, index: int, chunk: Chunk) -> Gradients:
+        return Gradients(
+            chunk.of(self._stage("pre", index, self.settings.pre_groups)),
+            chunk.of(self._stage("post", index, self.settings.post_groups)),
+            _of_mask(_of_item(self.sums["mask"], index), chunk.sight) if self.mask_needs_grad else None,
         )
 
-    def add(self, name: str, stage: Stage | None, index: int, chunk: Chunk) -> None:
-        if stage is None:
-            return
-        if stage.query is not None:
-            self.sums[f"{name}_query"][index, chunk.queries] = stage.query
-        if stage.key is not None:
-            self.sums[f"{name}_key"][index, :, :, chunk.keys] += stage.key
-        if stage.static is not None:
-            self.sums[f"{name}_static"] += stage.static
+    def _stage(self, name: str, index: int, groups: int) -> Stage:
+        query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
+        static = self.sums.get(f"{name}_static")
+        return Stage(None if query is None else query[index], None if key is None else key[index], static, groups)
 
-    def add_mask(self, grad_scores: Tensor, index: int, chunk: Chunk) -> None:
-        total = _of_mask(self.sums["mask"], index, chunk)
-        total += grad_scores.transpose(0, 1).sum_to_size(total.shape)
-
-    def results(self, scaling: float) -> list[Tensor]:
-        self.sums["query"] *= scaling
+    def results(self) -> list[Tensor]:
         for name in self.sums:
             if name.endswith("_key"):
                 self.sums[name] = self.sums[name].permute(0, 3, 1, 2)
@@ -175,11 +189,12 @@ def _structure(inputs: Inputs, settings: Settings) -> Structure:
     return Structure(queries, keys, settings.is_causal, settings.sliding_window)
 
 
-def _composer(inputs: Inputs, structure: Structure) -> Composer:
+def _composer(inputs: Inputs, structure: Structure, dtype: torch.dtype) -> Composer:
     queries = structure.queries
     keys_of_all = structure.reach(slice(0, queries))
     batch, heads = inputs.query.shape[:2]
-    return choose_composer(batch * heads * queries * (keys_of_all.stop - keys_of_all.start) // 2)
+    elements = batch * heads * queries * (keys_of_all.stop - keys_of_all.start) // 2
+    return choose_composer(inputs.query.device, dtype, elements)
 
 
 def _item(inputs: Inputs, settings: Settings, index: int, dtype: torch.dtype) -> Item:
@@ -194,57 +209,81 @@ def _item(inputs: Inputs, settings: Settings, index: int, dtype: torch.dtype) ->
         )
 
     return Item(
-        inputs.query[index].to(dtype) * settings.scaling,
+        inputs.query[index].to(dtype),
         inputs.key[index].to(dtype).transpose(1, 2).contiguous(),
         inputs.value[index].to(dtype),
         stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups),
         stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups),
-        None if inputs.mask is None else inputs.mask[index if inputs.mask.shape[0] > 1 else 0],
+        None if inputs.mask is None else _of_item(inputs.mask, index),
     )
 
 
-def _chunks(structure: Structure, item: Item, composer: Composer, buffers: int) -> Iterator[Chunk]:
+def _chunks(
+    structure: Structure, item: Item, composer: Composer, buffers: tuple[list[int], list[int]]
+) -> Iterator[Chunk]:
     """Chunks of queries that see any key; they share the memory of their buffers.
 
-    A last chunk of another size is composed step by step: compiled code is made for one number of queries.
+    A last chunk of another size is composed step by step where code is compiled for one number of queries.
     """
     heads = item.query.shape[0]
-    rows = ROWS
-    while rows > LEAST_ROWS and rows * heads * structure.keys > LARGEST_MAP:
-        rows //= 2
+    rows = _rows(structure, heads, composer)
     spans = [slice(start, min(start + rows, structure.queries)) for start in range(0, structure.queries, rows)]
-    reaches = [structure.reach(span) for span in spans]
+    reaches = [_reach(structure, span, composer) for span in spans]
     widest = max(reach.stop - reach.start for reach in reaches)
-    memory = item.query.new_empty(buffers, min(rows, structure.queries) * heads * widest)
+    order = buffers[composer.in_place]
+    if composer.in_place and all(stage is None or stage.static is None for stage in (item.pre, item.post)):
+        order = [*order[:-1], 0]  # only static matrices need scratch
+    memory = item.query.new_empty(max(order) + 1, min(rows, structure.queries) * heads * widest)
     for queries, keys in zip(spans, reaches, strict=True):
         count, width = queries.stop - queries.start, keys.stop - keys.start
-        if width:
-            maps = memory[:, : count * heads * width].view(buffers, count, heads, width)
-            yield Chunk(queries, keys, list(maps.unbind()), composer if count == rows else STEPWISE)
+        if not width:
+            continue
+        maps = memory[:, : count * heads * width]
+        if composer.in_place:
+            maps = maps.view(-1, heads, count, width).transpose(1, 2)
+        else:
+            maps = maps.view(-1, count, heads, width)
+        sight = Sight(structure, queries, keys, None)
+        if item.mask is not None:
+            sight = sight._replace(mask=_of_mask(item.mask, sight))
+        fits = composer.in_place or count == rows
+        yield Chunk(sight, [maps[index] for index in order], composer if fits else STEPWISE)
 
 
-def _hide(scores: Tensor, structure: Structure, mask: Tensor | None, chunk: Chunk) -> Tensor | None:
-    """Sets hidden scores `[c, H, n]` to minus infinity; returns where rows are empty, or None where none can be."""
-    for edge in structure.edges(chunk.queries, chunk.keys):
-        hidden = ~structure.visible(chunk.queries, edge, scores.device)
-        columns = slice(edge.start - chunk.keys.start, edge.stop - chunk.keys.start)
-        scores[:, :, columns].masked_fill_(hidden[:, None], -torch.inf)
-    visible, bias = split_mask(None if mask is None else _of_mask(mask[None], 0, chunk).transpose(0, 1))
-    if bias is not None:
-        scores += bias
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
-    elif structure.queries <= structure.keys:
-        return None
-    return scores.amax(-1, keepdim=True) == -torch.inf
+def _rows(structure: Structure, heads: int, composer: Composer) -> int:
+    """How many queries a chunk has: few where each sees few keys, since a chunk works on all that any of them sees."""
+    sizes, most = (ROWS_IN_PLACE, LARGEST_MAP_IN_PLACE) if composer.in_place else (ROWS, LARGEST_MAP)
+    for rows in sizes:
+        reach = structure.reach(slice(max(0, structure.queries - rows), structure.queries))
+        few = structure.sliding_window is None or not composer.in_place or 3 * rows <= structure.sliding_window
+        if few and rows * heads * (reach.stop - reach.start) <= most:
+            return rows
+    return sizes[-1]
 
 
-def _of_mask(mask: Tensor, index: int, chunk: Chunk) -> Tensor:
-    """The part of a mask, or of its gradient, that broadcasts to a chunk: `[H or 1, c or 1, n or 1]`."""
-    batch, _, queries, keys = mask.shape
-    rows = chunk.queries if queries > 1 else slice(None)
-    columns = chunk.keys if keys > 1 else slice(None)
-    return mask[index if batch > 1 else 0, :, rows, columns]
+def _reach(structure: Structure, queries: slice, composer: Composer) -> slice:
+    """The keys that a chunk works on, widened by hidden ones to a number that suits the processor's cache."""
+    reach = structure.reach(queries)
+    if not composer.in_place or reach.stop == reach.start:
+        return reach
+    count = -(-(reach.stop - reach.start) // KEYS_IN_PLACE)
+    wanted = (count + 1 - count % 2) * KEYS_IN_PLACE
+    stop = min(structure.keys, reach.start + wanted)
+    start = max(0, stop - wanted)
+    return slice(start, stop) if stop - start == wanted else reach
+
+
+def _of_item(mask: Tensor, index: int) -> Tensor:
+    """The part of a mask, or of its gradient, that belongs to an item of the batch."""
+    return mask[index if mask.shape[0] > 1 else 0]
+
+
+def _of_mask(mask: Tensor, sight: Sight) -> Tensor:
+    """The part of an item's mask, or of its gradient, that broadcasts to a chunk: `[H or 1, c or 1, n or 1]`."""
+    _, queries, keys = mask.shape
+    rows = sight.queries if queries > 1 else slice(None)
+    columns = sight.keys if keys > 1 else slice(None)
+    return mask[:, rows, columns]
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())

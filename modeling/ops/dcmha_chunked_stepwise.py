@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .dcmha_chunked_core import Composer, Stage, split_rows
+from .dcmha_chunked_core import Composer, Sight, Stage, split_rows
 
 
 def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
@@ -18,22 +18,37 @@ def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
         out.addcmul_(maps, gate)
 
 
-def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> Stage:
-    """Writes the gradient of `maps` to `out` and returns those of the factors.
+def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
+    """Writes the gradient of `maps` to `out` and adds those of the factors to `sums`.
 
     Composition is linear in the maps: its gradient has the same terms with down and up swapped.
     """
     _mix(out, gradient, stage, transpose=True)
-    query = static = None
     if stage.query is not None or stage.static is not None:
         pairs = torch.bmm(maps, gradient.transpose(1, 2))  # [c, H in, H out]
-        static = None if stage.static is None else pairs.sum(0)
-        query = None if stage.query is None else _query_gradient(pairs, stage.query, stage.groups)
-    key = None if stage.key is None else _key_gradient(out, gradient, maps, stage.key, stage.groups, scratch)
-    return Stage(query, key, static, stage.groups)
+        if sums.static is not None:
+            sums.static.add_(pairs.sum(0))
+        if stage.query is not None and sums.query is not None:
+            sums.query.add_(_query_gradient(pairs, stage.query, stage.groups))
+    if stage.key is not None and sums.key is not None:
+        sums.key.add_(_key_gradient(out, gradient, maps, stage.key, stage.groups, scratch))
 
 
-STEPWISE = Composer(compose, compose_backward)
+def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
+    """Writes the probabilities to `out`; overwrites hidden scores."""
+    sight.hide_by_position(scores)
+    sight.hide_by_mask(scores)
+    torch.softmax(scores, dim=-1, out=out)
+    if sight.has_empty_rows():
+        out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+
+
+def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
+    """Writes the gradient of the composed scores to `out`."""
+    torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
+
+
+STEPWISE = Composer(compose, compose_backward, softmax, softmax_backward, in_place=False)
 
 
 def _mix(out: Tensor, maps: Tensor, stage: Stage, *, transpose: bool) -> None:

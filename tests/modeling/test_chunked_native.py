@@ -1,0 +1,209 @@
+"""The C code of the linear-memory op: as exact as the reference op in float32, whatever compiles it and runs it."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dynattn import Composition
+from dynattn.modeling.ops import dcmha_chunked_choice, dcmha_chunked_native, native_library
+from dynattn.modeling.ops.dcmha_chunked_source import SOURCE
+
+from .test_chunked import CASES, DYNAMIC, Case, random_inputs, run
+
+pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
+
+MORE = [
+    Case(130, 130, heads=(16, 16), terms=DYNAMIC),
+    Case(77, 200, heads=(6, 2), rank=3, window=50),
+    Case(61, 61, heads=(5, 5), terms=frozenset({"query_gate"})),
+    Case(257, 257, heads=(8, 8), groups=4, mask="padding"),
+]
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def libraries() -> Iterator[None]:
+    """Forgets what is loaded, before and after."""
+    caches = (native_library.load_library, dcmha_chunked_native._load, dcmha_chunked_native.available)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def in_float32(tensors: list[Tensor], keywords: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """The same inputs in float32, everything that is to be differentiated in the same order."""
+    low = {id(tensor): tensor.detach().float().requires_grad_() for tensor in tensors}
+    changed = dict(keywords)
+    for stage in ("pre", "post"):
+        if stage in keywords:
+            factors = {field.name: getattr(keywords[stage], field.name) for field in fields(Composition)}
+            changed[stage] = Composition(**{name: low.get(id(value), value) for name, value in factors.items()})
+    mask = keywords.get("attention_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        lowest = mask.detach().clamp(min=torch.finfo(torch.float32).min).float()
+        changed["attention_mask"] = low.get(id(mask), lowest)
+    return [low[id(tensor)] for tensor in tensors], changed
+
+
+def assert_as_exact_as_the_reference(case: Case) -> None:
+    tensors, keywords = random_inputs(case)
+    truth = run(tensors, keywords, "eager")
+    low = in_float32(tensors, keywords)
+    for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), truth, strict=True):
+        error, noise = ((result - true).abs().max() for result in (ours, reference))
+        assert error <= 4 * noise + 1e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
+@pytest.mark.parametrize("case", [case for case in CASES + MORE if case.queries > 1], ids=str)
+def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> None:
+    assert_as_exact_as_the_reference(case)
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+@pytest.mark.parametrize("case", [Case(130, 130, heads=(16, 16)), Case(77, 200, mask="padding")], ids=str)
+def test_lesser_processors_get_the_same(
+    case: Case, capability: str, monkeypatch: pytest.MonkeyPatch, libraries: None
+) -> None:
+    if capability == "AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor cannot run AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert native_library.lanes() == {"AVX2": 8, "DEFAULT": 4}[capability]
+    assert_as_exact_as_the_reference(case)
+
+
+@pytest.mark.parametrize("position", [0, 64, 129])
+def test_a_nan_stays_in_its_row(position: int) -> None:
+    tensors, keywords = in_float32(*random_inputs(Case(130, 130)))
+    clean = run(tensors, keywords, "chunked")[0]
+    with torch.no_grad():
+        tensors[0][0, 1, position] = torch.nan
+    output = run(tensors, keywords, "chunked")[0]
+    assert output[0, position].isnan().all()
+    others = torch.ones(2, 130, dtype=torch.bool)
+    others[0, position] = False
+    assert torch.equal(output[others], clean[others])
+
+
+def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
+    tensors, keywords = in_float32(*random_inputs(Case(70, 70, stages=())))
+    with torch.no_grad():
+        tensors[0][0, 0, 3] = 1e30
+        tensors[0][0, 1, 5, 0] = torch.inf
+    ours, reference = (run(tensors, keywords, name)[0] for name in ("chunked", "eager"))
+    torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+def test_threads_change_nothing_but_the_order_of_one_sum() -> None:
+    tensors, keywords = in_float32(*random_inputs(Case(200, 200, terms=DYNAMIC)))
+    before = torch.get_num_threads()
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(run(tensors, keywords, "chunked"))
+    torch.set_num_threads(before)
+    names = ["output", "query", "key", "value", *(f for _ in "12" for f in ("qd", "qu", "kd", "ku", "qg", "kg"))]
+    for name, one, two in zip(names, *results, strict=True):
+        if name in ("qd", "qu", "qg"):
+            torch.testing.assert_close(one, two)
+        else:
+            assert torch.equal(one, two), name
+
+
+def test_a_child_of_a_process_that_used_threads_can_use_its_own() -> None:
+    code = """
+import os, torch
+from dynattn import Composition, dcmha_attention
+torch.set_num_threads(2)
+def run():
+    pre = Composition(*(torch.ones(1, 300, 1, 4) for _ in range(4)))
+    return dcmha_attention(*(torch.ones(1, 4, 300, 8) for _ in range(3)), pre=pre, implementation="chunked")
+run()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    from dynattn.modeling.ops import dcmha_chunked_native as native
+    torch.get_num_threads = lambda: 2
+    done = []
+    native._share(lambda part, first, last: done.append((first, last)), 4)
+    os._exit(0 if sorted(done) == [(0, 2), (2, 4)] else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_one_warning_and_no_compiler_give_the_same_answer(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
+    tensors, keywords = in_float32(*random_inputs(Case(70, 70)))
+    monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    with pytest.warns(UserWarning, match="no C compiler: install gcc or clang, or set CC to one") as caught:
+        results = [run(tensors, keywords, "chunked") for _ in range(2)]
+    assert len([warning for warning in caught if "C compiler" in str(warning.message)]) == 1
+    for ours, reference in zip(results[1], run(tensors, keywords, "eager"), strict=True):
+        torch.testing.assert_close(ours, reference, atol=2e-5, rtol=2e-5)
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: None) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'no such target' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match="failed with exit code 3: no such target"):
+        assert not dcmha_chunked_native.available()
+    assert list((tmp_path / "cache" / "dynattn").iterdir()) == []
+
+
+def test_what_is_compiled_once_is_only_loaded_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    macros = (("LANES", 4), ("HEADS", 3), ("GROUPS", 1))
+    macros += (("QUERY_RANK", 1), ("QUERY_GATE", 0), ("KEY_RANK", 0), ("KEY_GATE", 1))
+    with ThreadPoolExecutor(4) as pool:  # several processes may compile the same at the same time
+        list(pool.map(lambda _: native_library.load_library.__wrapped__(SOURCE, macros), range(4)))
+    (library,) = (tmp_path / "dynattn").iterdir()
+    written = library.stat().st_mtime_ns
+    native_library.load_library(SOURCE, macros)
+    assert library.stat().st_mtime_ns == written
+    assert isinstance(ctypes.CDLL(str(library)).softmax, ctypes._CFuncPtr)
+
+
+def test_a_user_without_a_place_for_a_cache_gets_a_temporary_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = native_library._cache_folder()
+    assert folder.is_dir() and os.access(folder, os.W_OK) and folder.name.startswith("dynattn-")
+
+
+def test_who_composes_depends_on_device_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(mode: str, dtype: torch.dtype = torch.float32, device: str = "cpu", elements: int = 1) -> object:
+        monkeypatch.setenv("DYNATTN_COMPILE", mode)
+        monkeypatch.setattr(dcmha_chunked_choice, "_composed", 0)
+        return dcmha_chunked_choice.choose_composer(torch.device(device), dtype, elements)
+
+    choice, many = dcmha_chunked_choice, 20_000_000_000
+    assert chosen("auto") is chosen("1") is choice.NATIVE
+    assert chosen("0") is chosen("0", elements=many) is chosen("auto", torch.float64) is choice.STEPWISE
+    assert chosen("auto", device="cuda") is choice.STEPWISE
+    assert chosen("1", torch.float64) is chosen("auto", device="cuda", elements=many) is choice.FUSED
