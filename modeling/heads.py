@@ -6,9 +6,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+
+from .ops.chunked_loss import chunked_causal_loss
 
 
 class CausalLMHead:
@@ -42,17 +45,26 @@ class CausalLMHead:
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Returns logits `[B, T, V]` and, with labels, the loss.
+        """Returns logits `[B, T, V]`, or `None` with `skip_logits`, and, with labels, the loss.
 
         Args:
             labels: `[B, T]`, the same tokens as `input_ids` (the shift is done here), -100 where no loss is wanted.
                 With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean.
             logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
+            skip_logits: whether the loss is all that is asked for. It then takes the memory of a few rows of logits at
+                a time, unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or
+                the loss another one than Transformers' for causal models. Trainer knows the name from Liger's kernels.
 
         The other arguments are those of the base model.
+
+        Raises:
+            ValueError: labels of another shape than the logits', or none with `skip_logits`.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -63,14 +75,19 @@ class CausalLMHead:
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        hidden_states = outputs.last_hidden_state[:, kept]
+        in_chunks = skip_logits and self.loss_function is ForCausalLMLoss and is_plain_linear(self.lm_head)
+        logits = None if in_chunks else self.lm_head(hidden_states)
         loss = None
         if labels is not None:
-            check_labels(labels, logits)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            check_labels(labels, hidden_states)
+            if in_chunks:
+                loss = chunked_causal_loss(hidden_states, self.lm_head.weight, self.lm_head.bias, labels, **kwargs)
+            else:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=logits,
+            logits=None if skip_logits else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -106,10 +123,16 @@ class TokenClassificationHead(GenericForTokenClassification):
         self.post_init()
 
 
-def check_labels(labels: Tensor, logits: Tensor) -> None:
-    """Raises ValueError unless there is one label for each position of the logits."""
-    if labels.shape != logits.shape[:-1]:
+def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
+    """Raises ValueError unless there is one label for each position that gets logits."""
+    if labels.shape != hidden_states.shape[:-1]:
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}; "
+            f"labels of shape {tuple(labels.shape)} do not fit logits for {tuple(hidden_states.shape[:-1])} positions; "
             "give one label for each input token, and logits_to_keep=0"
         )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling a module multiplies with its weight and nothing else: no adapter, quantisation, shard or hook."""
+    replaced = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not replaced

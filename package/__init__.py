@@ -32,6 +32,7 @@ from dynattn.modeling.modeling_rcmha import (
 )
 from dynattn.modeling.ops.dcmha import Composition, dcmha_attention
 from dynattn.modeling.ops.relative import relative_attention
+from dynattn.modeling.selective_checkpointing import keep_attention_outputs
 from dynattn.remote_code import write_code
 
 __version__ = "0.1.0"
@@ -91,5 +92,6 @@ __all__ = [
     "RCMHAModel",
     "__version__",
     "dcmha_attention",
+    "keep_attention_outputs",
     "relative_attention",
 ]

@@ -1,12 +1,9 @@
-"""Floating point operations that a result needs: two for a multiplication with an addition, composition included.
+"""Floating point operations of the benchmark's subjects, counted as `scripts.flops` counts those of a model.
 
-Masked pairs, recomputation and the softmax are not counted. A backward pass needs twice the forward pass.
+A backward pass needs twice the forward pass.
 """
 
-from torch import nn
-
-from dynattn.modeling.composition import DynamicComposition
-
+from ..flops import stage_flops
 from .problem import COMPOSED, RANK, STATIC
 from .relative_opponent import CONVOLUTIONAL, KERNEL, RELATIVE
 from .shapes import Shape, visible_pairs
@@ -24,10 +21,10 @@ def decode_flops(shape: Shape, keys: int, function: str) -> float:
 
 
 def composition_flops(function: str, heads: int) -> int:
-    """FLOPs of one stage for one head of one pair: from head to `RANK` hidden maps and back on two sides, two gates."""
+    """FLOPs of one stage for one head of one pair."""
     if function == COMPOSED:
-        return 2 * 2 * 2 * RANK + 4
-    return 2 * heads if function == STATIC else 0
+        return stage_flops(sides=2, rank=RANK, gate=True, static_heads=0)
+    return stage_flops(sides=0, rank=0, gate=False, static_heads=heads if function == STATIC else 0)
 
 
 def relative_flops(shape: Shape, attention_type: str) -> float:
@@ -38,16 +35,3 @@ def relative_flops(shape: Shape, attention_type: str) -> float:
     pairs = shape.heads * visible_pairs(shape.length, None, shape.memory)
     of_a_pair = (6 if attention_type in RELATIVE else 4) * shape.width
     return projections + convolutions + pairs * of_a_pair
-
-
-def projection_flops(model: nn.Module) -> int:
-    """Forward FLOPs of a token in all linear maps and composition generators, without attention and embedding."""
-    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
-    generated = sum(
-        weight.numel()
-        for part in model.modules()
-        if isinstance(part, DynamicComposition)
-        for weight in (part.hidden_weight, part.factor_weight, part.gate_weight)
-        if weight is not None
-    )
-    return 2 * (linear + generated)

@@ -122,7 +122,8 @@ class PretrainArguments:
         default="no", metadata={"help": "no (float32) or bf16 (autocast; weights stay float32)"}
     )
     gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "recompute activations in the backward pass to save memory"}
+        default=False,
+        metadata={"help": "save memory: recompute a layer in its backward pass, all but the outputs of its attention"},
     )
     compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
     dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})

@@ -100,6 +100,7 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
                 "hardware": result.hardware,
                 "processes": result.processes,
                 "tokens per second (median)": f"{result.tokens_per_second:,.0f}",
+                "model FLOPs utilization": utilization(result),
                 "seconds of training": f"{result.train_seconds:,.0f}",
             }
         ),
@@ -107,6 +108,13 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
         versions=table(result.versions),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def utilization(result: Result) -> str:
+    """The share of the hardware's matrix products that the model's own operations are."""
+    if result.mfu is None or result.gemm_flops_per_second is None:
+        return "not known for this architecture"
+    return f"{result.mfu:.1%} of {result.gemm_flops_per_second / 1e9:,.1f} GFLOP/s measured on matrix products"
 
 
 def table(rows: Mapping[str, Any]) -> str:

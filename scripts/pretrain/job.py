@@ -32,6 +32,7 @@ from .packing import Sequences
 from .preparation import Source, open_sequences, prepare
 from .results import Result, measured
 from .run_folder import RunFolder, remove
+from .speed import Speedometer
 from .trainer import Trainer
 from .validation import Validation
 
@@ -214,6 +215,7 @@ def build_trainer(
 ) -> Trainer:
     """Places model and optimizer on the devices and, when resuming, puts their saved state back."""
     model = plan.model.to(accelerator.device)
+    speed = Speedometer.of(model, accelerator)
     if arguments.compile:
         model.compile()
     prepared_model, optimizer = accelerator.prepare(model, build_optimizer(model, arguments))
@@ -233,6 +235,7 @@ def build_trainer(
         metrics=MetricsLog(run.metrics, accelerator, progress.step),
         fingerprint=plan.fingerprint,
         progress=progress,
+        speed=speed,
     )
 
 

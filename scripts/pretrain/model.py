@@ -16,8 +16,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import dynattn  # noqa: F401  (registers the package's model types)
+from dynattn import keep_attention_outputs  # the front door registers the package's model types
 from dynattn.modeling.composition import DynamicComposition
+from dynattn.modeling.heads import CausalLMHead
 
 from ..errors import UserError
 from ..memory import check_memory
@@ -76,7 +77,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTr
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
         if arguments.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         source = arguments.init_from or config.model_type
         raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
@@ -88,6 +89,11 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTr
         )
     model.train()
     return model
+
+
+def loss_options(model: nn.Module) -> dict[str, Any]:
+    """What else to call a model with for its loss alone: those of this package then never hold all of their logits."""
+    return {"skip_logits": True} if isinstance(model, CausalLMHead) else {}
 
 
 def composition_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import PretrainArguments
-from .metrics import read_metrics
+from .metrics import Record, read_metrics
 from .model import ParameterCounts
 from .validation import Validation
+
+# What training lines of the metrics say of speed.
+RATES = ("tokens_per_second", "flops_per_second", "gemm_flops_per_second", "mfu")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class Result:
         train_loss: nats per token, the mean since the line before the last of the training metrics.
         validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update.
         tokens_per_second: median over the training metrics, all processes together, without validation and saving.
+        flops_per_second: FLOPs that the model needs, composition included and recomputation not, the same way; None of
+            a model that is not of this package.
+        gemm_flops_per_second: of a large matrix product in the dtype of training, measured on the run's devices.
+        mfu: model FLOPs utilization, the former over the latter.
         train_seconds: time spent on updates; wall_seconds: the whole call, only the part after a resume.
     """
 
@@ -39,6 +46,9 @@ class Result:
     perplexity: float
     bits_per_byte: float
     tokens_per_second: float
+    flops_per_second: float | None
+    gemm_flops_per_second: float | None
+    mfu: float | None
     train_seconds: float
     wall_seconds: float
     processes: int
@@ -61,5 +71,11 @@ def measured(metrics: Path, validation: Validation, parameters: ParameterCounts)
         "validation_loss": validation.loss,
         "perplexity": validation.perplexity,
         "bits_per_byte": validation.bits_per_byte,
-        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
+        **{rate: median_of(rate, lines) for rate in RATES},
     }
+
+
+def median_of(name: str, lines: list[Record]) -> float | None:
+    """Over the lines that have it, or None."""
+    values = [line[name] for line in lines if name in line]
+    return statistics.median(values) if values else None

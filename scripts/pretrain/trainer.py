@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 
 import torch
@@ -19,10 +19,12 @@ from . import checkpoint
 from .arguments import PretrainArguments
 from .checkpoint import Fingerprint, Progress
 from .metrics import MetricsLog
+from .model import loss_options
 from .optimizer import CosineSchedule, group_schedules, prepare_update
 from .order import ProcessBatches, TrainingOrder
 from .packing import Sequences
 from .run_folder import RunFolder
+from .speed import Speedometer
 from .validation import Validation, count_targets, validate
 
 Batch = dict[str, Tensor]
@@ -50,8 +52,7 @@ class Trainer:
     metrics: MetricsLog
     fingerprint: Fingerprint
     progress: Progress
-    _window_steps: int = field(default=0, init=False)
-    _window_seconds: float = field(default=0.0, init=False)
+    speed: Speedometer
 
     def train(self) -> Validation:
         """Makes all remaining updates and returns the last validation.
@@ -75,16 +76,17 @@ class Trainer:
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
         started = time.perf_counter()
-        loss, norm = self._update(list(islice(batches, self.arguments.gradient_accumulation_steps)))
+        read = list(islice(batches, self.arguments.gradient_accumulation_steps))
+        loss, norm = self._update(read)
         seconds = time.perf_counter() - started
+        tokens = self.order.global_batch * self.train_sequences.length
+        self.speed.add(read, tokens, seconds)
         progress = self.progress
         progress.step += 1
-        progress.tokens += self.order.global_batch * self.train_sequences.length
+        progress.tokens += tokens
         progress.seconds += seconds
         progress.loss_sum += loss
         progress.loss_count += 1
-        self._window_steps += 1
-        self._window_seconds += seconds
         return loss, norm
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
@@ -103,13 +105,14 @@ class Trainer:
         device, processes = self.accelerator.device, self.accelerator.num_processes
         counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
+        options = {"num_items_in_batch": targets, **loss_options(self.accelerator.unwrap_model(self.model))}
         self.memory.begin(self.progress.step)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-                loss = self.memory.read(self.model, {**batch, "num_items_in_batch": targets}, index)
+                loss = self.memory.read(self.model, {**batch, **options}, index)
                 # Gradients are averaged over processes, while each loss is already a share of the sum over them.
                 self.accelerator.backward(loss * processes)
             total += loss.detach()
@@ -127,7 +130,6 @@ class Trainer:
 
     def _log_training(self, norm: float) -> None:
         progress = self.progress
-        tokens = self._window_steps * self.order.global_batch * self.train_sequences.length
         self.metrics.write(
             {
                 "step": progress.step,
@@ -136,12 +138,11 @@ class Trainer:
                 **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
-                "tokens_per_second": tokens / self._window_seconds,
+                **self.speed.report(),
                 "seconds": progress.seconds,
             }
         )
         progress.loss_sum, progress.loss_count = 0.0, 0
-        self._window_steps, self._window_seconds = 0, 0.0
 
     def _learning_rates(self) -> dict[str, float]:
         """The rates of the last update; that of the composition only where it has one of its own."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..memory import NoMemory
+from .model import loss_options
 from .packing import IGNORED, Sequences
 
 
@@ -48,13 +49,13 @@ def validate(
     unwrapped = accelerator.unwrap_model(model)
     was_training = unwrapped.training
     unwrapped.eval()
+    options = {"num_items_in_batch": torch.ones((), device=accelerator.device), **loss_options(unwrapped)}
     nats, targets = 0.0, 0
     for indices in sequences.share(accelerator.process_index, accelerator.num_processes, batch_size):
         batch = default_collate([sequences[index] for index in indices])
         targets += count_targets(batch["labels"], batch.get("shift_labels"))
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-        one = torch.ones((), device=accelerator.device)
-        nats += memory.read(unwrapped, {**batch, "num_items_in_batch": one}).item()
+        nats += memory.read(unwrapped, {**batch, **options}).item()
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
     return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)

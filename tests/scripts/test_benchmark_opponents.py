@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.benchmark import relative
 from dynattn.scripts.benchmark.arguments import Settings
-from dynattn.scripts.benchmark.flops import attention_flops, composition_flops, decode_flops, projection_flops
+from dynattn.scripts.benchmark.flops import attention_flops, composition_flops, decode_flops
 from dynattn.scripts.benchmark.opponents import (
     attend_in_chunks,
     attend_whole,
@@ -35,6 +35,7 @@ from dynattn.scripts.benchmark.problem import (
 )
 from dynattn.scripts.benchmark.relative_opponent import OfficialRelativeAttention, as_official, from_official
 from dynattn.scripts.benchmark.shapes import Shape
+from dynattn.scripts.flops import projection_flops
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent.parent / "golden"

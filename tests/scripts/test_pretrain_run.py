@@ -16,10 +16,12 @@ import dynattn  # noqa: F401
 from dynattn.scripts.cli import main
 from dynattn.scripts.corpus import builtin_documents
 from dynattn.scripts.errors import UserError
+from dynattn.scripts.flops import ModelFlops
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain import trainer as trainer_module
 from dynattn.scripts.pretrain.documents import load_documents
 from dynattn.scripts.pretrain.metrics import read_metrics
+from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.tokenizer import train_bpe
 
 LLAMA = {
@@ -70,7 +72,7 @@ def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
 
 
 def curve(output: Path) -> list[dict[str, Any]]:
-    timing = ("seconds", "tokens_per_second")
+    timing = ("seconds", *RATES)
     return [
         {name: value for name, value in line.items() if name not in timing}
         for line in read_metrics(output / "metrics.jsonl")
@@ -203,6 +205,20 @@ def test_epochs_count_updates_and_old_checkpoints_go(corpus: Path, tmp_path: Pat
 )
 def test_switches_train(changes: dict[str, Any], corpus: Path, tmp_path: Path):
     assert run(tmp_path / "run", corpus, max_steps=2, warmup_steps=0, **changes).validation_loss < 6.5
+
+
+def test_speed_counts_what_the_model_needs(corpus: Path, tmp_path: Path, finished: Result):
+    model = {"model_type": None, "model_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}}
+    changes = {"max_steps": 2, "warmup_steps": 0, "mask_documents": False, "gradient_accumulation_steps": 2}
+    result = run(tmp_path / "run", corpus, **model, **changes)
+    flops = ModelFlops.of(AutoModelForCausalLM.from_pretrained(result.model))
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl", "train"):
+        of_a_token = line["flops_per_second"] / line["tokens_per_second"]
+        assert of_a_token == pytest.approx(flops.training(torch.arange(32)) / 32, rel=1e-6)
+        assert line["mfu"] == line["flops_per_second"] / line["gemm_flops_per_second"]
+    assert result.mfu is not None
+    assert 0 < result.mfu < 1
+    assert finished.mfu is None  # a Llama
 
 
 def test_dcformer_trains_resumes_generates_and_continues_elsewhere(corpus: Path, tmp_path: Path):

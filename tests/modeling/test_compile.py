@@ -1,0 +1,83 @@
+"""Blocks and whole models compile for training without a graph break, with full and sliding layers, with padding."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
+
+IDS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(7))
+PADDED = torch.ones_like(IDS)
+PADDED[1, :7] = 0
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+FAMILIES = {
+    "dcformer": lambda: DCFormerForCausalLM(DCFormerConfig(**SIZES, **WINDOWS)),
+    "dcpythia": lambda: DCPythiaForCausalLM(DCPythiaConfig(**SIZES, **WINDOWS)),
+    "rcmha": lambda: RCMHAForCausalLM(RCMHAConfig(**SIZES)),
+}
+pytestmark = [
+    pytest.mark.parametrize("family", FAMILIES),
+    pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch.compiler.reset()
+
+
+def make(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return FAMILIES[family]().train()
+
+
+def learn(model: PreTrainedModel, mask: Tensor | None, skip_logits: bool = False) -> list[Tensor]:
+    loss = model(IDS, attention_mask=mask, labels=IDS, use_cache=False, skip_logits=skip_logits).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_model_is_one_graph(family: str, mask: Tensor | None) -> None:
+    model = make(family)
+    graphs = CompileCounterWithBackend("eager")
+    found = learn(torch.compile(model, backend=graphs, fullgraph=True), mask)  # type: ignore[arg-type]
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(found, learn(model, mask))
+
+
+def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, mask: Tensor | None) -> None:
+    model = make(family)
+    expected = learn(model, mask)
+    graphs = CompileCounterWithBackend("eager")
+    for layer in model.model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    torch.testing.assert_close(learn(model, mask), expected)
+    assert graphs.frame_count == len(set(model.config.layer_types))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(family: str, mask: Tensor | None) -> None:
+    model = make(family)
+    expected = learn(model, mask, skip_logits=True)
+    compiled = torch.compile(model, fullgraph=True)
+    # A gradient that is zero but for rounding, such as that of a bias of all keys, is judged by the others' size.
+    rounding = 1e-6 * max(float(grad.abs().max()) for grad in expected)
+    for ours, theirs in zip(learn(compiled, mask, skip_logits=True), expected, strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()) + rounding, rtol=1e-3)

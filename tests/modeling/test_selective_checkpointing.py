@@ -1,0 +1,105 @@
+"""Checkpointed layers that keep what attention computed: same gradients, no second attention, less memory."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+    keep_attention_outputs,
+)
+from dynattn.scripts.benchmark.measuring import peak_memory
+
+LAYERS = 3
+IDS = torch.randint(1, 97, (2, 150), generator=torch.Generator().manual_seed(7))
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+}
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+UNCOMPOSED = {"compose_pre": False, "compose_post": False}
+CASES = {
+    "dcformer": (DCFormerForCausalLM, DCFormerConfig, WINDOWS, "dynattn.dcmha_chunked"),
+    "dcformer plain": (DCFormerForCausalLM, DCFormerConfig, WINDOWS | UNCOMPOSED, "aten._scaled_dot_product_"),
+    "dcpythia": (DCPythiaForCausalLM, DCPythiaConfig, WINDOWS, "dynattn.dcmha_chunked"),
+    "rcmha": (RCMHAForCausalLM, RCMHAConfig, {}, "dynattn.relative_chunked"),
+    "rcmha mha": (RCMHAForCausalLM, RCMHAConfig, {"attention_type": "mha"}, "aten._scaled_dot_product_"),
+}
+
+
+def make(case: str, checkpointing: dict[str, Any] | None) -> PreTrainedModel:
+    model_class, config_class, options, _ = CASES[case]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SIZES, **options)).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
+    return model
+
+
+def learn(model: PreTrainedModel) -> list[torch.Tensor]:
+    loss = model(IDS, labels=IDS, use_cache=False, skip_logits=True).loss
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts every operation by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts and runs an operation."""
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def forward_calls(self, prefix: str) -> int:
+        """Of operations whose name begins so, without their backward passes."""
+        return sum(n for name, n in self.calls.items() if name.startswith(prefix) and "backward" not in name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_runs_once_and_gradients_are_the_same_to_the_bit(case: str) -> None:
+    expected = learn(make(case, None))
+    for checkpointing, runs in (({}, 2), ({"context_fn": keep_attention_outputs}, 1)):
+        with CountedOps() as ops:
+            found = learn(make(case, checkpointing))
+        assert ops.forward_calls(CASES[case][-1]) == runs * LAYERS
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("case", ["dcformer", "rcmha"])
+def test_memory_is_near_that_of_repeating_all(case: str) -> None:
+    plain, whole, kept = (
+        peak_memory(lambda options=options: learn(make(case, options)), torch.device("cpu"))
+        for options in (None, {}, {"context_fn": keep_attention_outputs})
+    )
+    outputs = LAYERS * IDS.numel() * SIZES["hidden_size"] * 4
+    assert whole <= kept <= whole + 1.1 * outputs
+    assert kept < 0.9 * plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_model_keeps_it_too(case: str) -> None:
+    model = make(case, {"context_fn": keep_attention_outputs})
+    expected = learn(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    # A gradient that is zero but for rounding, such as that of a bias of all keys, is judged by the others' size.
+    rounding = 1e-6 * max(float(grad.abs().max()) for grad in expected)
+    for ours, theirs in zip(learn(compiled), expected, strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()) + rounding, rtol=1e-3)

@@ -1,0 +1,126 @@
+"""Operations of a model: by hand, by PyTorch's counter, and by the benchmark's shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
+from dynattn.scripts.benchmark.flops import attention_flops
+from dynattn.scripts.benchmark.problem import COMPOSED
+from dynattn.scripts.benchmark.shapes import Shape
+from dynattn.scripts.flops import ModelFlops
+
+SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+UNCOMPOSED = {"compose_pre": False, "compose_post": False}
+T = 5
+
+
+def dcformer(**options: Any) -> DCFormerForCausalLM:
+    return DCFormerForCausalLM(DCFormerConfig(**SIZES | WINDOWS | options))
+
+
+def dcpythia(**options: Any) -> DCPythiaForCausalLM:
+    return DCPythiaForCausalLM(DCPythiaConfig(**SIZES | WINDOWS | options))
+
+
+def rcmha(**options: Any) -> RCMHAForCausalLM:
+    return RCMHAForCausalLM(RCMHAConfig(**SIZES, num_hidden_layers=1, mem_len=None, **options))
+
+
+def test_a_composed_model_by_hand() -> None:
+    flops = ModelFlops.of(dcformer(num_key_value_heads=1, compose_rank=1))
+    projections = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
+    mlp = 3 * 8 * 12
+    generator = 8 * 4 * 4 + 4 * 4 * 2 * 2 + 8 * 4 * 2  # 4 components of width 4; 2 factors and a gate of 2 heads
+    token = 2 * (2 * (projections + mlp + generator) + 8 * 16)
+    side = 2 + 2 + 2  # into one hidden map, back, gate
+    pair = 2 * (2 * 4 + 2 * 4 + 2 * 2 * side)
+    sliding, full = 1 + 2 + 3 + 3 + 3, 1 + 2 + 3 + 4 + 5
+    assert flops.forward(torch.arange(T)) == T * token + (sliding + full) * pair == 18160
+    assert flops.training(torch.arange(T)) == 3 * 18160
+
+
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [
+        ({"compose_gate": False}, 2 * 8),
+        ({"compose_low_rank": False}, 2 * 2),
+        ({"compose_key_wise": False}, 8 + 2),
+        ({"compose_static": True}, 2 * (8 + 2) + 2 * 4),
+        ({"compose_static": True, "compose_groups": 2}, 2 * (8 + 2) + 2 * 2),
+        ({"compose_query_wise": False, "compose_key_wise": False, "compose_static": True}, 2 * 4),
+    ],
+)
+def test_each_term_of_the_composition_counts(options: dict[str, Any], stage: int) -> None:
+    config = {"hidden_size": 16, "num_attention_heads": 4, "compose_rank": 2}
+    assert ModelFlops.of(dcformer(**config, **options)).pair == 4 * (4 * 4 + 2 * stage)
+    assert ModelFlops.of(dcformer(**config, **options, compose_post=False)).pair == 4 * (4 * 4 + stage)
+
+
+def test_relative_attention_by_hand() -> None:
+    linear = 4 * 8 * 8 + 2 * 8 * 12 + 8 * 16
+    convolutions = 3 * 3 * 8
+    pair = 2 * (3 * 2 * 4)  # content scores, position scores, values
+    expected = T * 2 * (linear + convolutions) + (1 + 2 + 3 + 4 + 5) * pair
+    assert ModelFlops.of(rcmha()).forward(torch.arange(T)) == expected == 7200
+
+
+def test_documents_see_nothing_of_each_other() -> None:
+    flops = ModelFlops.of(dcformer())
+    apart = flops.forward(torch.arange(2)) + flops.forward(torch.arange(3))
+    assert flops.forward(torch.tensor([[0, 1, 0, 1, 2]])) == apart < flops.forward(torch.arange(5))
+
+
+def counted(model: PreTrainedModel, backward: bool) -> int:
+    ids = torch.ones(1, T, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (dcformer, UNCOMPOSED),
+        (dcformer, UNCOMPOSED | {"num_key_value_heads": 1, "mgate_dim": 4}),
+        (dcpythia, UNCOMPOSED | {"hidden_size": 16}),
+        (rcmha, {"attention_type": "mha"}),
+    ],
+)
+def test_without_composition_they_are_those_that_pytorch_counts(
+    make: Callable[..., PreTrainedModel], options: dict[str, Any]
+) -> None:
+    model = make(**options, attn_implementation="eager")
+    flops = ModelFlops.of(model)
+    # The reference op computes hidden pairs, too.
+    forward = T * flops.token + len(flops.windows) * T**2 * flops.pair
+    assert counted(model, backward=False) == forward
+    # The embedding of a token learns without a product, and what it is made of has no gradient.
+    assert counted(model, backward=True) == 3 * forward
+
+
+def test_a_model_and_the_shape_of_its_attention_agree() -> None:
+    model = dcformer(hidden_size=32, num_attention_heads=4)
+    flops = ModelFlops.of(model)
+    attention = sum(attention_flops(Shape(4, 8, 50), window, COMPOSED) for window in (3, None))
+    assert flops.forward(torch.arange(50)) == 50 * flops.token + attention
+
+
+def test_other_families_are_not_known() -> None:
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1, layer_types=["full_attention"]))
+    with pytest.raises(TypeError, match="operations of 'llama' are not known"):
+        ModelFlops.of(llama)
