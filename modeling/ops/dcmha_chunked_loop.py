@@ -202,7 +202,7 @@ def _item(inputs: Inputs, settings: Settings, index: int, dtype: torch.dtype) ->
         if query is None and key is None and static is None:
             return None
         return Stage(
-            None if query is None else query[index].to(dtype),
+            None if query is None else query[index].to(dtype).contiguous(),
             None if key is None else key[index].to(dtype).permute(1, 2, 0).contiguous(),
             None if static is None else static.to(dtype),
             groups,
