@@ -9,6 +9,7 @@ from ..errors import UserError
 from .shapes import Shape, parse_shape
 
 ROUNDS, QUICK_ROUNDS = 7, 3
+LAYERS, VOCABULARY = 2, 2048
 # What one sample of a fast call lasts at least: shorter ones would measure the clock.
 SAMPLE_SECONDS, QUICK_SAMPLE_SECONDS = 0.05, 0.01
 
@@ -18,7 +19,10 @@ class BenchmarkArguments:
     """From options or a YAML file; lists may be separated by spaces or commas."""
 
     subjects: list[str] | None = field(
-        default=None, metadata={"help": "What to measure: attention, training, prefill, decode, relative (all)."}
+        default=None,
+        metadata={
+            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long (all but long)."
+        },
     )
     shapes: list[str] | None = field(
         default=None,
@@ -32,8 +36,21 @@ class BenchmarkArguments:
     threads: int | None = field(default=None, metadata={"help": "Threads of the processor (OMP_NUM_THREADS, else 1)."})
     window: int | None = field(default=None, metadata={"help": "Keys that a query sees, itself included (all)."})
     batch_size: int = field(default=1, metadata={"help": "Sequences at once."})
+    layers: int = field(default=LAYERS, metadata={"help": "Depth of the model (training and prefill)."})
+    vocabulary: int = field(default=VOCABULARY, metadata={"help": "Its number of tokens."})
     rounds: int | None = field(
         default=None, metadata={"help": f"Rounds over all contestants ({ROUNDS}; quick: {QUICK_ROUNDS})."}
+    )
+    budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds: who takes longer for a first call is left out, here and with more tokens; "
+            "who took as long in all stops after three rounds."
+        },
+    )
+    preset: Literal["gpu"] | None = field(
+        default=None,
+        metadata={"help": "gpu: tune the Triton path and make a GPU's whole record within ten minutes."},
     )
     quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
     seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
@@ -44,10 +61,12 @@ class BenchmarkArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in ("threads", "window", "batch_size", "rounds"):
+        for name in ("threads", "window", "batch_size", "layers", "vocabulary", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
+        if self.budget is not None and self.budget <= 0:
+            raise UserError(f"budget must be more than 0 seconds, not {self.budget:g}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,11 @@ class Settings:
     sample_seconds: float
     quick: bool
     shapes: tuple[Shape, ...]
+    budget: float | None = None
+    layers: int = LAYERS
+    vocabulary: int = VOCABULARY
+    # When to begin no further case, on the monotonic clock.
+    end: float | None = None
 
 
 def listed(values: list[str]) -> list[str]:
@@ -87,6 +111,9 @@ def read_settings(arguments: BenchmarkArguments) -> Settings:
         sample_seconds=QUICK_SAMPLE_SECONDS if quick else SAMPLE_SECONDS,
         quick=quick,
         shapes=tuple(parse_shape(text) for text in listed(arguments.shapes or [])),
+        budget=arguments.budget,
+        layers=arguments.layers,
+        vocabulary=arguments.vocabulary,
     )
 
 

@@ -1,7 +1,7 @@
 """The attention op: forward, and forward with backward."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,10 @@ SDPA_KERNELS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
-# Where our op is told whether to compile parts of itself.
+# Where `chunked` is told whether to compile parts of itself, and its contestants by what they tell it. Its default may
+# change its mind when a process has computed a lot, but not for float32 on a CPU.
 SELF_COMPILING = "DYNATTN_COMPILE"
+MODES = {"chunked": "auto", f"chunked{COMPILED}": "1", "chunked-stepwise": "0"}
 
 
 class OpProblem(NamedTuple):
@@ -41,11 +43,9 @@ class OpProblem(NamedTuple):
 
 def contestants(device: torch.device) -> list[Contestant]:
     """Ours, every plain attention that could be the best one, the official style, and static talking heads."""
-    found = [contestant(name, "ours", COMPOSED, partial(attend_ours, implementation=name)) for name in COMPOSING]
-    found += [
-        contestant(f"{name}{COMPILED}", "ours", COMPOSED, partial(attend_ours, implementation=name, compiles=True))
-        for name in COMPOSING
-        if name != "eager"
+    found = [
+        contestant(name, "ours", COMPOSED, partial(attend_ours, implementation=implementation, mode=mode))
+        for name, implementation, mode in ours(COMPOSING)
     ]
     found += [contestant("sdpa", "plain", PLAIN, partial(attend_ours, implementation="sdpa"))]
     if device.type == "cuda":
@@ -67,6 +67,12 @@ def contestants(device: torch.device) -> list[Contestant]:
     return found
 
 
+def ours(implementations: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Names of contestants, each with its implementation and what that is told about compiling."""
+    modes = [(name, "chunked", mode) for name, mode in MODES.items()]
+    return [one for name in implementations for one in (modes if name == "chunked" else [(name, name, "auto")])]
+
+
 def contestant(name: str, role: Role, function: str, attend: Callable[[Inputs], Tensor]) -> Contestant:
     """A contestant that takes the inputs of its function."""
 
@@ -76,9 +82,9 @@ def contestant(name: str, role: Role, function: str, attend: Callable[[Inputs], 
     return Contestant(name, role, function, prepare)
 
 
-def attend_ours(inputs: Inputs, *, implementation: str, compiles: bool = False) -> Tensor:
-    """Our op, either with what it compiles by itself or never with it."""
-    with self_compiling(compiles):
+def attend_ours(inputs: Inputs, *, implementation: str, mode: str = "auto") -> Tensor:
+    """Our op, which compiles what it is told to."""
+    with self_compiling(mode):
         return call_op(inputs, implementation)
 
 
@@ -90,6 +96,7 @@ def call_op(inputs: Inputs, implementation: str) -> Tensor:
         inputs.value,
         pre=inputs.pre,
         post=inputs.post,
+        attention_mask=inputs.visible,
         is_causal=inputs.query.shape[2] > 1,
         sliding_window=inputs.window,
         implementation=implementation,
@@ -97,10 +104,10 @@ def call_op(inputs: Inputs, implementation: str) -> Tensor:
 
 
 @contextmanager
-def self_compiling(wanted: bool) -> Iterator[None]:
-    """Decides for our op what it otherwise decides by how much the process has computed before."""
+def self_compiling(mode: str) -> Iterator[None]:
+    """Tells our op what to compile, for a while."""
     before = os.environ.get(SELF_COMPILING)
-    os.environ[SELF_COMPILING] = str(int(wanted))
+    os.environ[SELF_COMPILING] = mode
     try:
         yield
     finally:
@@ -124,6 +131,7 @@ def attend_sdpa(inputs: Inputs, *, kernel: str) -> Tensor:
 
 def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
     """Forward, then forward with backward."""
+    window = settings.window
     inputs = make_inputs(
         shape.heads,
         shape.width,
@@ -133,7 +141,7 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
         dtype=settings.dtype,
         device=settings.device,
         seed=settings.seed,
-        window=settings.window,
+        window=window,
     )
     for backward in (False, True):
         given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
@@ -142,7 +150,7 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
             return truth_in(inputs[function], dtype, backward=backward)
 
         def flops(function: str, backward: bool = backward) -> float:
-            forward = attention_flops(shape, settings.window, function) * settings.batch_size
+            forward = attention_flops(shape, window, function) * settings.batch_size
             return forward * (3 if backward else 1)
 
         def traffic(function: str, backward: bool = backward) -> float:
@@ -154,6 +162,7 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
             truth=truth,
             flops=flops,
             traffic=traffic,
+            window=window,
         )
 
 

@@ -1,6 +1,6 @@
 """Contestants that compute the same thing, and how one case between them is run."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -16,8 +16,14 @@ from .shapes import Shape
 
 # How the names of contestants end that go through `torch.compile`.
 COMPILED = "-compiled"
+# How the failure of a contestant starts that was left out for its slowness.
+OVER_BUDGET = "over the budget"
 Role = Literal["ours", "plain", "other"]
 Pass = Literal["forward", "forward+backward"]
+
+
+class OverBudgetError(Exception):
+    """A contestant is too slow for the time that it was given."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Case:
         flops: what a function needs, head composition included, recomputation and masked pairs not.
         traffic: bytes of all inputs and results of a function; None where they are not what limits it.
         tokens: what a call processes, where tokens per second mean something.
+        window: keys that a query sees, itself included; None for all.
+        note: what else tells this case from others of its subject.
     """
 
     passes: Pass
@@ -54,6 +62,8 @@ class Case:
     flops: Callable[[str], float]
     traffic: Callable[[str], float] | None = None
     tokens: int | None = None
+    window: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,8 +78,10 @@ class Subject:
     cases: Callable[[Shape, Settings], Iterable[Case]]
 
 
-def run_case(case: Case, contestants: Sequence[Contestant], settings: Settings) -> list[dict[str, Any]]:
-    """Judges, weighs and times every contestant; returns one row of the record for each.
+def run_case(
+    case: Case, contestants: Sequence[Contestant], settings: Settings, too_slow: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Judges, weighs and times every contestant but those `too_slow`; returns one row of the record for each.
 
     A contestant is judged before the first round and again after the last. One that is wrong gets no ratio.
     """
@@ -79,9 +91,14 @@ def run_case(case: Case, contestants: Sequence[Contestant], settings: Settings) 
     with compiling_afresh():
         for contestant in contestants:
             rows.append({"name": contestant.name, "role": contestant.role, "function": contestant.function})
+            if contestant.name in too_slow:
+                rows[-1]["failure"] = f"{OVER_BUDGET} with fewer tokens already"
+                continue
             try:
                 calls[contestant.name] = qualify(contestant.prepare(case.problem), rows[-1], truth, settings)
-            except (RuntimeError, ValueError) as error:
+            except OverBudgetError as error:
+                rows[-1]["failure"] = f"{OVER_BUDGET}: {error}"
+            except Exception as error:  # compilers and kernels raise what they like
                 rows[-1]["failure"] = f"{type(error).__name__}: {first_line(error)}"
         time_rounds(calls, rows, settings)
         for row in rows:
@@ -98,10 +115,17 @@ def qualify(
     truth: Callable[[str], tuple[Results, Results]],
     settings: Settings,
 ) -> Callable[[], Results]:
-    """Calls for the first time (which compiles), weighs and judges; returns `call`, which is warm then."""
+    """Calls for the first time (which compiles), weighs and judges; returns `call`, which is warm then.
+
+    Raises:
+        OverBudgetError: the first call took longer than the settings allow.
+    """
     row["first_seconds"] = sample(call, 1, settings.device)
-    row["peak_bytes"] = peak_memory(call, settings.device)
-    row["verdict"] = judge(call(), *truth(row["function"]))
+    if settings.budget is not None and row["first_seconds"] > settings.budget:
+        raise OverBudgetError(f"its first call took {row['first_seconds']:.3g} s, more than {settings.budget:g} s")
+    results: list[Results] = []
+    row["peak_bytes"] = peak_memory(lambda: results.append(call()), settings.device)
+    row["verdict"] = judge(results.pop(), *truth(row["function"]))
     return call
 
 
@@ -110,7 +134,7 @@ def time_rounds(calls: dict[str, Callable[[], Results]], rows: list[dict[str, An
     device = settings.device
     repeats = {name: calls_of_a_sample(call, device, settings.sample_seconds) for name, call in calls.items()}
     samplers = {name: partial(sample, call, repeats[name], device) for name, call in calls.items()}
-    samples = interleave(samplers, settings.rounds)
+    samples = interleave(samplers, settings.rounds, settings.budget)
     for row in rows:
         if row["name"] in samples:
             row["samples"] = samples[row["name"]]

@@ -1,13 +1,16 @@
 """Measures every attention path beside its strongest opponents, and refuses ratios to those that are wrong.
 
 Run: `dynattn benchmark [--quick] [--subjects attention decode ...] [--shapes 16x64@2048 ...] [--device cuda]`
+A GPU's whole record: `dynattn benchmark --preset gpu --output FOLDER`
 """
 
 import json
 import os
 import shlex
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,21 @@ from ..errors import UserError
 from .accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .arguments import BenchmarkArguments, Settings, listed, read_settings
 from .attention import ATTENTION
-from .contest import COMPILED, Case, Contestant, Subject, run_case
+from .contest import COMPILED, OVER_BUDGET, Case, Contestant, Subject, run_case
 from .decode import DECODE
+from .long import LONG
 from .measuring import copy_rate, gemm_rate
-from .models import PREFILL, TRAINING
-from .plots import draw_plots
+from .models import BLOCK, PREFILL, TRAINING
+from .preset import GPU, check_device, run_preset
 from .process import circumstances, pin_process
 from .relative import RELATIVE_ATTENTION
 from .shapes import Shape, parse_shape
-from .tables import format_case, format_record
+from .step import STEP
+from .tables import case_title, format_case, format_record
 
-SUBJECTS = {subject.name: subject for subject in (ATTENTION, TRAINING, PREFILL, DECODE, RELATIVE_ATTENTION)}
+SUBJECTS = {one.name: one for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, LONG)}
+# Hours, where the others take minutes.
+ON_DEMAND = (LONG.name,)
 RECORD, TABLE = "record.json", "table.md"
 Entries = tuple[Subject, list[Contestant]]
 
@@ -37,14 +44,26 @@ def main(argv: Sequence[str]) -> int:
     if arguments.redraw is not None:
         write_record(read_record(arguments.redraw), check_output(arguments))
         return 0
-    settings = read_settings(arguments)
-    entries, left_out = choose(arguments, settings)
+    if arguments.preset is not None:
+        check_device()
+    else:
+        choose(arguments, read_settings(arguments))
     folder = check_output(arguments)
     pin_process(argv, arguments.threads)
+    if arguments.preset is not None:
+        return int(not run_preset(arguments, folder, partial(run, argv)))
+    return int(not run(argv, arguments, folder))
+
+
+def run(argv: Sequence[str], arguments: BenchmarkArguments, folder: Path, end: float | None = None) -> bool:
+    """Measures what the arguments say and writes the record; returns whether nothing of it is wrong."""
+    settings = replace(read_settings(arguments), end=end)
+    entries, left_out = choose(arguments, settings)
     record = measure(entries, settings, circumstances(argv, settings.device) | {"left_out": left_out})
+    folder.mkdir(exist_ok=True)
     write_record(record, folder)
     print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
-    return int(any(blames(row) for case in record["cases"] for row in case["rows"]))
+    return not any(blames(row) for case in record["cases"] for row in case["rows"])
 
 
 def choose(arguments: BenchmarkArguments, settings: Settings) -> tuple[list[Entries], list[str]]:
@@ -53,11 +72,14 @@ def choose(arguments: BenchmarkArguments, settings: Settings) -> tuple[list[Entr
     Raises:
         UserError: a name that does not exist, or a shape or window that a subject cannot use.
     """
-    names = known(listed(arguments.subjects or list(SUBJECTS)), SUBJECTS, "subject")
+    names = known(
+        listed(arguments.subjects or [name for name in SUBJECTS if name not in ON_DEMAND]), SUBJECTS, "subject"
+    )
     if any(shape.memory for shape in settings.shapes) and names != [RELATIVE_ATTENTION.name]:
         raise UserError(f"a shape with +MEMORY is for --subjects {RELATIVE_ATTENTION.name} alone")
-    if settings.window is not None and RELATIVE_ATTENTION.name in names:
-        raise UserError(f"--window is not for the subject {RELATIVE_ATTENTION.name}; name other --subjects")
+    for name in (RELATIVE_ATTENTION.name, STEP.name):
+        if settings.window is not None and name in names:
+            raise UserError(f"--window is not for the subject {name}; name other --subjects")
     entries = [(SUBJECTS[name], SUBJECTS[name].contestants(settings.device)) for name in names]
     every = list(dict.fromkeys(contestant.name for _, found in entries for contestant in found))
     # Compiling takes minutes that a quick look does not have.
@@ -87,14 +109,31 @@ def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any
     }
     print(f"$ {shlex.join(about['command'])}\n{about['hardware']}, {about['threads']} threads, {about['allocator']}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
-    record: dict[str, Any] = {**about, "error_multiples": limits, "machine": machine, "cases": []}
+    record: dict[str, Any] = {**about, "error_multiples": limits, "machine": machine, "cases": [], "cases_left_out": []}
     for subject, contestants in entries:
         for shape in shapes_of(subject, settings):
             for case in subject.cases(shape, settings):
-                result = describe(subject, shape, case, settings) | {"rows": run_case(case, contestants, settings)}
-                record["cases"].append(result)
-                print(f"\n{format_case(result, machine['gemm_flops_per_second'])}", flush=True)
+                result = describe(subject, shape, case, settings)
+                if settings.end is not None and time.monotonic() > settings.end:
+                    record["cases_left_out"].append(case_title(result))
+                    continue
+                too_slow = slow_with_fewer_tokens(result, record["cases"])
+                record["cases"].append(result | {"rows": run_case(case, contestants, settings, too_slow)})
+                print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
     return record | {"load_average_after": os.getloadavg()}
+
+
+def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]]) -> set[str]:
+    """Names of contestants that were over the budget in a case that differs from this one in being shorter."""
+
+    def without_length(one: dict[str, Any]) -> list[Any]:
+        shape = {name: value for name, value in one["shape"].items() if name != "length"}
+        return [shape, *(one[name] for name in ("subject", "passes", "batch_size", "dtype", "window", "note"))]
+
+    alike = [one for one in before if without_length(one) == without_length(case)]
+    shorter = [one for one in alike if one["shape"]["length"] < case["shape"]["length"]]
+    rows = [row for one in shorter for row in one["rows"]]
+    return {row["name"] for row in rows if row.get("failure", "").startswith(OVER_BUDGET)}
 
 
 def shapes_of(subject: Subject, settings: Settings) -> Sequence[Shape]:
@@ -110,7 +149,8 @@ def describe(subject: Subject, shape: Shape, case: Case, settings: Settings) -> 
         "shape": asdict(shape),
         "batch_size": settings.batch_size,
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "window": settings.window,
+        "window": case.window,
+        "note": case.note,
         "floor_flops": case.flops(subject.function),
     }
 
@@ -118,7 +158,7 @@ def describe(subject: Subject, shape: Shape, case: Case, settings: Settings) -> 
 def blames(row: dict[str, Any]) -> bool:
     """Whether a row must end the command with an error: wrong, or ours and broken (a ValueError only declines)."""
     if "failure" in row:
-        return row["role"] == "ours" and not row["failure"].startswith("ValueError")
+        return row["role"] == "ours" and not row["failure"].startswith(("ValueError", OVER_BUDGET))
     return not row["verdict"]["correct"]
 
 
@@ -126,11 +166,12 @@ def check_output(arguments: BenchmarkArguments) -> Path:
     """The folder to write to, which exists afterwards.
 
     Raises:
-        UserError: it holds a record already, or cannot be made.
+        UserError: it holds a record already (of a preset, its first part's), or cannot be made.
     """
     folder = Path(arguments.output)
-    if (folder / RECORD).exists() and not arguments.overwrite:
-        raise UserError(f"{folder / RECORD} exists; choose another --output or pass --overwrite")
+    record = folder / RECORD if arguments.preset is None else folder / GPU[0].name / RECORD
+    if record.exists() and not arguments.overwrite:
+        raise UserError(f"{record} exists; choose another --output or pass --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -158,3 +199,13 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / TABLE).write_text(format_record(record), encoding="utf-8")
     draw_plots(record, folder)
+
+
+def draw_plots(record: dict[str, Any], folder: Path) -> None:
+    """Draws everything, or says that it cannot: a machine that only measures needs no Matplotlib."""
+    try:
+        from .plots import draw_everything
+    except ModuleNotFoundError as error:
+        print(f"no plots: {error}; draw them elsewhere with `dynattn benchmark --redraw {folder / RECORD}`")
+    else:
+        draw_everything(record, folder)

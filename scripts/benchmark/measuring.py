@@ -14,6 +14,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MOST_CALLS = 1000
+# A call that alone lasts this many samples is slow, not held up.
+SLOW_SAMPLES = 20
+LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,29 @@ def _sample_cuda(call: Callable[[], Any], calls: int, device: torch.device) -> f
 
 def calls_of_a_sample(call: Callable[[], Any], device: torch.device, seconds: float) -> int:
     """How many calls make a sample of at least `seconds`: by the fastest of three, for one may have been held up."""
-    once = max(min(sample(call, 1, device) for _ in range(3)), 1e-9)
+    once = sample(call, 1, device)
+    if once > SLOW_SAMPLES * seconds:
+        return 1
+    once = max(min(once, *(sample(call, 1, device) for _ in range(2))), 1e-9)
     return min(math.ceil(seconds / once), MOST_CALLS)
 
 
-def interleave(samplers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """One sample of each contestant, then the next of each, and so on: drift of the machine hits all alike."""
+def interleave(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, budget: float | None = None
+) -> dict[str, list[float]]:
+    """One sample of each contestant, then the next of each, and so on: drift of the machine hits all alike.
+
+    A contestant whose samples took more than `budget` seconds takes no part after `LEAST_ROUNDS` rounds.
+    """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    for _ in range(rounds):
+    spent = dict.fromkeys(samplers, 0.0)
+    for turn in range(rounds):
         for name, take in samplers.items():
+            if turn >= LEAST_ROUNDS and budget is not None and spent[name] > budget:
+                continue
+            start = time.perf_counter()
             samples[name].append(take())
+            spent[name] += time.perf_counter() - start
     return samples
 
 

@@ -1,74 +1,96 @@
-"""A small DCFormer as a whole: a training step, and reading a prompt into the cache."""
+"""A DCFormer: one block, a training step of the whole, and reading a prompt into the cache."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.ops.dcmha import COMPOSING
 
+from ..flops import projection_flops
 from .accuracy import Results
 from .arguments import Settings
-from .attention import self_compiling
-from .contest import COMPILED, Case, Contestant, Role, Subject
-from .flops import attention_flops, projection_flops
+from .attention import ours, self_compiling
+from .contest import Case, Contestant, Role, Subject
+from .flops import attention_flops
+from .opponents import IN_MODELS
 from .problem import COMPOSED, PLAIN
 from .shapes import Shape
 
-LAYERS, VOCABULARY = 2, 2048
 # Weights large enough that composition and attention matter: an error in either then shows in the logits.
 INITIAL = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 UNCOMPOSED = {"compose_pre": False, "compose_post": False}
+# The last tokens, whose logits are compared with the truth.
+COMPARED = 256
+# The reference op keeps all maps for a backward pass; a deeper model's truth is that of a path checked against it.
+REFERENCE, REFERENCE_LAYERS, DEEP_REFERENCE = "eager", 4, "chunked"
 
 
 class ModelProblem(NamedTuple):
-    """Tokens `[B, T]`, the weights of each function in the dtype measured, and how to build a model for them."""
+    """Tokens `[B, T]`, weights of each function in the dtype measured, how to build a model, and what it then does."""
 
     tokens: Tensor
     weights: dict[str, dict[str, Tensor]]
     config: dict[str, Any]
     dtype: torch.dtype
+    step: "Step"
 
-    def model(self, function: str, implementation: str, dtype: torch.dtype | None = None) -> nn.Module:
+    def model(self, function: str, implementation: str, dtype: torch.dtype | None = None) -> Any:
         """A model with the problem's weights."""
         composition = UNCOMPOSED if function == PLAIN else {}
-        settings = {**self.config, **composition, "attn_implementation": implementation}
+        foreign = implementation in IN_MODELS
+        settings = {**self.config, **composition, "attn_implementation": REFERENCE if foreign else implementation}
         with torch.device(self.tokens.device):
-            model: nn.Module = DCFormerForCausalLM(DCFormerConfig(**settings))
+            model: Any = DCFormerForCausalLM(DCFormerConfig(**settings))
+        if foreign:
+            model.config._attn_implementation = implementation  # asking for it, models refuse all but their own
         model.load_state_dict(self.weights[function])
         return model.to(dtype or self.dtype)
 
+    def truth(self, function: str, dtype: torch.dtype) -> Results:
+        """What the reference op gives in a dtype."""
+        deep = self.config["num_hidden_layers"] > REFERENCE_LAYERS
+        model = self.model(function, DEEP_REFERENCE if deep else REFERENCE, dtype)
+        if deep:
+            model.gradient_checkpointing_enable()
+        return self.step(model, self.tokens)()
 
-Step = Callable[[nn.Module, Tensor], Callable[[], Results]]
+    def flops(self, function: str, window: int | None, logits: int) -> float:
+        """FLOPs of a forward pass that gives the logits of as many tokens of each sequence."""
+        heads, layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
+        hidden, (batch, length) = self.config["hidden_size"], self.tokens.shape
+        attention = layers * attention_flops(Shape(heads, hidden // heads, length), window, function)
+        projections = projection_flops(self.model(function, REFERENCE)) * length
+        return batch * (attention + projections - 2 * hidden * self.config["vocab_size"] * (length - logits))
 
 
-def contestants(device: torch.device, *, step: Step) -> list[Contestant]:
-    """Every composing implementation that models can be asked for, and the same model without composition."""
+Step = Callable[[Any, Tensor], Callable[[], Results]]
+
+
+def contestants(device: torch.device) -> list[Contestant]:
+    """Every composing implementation that models can be asked for, the official style, and without composition."""
     usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
-    entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in usable]
-    entries += [(f"{name}{COMPILED}", "ours", COMPOSED, name) for name in usable if name != "eager"]
-    entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
+    entries: list[tuple[str, Role, str, str, str]] = [
+        (name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours(usable)
+    ]
+    entries += [("sdpa", "plain", PLAIN, "sdpa", "auto"), ("matmul", "plain", PLAIN, "eager", "auto")]
+    entries += [(name, "other", COMPOSED, name, "auto") for name in IN_MODELS]
 
-    def prepare(problem: ModelProblem, function: str, implementation: str, compiles: bool) -> Callable[[], Results]:
-        run = step(problem.model(function, implementation), problem.tokens)
-        return self_compiling(compiles)(run)
+    def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
+        run = problem.step(problem.model(function, implementation), problem.tokens)
+        return self_compiling(mode)(run)
 
     return [
-        Contestant(
-            name,
-            role,
-            function,
-            partial(prepare, function=function, implementation=implementation, compiles=name.endswith(COMPILED)),
-        )
-        for name, role, function, implementation in entries
+        Contestant(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))
+        for name, role, function, implementation, mode in entries
     ]
 
 
-def training_step(model: nn.Module, tokens: Tensor) -> Callable[[], Results]:
+def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
     """Forward, loss, backward and AdamW; a learning rate of 0 lets it do all its work and leave the weights alone."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
@@ -79,12 +101,12 @@ def training_step(model: nn.Module, tokens: Tensor) -> Callable[[], Results]:
         outputs.loss.backward()
         optimizer.step()
         gradients = {f"grad {name}": weight.grad for name, weight in model.named_parameters()}
-        return {"output": outputs.logits.detach(), **gradients}
+        return {"output": outputs.logits[:, -COMPARED:].detach().clone(), **gradients}
 
     return step
 
 
-def prefill_step(model: nn.Module, tokens: Tensor) -> Callable[[], Results]:
+def prefill_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
     """One pass over the prompt that fills a new cache and gives the last token's logits."""
     model.eval()
 
@@ -95,57 +117,82 @@ def prefill_step(model: nn.Module, tokens: Tensor) -> Callable[[], Results]:
     return step
 
 
-def make_problem(shape: Shape, settings: Settings) -> ModelProblem:
+def block_step(model: Any, tokens: Tensor, *, backward: bool) -> Callable[[], Results]:
+    """The decoder without embedding and head: a single layer and the norm behind it."""
+    decoder = model.model.train()
+    rows = decoder.embed_tokens(tokens).detach().requires_grad_(backward)
+    weights = {name: weight for name, weight in decoder.named_parameters() if not name.startswith("embed_tokens")}
+    leaves = {"hidden_states": rows, **weights}
+
+    def step() -> Results:
+        with torch.set_grad_enabled(backward):
+            output = decoder(inputs_embeds=rows, use_cache=False).last_hidden_state
+        if not backward:
+            return {"output": output}
+        gradients = torch.autograd.grad(output, list(leaves.values()), rows.detach())
+        named = {f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}
+        return {"output": output.detach(), **named}
+
+    return step
+
+
+def make_problem(shape: Shape, settings: Settings, step: Step, layers: int) -> ModelProblem:
     """Random tokens and weights; the uncomposed model has the composed one's weights without the generators'."""
     hidden = shape.heads * shape.width
     config: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": settings.vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": 8 * hidden // 3,
-        "num_hidden_layers": LAYERS,
+        "intermediate_size": 128 * -(-8 * hidden // 384),  # 8/3 of the width, aligned as GPUs like it
+        "num_hidden_layers": layers,
         "num_attention_heads": shape.heads,
         "max_position_embeddings": shape.length,
         "sliding_window": settings.window,
-        "layer_types": ["full_attention" if settings.window is None else "sliding_attention"] * LAYERS,
+        "layer_types": ["full_attention" if settings.window is None else "sliding_attention"] * layers,
         **INITIAL,
     }
     torch.manual_seed(settings.seed)
     drawn = DCFormerForCausalLM(DCFormerConfig(**config)).state_dict()
     weights = {name: weight.to(settings.device, settings.dtype) for name, weight in drawn.items()}
     plain = {name: weight for name, weight in weights.items() if ".composition." not in name}
-    tokens = torch.randint(VOCABULARY, (settings.batch_size, shape.length)).to(settings.device)
-    return ModelProblem(tokens, {COMPOSED: weights, PLAIN: plain}, config, settings.dtype)
+    tokens = torch.randint(settings.vocabulary, (settings.batch_size, shape.length)).to(settings.device)
+    return ModelProblem(tokens, {COMPOSED: weights, PLAIN: plain}, config, settings.dtype, step)
 
 
-def cases(shape: Shape, settings: Settings, *, step: Step) -> Iterator[Case]:
-    """One case."""
-    problem = make_problem(shape, settings)
-    trains = step is training_step
-    head = 2 * shape.heads * shape.width * VOCABULARY  # FLOPs of a token's logits
-
-    def flops(function: str) -> float:
-        attention = LAYERS * attention_flops(shape, settings.window, function)
-        projections = projection_flops(problem.model(function, "eager")) * shape.length
-        unread = 0 if trains else head * (shape.length - 1)
-        return settings.batch_size * (attention + projections - unread) * (3 if trains else 1)
-
-    yield Case(
-        passes="forward+backward" if trains else "forward",
+def case(problem: ModelProblem, settings: Settings, *, backward: bool, logits: int) -> Case:
+    """A case of a step that needs the logits of as many tokens of each sequence."""
+    return Case(
+        passes="forward+backward" if backward else "forward",
         problem=problem,
-        truth=lambda function, dtype: step(problem.model(function, "eager", dtype), problem.tokens)(),
-        flops=flops,
+        truth=problem.truth,
+        flops=cache(lambda function: problem.flops(function, settings.window, logits) * (3 if backward else 1)),
         tokens=problem.tokens.numel(),
+        window=settings.window,
     )
 
 
-TRAINING, PREFILL = (
-    Subject(
-        name=name,
-        function=COMPOSED,
-        shapes=("16x64@512", "16x64@2048"),
-        quick_shapes=("4x32@256",),
-        contestants=partial(contestants, step=step),
-        cases=partial(cases, step=step),
-    )
-    for name, step in (("training", training_step), ("prefill", prefill_step))
-)
+def training_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+    """One case."""
+    problem = make_problem(shape, settings, training_step, settings.layers)
+    yield case(problem, settings, backward=True, logits=shape.length)
+
+
+def prefill_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+    """One case."""
+    yield case(make_problem(shape, settings, prefill_step, settings.layers), settings, backward=False, logits=1)
+
+
+def block_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+    """Forward, then forward with backward."""
+    for backward in (False, True):
+        problem = make_problem(shape, settings, partial(block_step, backward=backward), layers=1)
+        yield case(problem, settings, backward=backward, logits=0)
+
+
+def subject(name: str, cases: Callable[[Shape, Settings], Iterator[Case]], shapes: Sequence[str]) -> Subject:
+    """A subject on models; all have the same contestants."""
+    return Subject(name, COMPOSED, shapes, ("4x32@256",), contestants, cases)
+
+
+BLOCK = subject("block", block_cases, ("16x64@512", "32x128@512"))
+TRAINING = subject("training", training_cases, ("16x64@512", "16x64@2048"))
+PREFILL = subject("prefill", prefill_cases, ("16x64@512", "16x64@2048"))

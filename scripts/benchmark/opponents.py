@@ -6,15 +6,18 @@ cache of `H x H` matrices. They compute exactly the same function as ours: where
 bfloat16 in every dtype, or runs one empty chunk more, they do not.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from dynattn.modeling.chunked_mask import chunked_mask
 from dynattn.modeling.ops.dcmha import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
-from .contest import compiled
+from .contest import COMPILED, compiled
 from .problem import Inputs, factors_of
 
 CHUNK = 128
@@ -62,6 +65,31 @@ def attend_in_chunks(inputs: Inputs, *, compile_rows: bool = False) -> Tensor:
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+def in_models(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    pre: Composition | None = None,
+    post: Composition | None = None,
+    *,
+    compile_rows: bool,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The official style behind Transformers' attention interface, for batches without padding."""
+    assert attention_mask is None
+    inputs = Inputs(query, key, value, query, pre, post, sliding_window)
+    return attend_in_chunks(inputs, compile_rows=compile_rows), None
+
+
+IN_MODELS = {"official": False, f"official{COMPILED}": True}
+for _name, _compiles in IN_MODELS.items():
+    AttentionInterface.register(_name, partial(in_models, compile_rows=_compiles))
+    AttentionMaskInterface.register(_name, chunked_mask)
+
+
 def causal(inputs: Inputs) -> Tensor:
     """Which keys each query sees, `[T, S]`."""
     queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
@@ -73,8 +101,9 @@ def causal(inputs: Inputs) -> Tensor:
 def attend_whole(inputs: Inputs) -> Tensor:
     """Plain attention as three lines: matrix product, softmax, matrix product. Returns `[B, T, H, D]`."""
     scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
-    if inputs.query.shape[2] > 1:
-        scores = torch.where(causal(inputs), scores, torch.finfo(scores.dtype).min)
+    visible = causal(inputs) if inputs.query.shape[2] > 1 else inputs.visible
+    if visible is not None:
+        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
     probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     return (probs @ inputs.value).transpose(1, 2)
 
@@ -96,12 +125,19 @@ def key_matrix_cache(inputs: Inputs) -> Tensor:
 
 
 def decode_with_matrices(
-    query: Tensor, key: Tensor, value: Tensor, query_matrices: Tensor, key_matrices: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_matrices: Tensor,
+    key_matrices: Tensor,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """One composed token against a cache of matrices, as the official decoding code does it. Returns `[B, 1, H, D]`."""
     pre, post = (query_matrices + key_matrices).unbind(2)  # [B, S, H, H] each
     scores = (query @ key.transpose(-1, -2))[:, :, 0] * query.shape[-1] ** -0.5  # [B, H, S]
     scores = torch.einsum("bns,bsnm->bms", scores, pre)
+    if visible is not None:
+        scores = torch.where(visible[:, 0], scores, torch.finfo(scores.dtype).min)
     probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     probs = torch.einsum("bns,bsnm->bms", probs, post)
     return (probs[:, :, None] @ value).transpose(1, 2)

@@ -14,22 +14,34 @@ from matplotlib import pyplot as plt
 from .tables import Record, case_title
 
 COLUMNS = 3
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
 
 
-def draw_plots(record: Record, folder: Path) -> None:
+def draw_everything(record: Record, folder: Path) -> None:
     """Draws time and memory against length, ratios and a roofline into `folder`."""
     draw_scaling(record, folder / "time.png", lambda row: row["timing"]["median"] * 1e3, "median ms", floor=True)
-    draw_scaling(record, folder / "memory.png", lambda row: row["peak_bytes"] / 2**20, "peak MiB above the inputs")
+    draw_scaling(
+        record, folder / "memory.png", lambda row: row["peak_bytes"] / 2**20, "peak MiB above the inputs", maps=True
+    )
     draw_ratios(record, folder / "ratios.png")
     draw_roofline(record, folder / "roofline.png")
 
 
-def draw_scaling(record: Record, path: Path, value: Callable[[Record], float], label: str, floor: bool = False) -> None:
-    """One log-log panel for each subject, pass and head shape: `value` of every correct contestant against length.
+def draw_scaling(
+    record: Record,
+    path: Path,
+    value: Callable[[Record], float],
+    label: str,
+    *,
+    floor: bool = False,
+    maps: bool = False,
+) -> None:
+    """One log-log panel for each subject, pass, head shape and window: `value` of every correct contestant by length.
 
-    The floor is the FLOPs of the function that the subject is about, at the measured rate of a matrix product.
+    A gray line is proportional to the number of tokens. The `floor` is the FLOPs of the function that the subject is
+    about, at the measured rate of a matrix product; `maps` draws what one map of one head over all pairs would take.
     """
     groups = group_by_length(record["cases"])
     figure, panels = make_panels(len(groups))
@@ -38,6 +50,11 @@ def draw_scaling(record: Record, path: Path, value: Callable[[Record], float], l
         for name, rows in _by_contestant(cases).items():
             points = [(length, value(row)) for length, row in rows]
             axes.plot(*zip(*points, strict=True), STYLES[rows[0][1]["role"]], marker="o", ms=4, label=name)
+        if len(cases) > 1:
+            _draw_linear(axes, cases, value)
+        if maps and cases[0]["subject"] == "long":
+            points = [(length, length**2 * ITEM_BYTES[cases[0]["dtype"]] / 2**20) for length in _lengths(cases)]
+            axes.plot(*zip(*points, strict=True), color="tab:red", lw=1, ls="-.", label="one map of one head")
         if floor:
             peak = record["machine"]["gemm_flops_per_second"]
             points = [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
@@ -96,6 +113,8 @@ def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
     for case in sorted(cases, key=lambda case: case["shape"]["length"]):
         shape = case["shape"]
         title = f"{case['subject']}, {case['passes']}, {shape['heads']}x{shape['width']}"
+        title += f", window {case['window']}" if case["window"] else ""
+        title += f", {case['note']}" if case.get("note") else ""
         groups.setdefault(title, []).append(case)
     of_several = {title: found for title, found in groups.items() if len(found) > 1}
     return of_several or groups
@@ -108,6 +127,19 @@ def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
     for axes in grid.flat[count:]:
         axes.set_axis_off()
     return figure, list(grid.flat)
+
+
+def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:
+    """A line through ours at the shortest length (the least of them) that grows as the number of tokens does."""
+    starts = [value(row) for row in cases[0]["rows"] if row["role"] == "ours" and "ratio" in row]
+    if starts:
+        lengths = _lengths(cases)
+        points = [(length, min(starts) * length / lengths[0]) for length in (lengths[0], lengths[-1])]
+        axes.plot(*zip(*points, strict=True), color="gray", lw=3, alpha=0.4, label="linear in tokens")
+
+
+def _lengths(cases: Iterable[Record]) -> list[int]:
+    return [case["shape"]["length"] for case in cases]
 
 
 def _by_contestant(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]]:

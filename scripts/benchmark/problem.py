@@ -1,6 +1,6 @@
 """Inputs of the attention op, with composition that matters, and its truth in any precision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ class Inputs:
     pre: Composition | None = None
     post: Composition | None = None
     window: int | None = None
+    visible: Tensor | None = None  # [B, 1, 1, S], where keys are padding
 
     @property
     def scaling(self) -> float:
@@ -61,6 +62,7 @@ class Inputs:
             cotangent=self.cotangent[:, queries],
             pre=rows_of(self.pre, queries, keys),
             post=rows_of(self.post, queries, keys),
+            visible=None if self.visible is None else self.visible[..., keys],
         )
 
 
@@ -155,22 +157,31 @@ def requiring_grad(inputs: Inputs) -> Inputs:
 
 def attend_by_definition(inputs: Inputs, *, is_causal: bool = True) -> Tensor:
     """The reference op."""
-    arguments: dict[str, Any] = {"attention_mask": None, "is_causal": is_causal, "sliding_window": inputs.window}
+    arguments: dict[str, Any] = {
+        "attention_mask": inputs.visible,
+        "is_causal": is_causal,
+        "sliding_window": inputs.window,
+    }
     output, _ = dcmha_eager(
         inputs.query, inputs.key, inputs.value, pre=inputs.pre, post=inputs.post, scaling=inputs.scaling, **arguments
     )
     return output
 
 
-def truth_in(inputs: Inputs, dtype: torch.dtype, *, backward: bool) -> Results:
-    """The reference op's results in `dtype` from the same numbers, a few queries at a time to fit in memory."""
+def truth_in(inputs: Inputs, dtype: torch.dtype, *, backward: bool, chunks: Sequence[slice] | None = None) -> Results:
+    """The reference op's results in `dtype` from the same numbers, a few queries at a time to fit in memory.
+
+    With `chunks`, only their queries: outputs in that order, and gradients of a loss that depends on nothing else.
+    """
     exact = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(backward))
     leaves = exact.leaves()
     sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()} if backward else {}
     outputs = []
     length = exact.query.shape[2]
-    for start in range(0, length, TRUTH_CHUNK):
-        rows = exact.rows(start, min(start + TRUTH_CHUNK, length))
+    if chunks is None:
+        chunks = [slice(start, min(start + TRUTH_CHUNK, length)) for start in range(0, length, TRUTH_CHUNK)]
+    for chunk in chunks:
+        rows = exact.rows(chunk.start, chunk.stop)
         with torch.set_grad_enabled(backward):
             output = attend_by_definition(rows)
         outputs.append(output.detach())

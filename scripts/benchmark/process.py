@@ -41,10 +41,24 @@ def circumstances(argv: Sequence[str], device: torch.device) -> dict[str, Any]:
         "commit": source_commit(),
         "versions": versions(),
         "hardware": hardware(device),
+        "clocks": clocks(device),
         "threads": torch.get_num_threads(),
         "allocator": {name: os.environ.get(name) for name in ALLOCATOR},
         "load_average": os.getloadavg(),
     }
+
+
+def clocks(device: torch.device) -> dict[str, str] | None:
+    """A GPU's clocks, power limit and driver as its own tool tells them; None on a processor, or without the tool."""
+    if device.type != "cuda":
+        return None
+    names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return dict(zip(names, (value.strip() for value in told.split(",")), strict=True))
 
 
 def source_commit() -> str | None:

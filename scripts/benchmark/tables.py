@@ -25,7 +25,8 @@ def case_title(case: Record) -> str:
     shape = case["shape"]
     memory = f", memory {shape['memory']}" if shape["memory"] else ""
     window = f", window {case['window']}" if case["window"] else ""
-    size = f"{shape['heads']}x{shape['width']}, {shape['length']} tokens{memory}{window}"
+    note = f", {case['note']}" if case.get("note") else ""
+    size = f"{shape['heads']}x{shape['width']}, {shape['length']} tokens{memory}{window}{note}"
     return f"{case['subject']}, {case['passes']}: {size}, batch {case['batch_size']}, {case['dtype']}"
 
 
@@ -80,6 +81,10 @@ def _heading(record: Record) -> str:
     ]
     if record["left_out"]:
         lines += ["", f"Left out: {', '.join(record['left_out'])}."]
+    if record.get("cases_left_out"):
+        lines += ["", f"No time was left for: {'; '.join(record['cases_left_out'])}."]
+    if record.get("clocks"):
+        lines += ["", ", ".join(f"{name} {value}" for name, value in record["clocks"].items()) + "."]
     return "\n".join(lines)
 
 

@@ -1,0 +1,163 @@
+"""What `--preset gpu` measures: everything that a record of a GPU needs, within ten minutes.
+
+Correctness first; then the constants of the Triton path are tuned, and the rest is measured with the best of them. What
+there is no time for is left out by name, the least important last.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dynattn.modeling.ops import dcmha_triton_workspace
+
+from ..errors import UserError
+from .accuracy import judge
+from .arguments import BenchmarkArguments, Settings, read_settings
+from .attention import cases, contestants
+from .measuring import sample
+from .shapes import parse_shape
+from .tuning import Knob, Tuning, tune, using
+
+SECONDS, TUNING_SECONDS = 570.0, 100.0
+# Tuned for the long ones of both widths, forward and backward.
+TUNED_SHAPES, TUNED_BY, TRIAL_SAMPLES = ("16x64@4096", "32x128@2048"), "triton", 5
+TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
+
+OURS = ["triton", "chunked"]
+FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
+OFFICIAL = ["official", "official-compiled"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of the benchmark, by the options that differ from the preset's."""
+
+    name: str
+    options: dict[str, Any]
+
+
+GPU = (
+    Part(
+        "correctness",
+        {"subjects": ["attention"], "shapes": ["16x64@500", "32x128@300"], "dtype": "float32", "rounds": 1}
+        | {"implementations": ["eager", *OURS, "sdpa"], "batch_size": 2},
+    ),
+    Part(
+        "attention",
+        {"subjects": ["attention"], "implementations": ["triton", *FUSED_PLAIN]}
+        | {"shapes": [f"{heads}@{length}" for length in (2048, 4096, 8192) for heads in ("16x64", "32x128")]},
+    ),
+    Part(
+        "decode-1",
+        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
+        | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
+    ),
+    Part(
+        "decode-16",
+        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
+        | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
+    ),
+    Part(
+        "window",
+        {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
+        | {"implementations": ["triton", "triton-plain", *FUSED_PLAIN]},
+    ),
+    Part(
+        "training-405m",
+        {"subjects": ["training"], "shapes": ["16x64@2048"], "batch_size": 8, "layers": 24, "vocabulary": 50256}
+        | {"implementations": ["triton", "sdpa"], "rounds": 5},
+    ),
+    Part(
+        "official",
+        {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
+        | {"implementations": ["triton", "sdpa-flash", *OFFICIAL]},
+    ),
+)
+
+KNOBS = (
+    Knob("ROWS", (64, 256, 512)),
+    Knob("LARGEST_MAP", (1 << 22, 1 << 23, 1 << 25)),
+    *(Knob("TILES", TILES, name) for name in dcmha_triton_workspace.TILES),
+)
+
+
+def options_of(part: Part, arguments: BenchmarkArguments) -> BenchmarkArguments:
+    """The arguments of a part; bfloat16 on the first GPU where neither says otherwise."""
+    device = arguments.device if arguments.device.startswith("cuda") else "cuda"
+    preset = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0, "preset": None}
+    return replace(arguments, **{**preset, **part.options})
+
+
+def check_device() -> None:
+    """Raises UserError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
+
+
+def run_preset(
+    arguments: BenchmarkArguments,
+    folder: Path,
+    run: Callable[[BenchmarkArguments, Path, float], bool],
+    *,
+    parts: tuple[Part, ...] = GPU,
+    find: Callable[[BenchmarkArguments, float], Tuning] | None = None,
+    module: ModuleType = dcmha_triton_workspace,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Runs the parts, each into a folder of its own; returns whether all that was measured is right.
+
+    Args:
+        run: measures what the arguments say into a folder until a time on the clock, and returns whether it is right.
+        find: tunes the constants of `module` until a time on the clock; by default on the GPU.
+    """
+    end, is_right = clock() + SECONDS, True
+    left_out: list[str] = []
+    with ExitStack() as tuned:
+        for part in parts:
+            if clock() >= end:
+                left_out.append(part.name)
+                continue
+            is_right &= run(options_of(part, arguments), folder / part.name, end)
+            if part is parts[0]:
+                tuning = (find or find_constants)(options_of(part, arguments), min(end, clock() + TUNING_SECONDS))
+                (folder / "tuning.json").write_text(json.dumps(tuning.as_record(), indent=1) + "\n", encoding="utf-8")
+                print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
+                tuned.enter_context(using(module, tuning.best))
+    if left_out:
+        print(f"\nleft out, for {SECONDS:.0f} seconds are over: {', '.join(left_out)}")
+    return is_right
+
+
+def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
+    """Tunes the Triton path for bfloat16."""
+    settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=1))
+    trial = make_trial(settings, TUNED_SHAPES, TUNED_BY)
+    return tune(dcmha_triton_workspace, KNOBS, trial, lambda: time.monotonic() < end)
+
+
+def make_trial(settings: Settings, shapes: tuple[str, ...], name: str) -> Callable[[], float]:
+    """Seconds of a contestant's forward and backward pass at all shapes, which raises ValueError where it is wrong."""
+    (contestant,) = (one for one in contestants(settings.device) if one.name == name)
+    problems = []
+    for shape in shapes:
+        *_, case = cases(parse_shape(shape), settings)
+        truth = [case.truth(contestant.function, dtype) for dtype in (torch.float64, settings.dtype)]
+        problems.append((contestant.prepare(case.problem), truth))
+
+    def trial() -> float:
+        total = 0.0
+        for call, truth in problems:
+            if not judge(call(), *truth).correct:
+                raise ValueError("results are wrong")
+            total += statistics.median(sample(call, 1, settings.device) for _ in range(TRIAL_SAMPLES))
+        return total
+
+    return trial
