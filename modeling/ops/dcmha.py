@@ -19,6 +19,7 @@ from torch import Tensor
 from .dcmha_chunked import dcmha_chunked
 from .dcmha_eager import dcmha_eager
 from .dcmha_triton import dcmha_triton
+from .masking import with_first_keys
 from .plain import plain_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -59,6 +60,7 @@ def dcmha_attention(
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
     sliding_window: int | None = None,
+    first_keys: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Multi-head attention whose heads are composed before and after the softmax.
@@ -75,6 +77,8 @@ def dcmha_attention(
             causal and the window mask.
         is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
+        first_keys: `[B, T]`, integers: the first key that each query sees. With causality this says which documents are
+            packed into a row; `triton` needs no mask of all pairs for it, and skips what is hidden if it is on the CPU.
         implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest that can do what is asked.
 
     Returns:
@@ -84,7 +88,15 @@ def dcmha_attention(
         ValueError: shapes that do not fit, or an implementation that is unknown or cannot compose.
     """
     _check_shapes(query, key, value, pre, post, sliding_window)
-    attend = IMPLEMENTATIONS[resolve_implementation(implementation, composed=pre is not None or post is not None)]
+    name = resolve_implementation(implementation, composed=pre is not None or post is not None)
+    documents = {}
+    if first_keys is not None:
+        _check_first_keys(first_keys, query)
+        if name == "triton":
+            documents["first_keys"] = first_keys
+        else:
+            attention_mask = with_first_keys(attention_mask, first_keys.to(query.device), key.shape[2])
+    attend = IMPLEMENTATIONS[name]
     output, _ = attend(
         query,
         key,
@@ -95,6 +107,7 @@ def dcmha_attention(
         attention_mask=attention_mask,
         is_causal=is_causal,
         sliding_window=sliding_window,
+        **documents,
     )
     return output
 
@@ -133,6 +146,12 @@ def _check_shapes(
     for stage, composition in (("pre", pre), ("post", post)):
         if composition is not None:
             _check_composition(stage, composition, batch, queries, key.shape[2], heads)
+
+
+def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
+    expected = (query.shape[0], query.shape[2])
+    if first_keys.shape != expected or first_keys.is_floating_point() or first_keys.dtype == torch.bool:
+        raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
 
 
 def _check_composition(stage: str, composition: Composition, batch: int, queries: int, keys: int, heads: int) -> None:

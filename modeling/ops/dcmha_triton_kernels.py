@@ -27,6 +27,12 @@ reads and writes a map once: 2 + 4 bytes for each (head, query, key) forward and
 the matrix products need another 4 and 10. Kernels that kept the scores of all heads in registers could do no better:
 with the products done elsewhere this traffic is the floor.
 
+A static matrix is a full mix of heads, a matrix product, and is left to the vendor's: `statics` has maps that it has
+mixed already (scores; gradients of composed probabilities), read in place of the identity's term, and `plain`, where
+kernels leave the tiles that it has yet to mix (p; dx). Each stage that has one costs two more maps written and read.
+
+Head groups, whose low-rank terms are apart, come as items of the batch; `groups` items share one row of a mask.
+
 Tiles are 2-D, and a thread holds the same entries of each, so that sums over heads stay in a thread. Sums over keys and
 over queries do not; larger patches make them rarer, and registers bound the patches: `TILES` in
 `dcmha_triton_workspace` has their sizes. Gradients of factors leave as one partial sum for each patch and are added up
@@ -34,6 +40,7 @@ in a fixed order: no atomics, the same result every time.
 """
 
 from .dcmha_triton_tiles import (
+    biased,
     compose,
     gather,
     hidden_maps,
@@ -42,6 +49,7 @@ from .dcmha_triton_tiles import (
     make_patch,
     make_stage,
     make_visible,
+    mixed,
     no_hidden,
     probability,
     store,
@@ -67,6 +75,7 @@ def dcmha_statistics(
     factors,
     sizes,
     where,
+    statics,
     heads: tl.constexpr,
     rows: tl.constexpr,
     block_t: tl.constexpr,
@@ -78,8 +87,9 @@ def dcmha_statistics(
     visible = make_visible(where, patch)
     hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     for head in range(heads):
-        composed = compose(load(scores, patch, head), hidden, pre, head)
-        composed = tl.where(visible, composed, float("-inf"))
+        score = load(scores, patch, head)
+        composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
+        composed = tl.where(visible, biased(composed, where, visible, patch), float("-inf"))
         highest = tl.max(composed, axis=1)
         reference = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(tl.exp(composed - reference[:, None]), axis=1)
@@ -94,6 +104,7 @@ def dcmha_probs(
     factors,
     sizes,
     where,
+    statics,
     heads: tl.constexpr,
     rows: tl.constexpr,
     block_t: tl.constexpr,
@@ -103,20 +114,22 @@ def dcmha_probs(
     patch = make_patch(sizes, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
-    visible = make_visible(where, patch)
+    softmax = (lse, make_visible(where, patch), where)
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     hidden_probs = no_hidden(post, block_t, block_s)
     if len(hidden_probs) > 0:
         for head in range(heads):
             score = load(scores, patch, head)
-            prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
+            prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
             hidden_probs = gather(hidden_probs, prob, post[0], head)
     for head in range(heads):
         score = load(scores, patch, head)
-        prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
+        prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
         # Another thread may have loaded what this one stores.
         tl.debug_barrier()
-        store(probs, compose(prob, hidden_probs, post, head), patch, head)
+        store(probs, compose(prob, prob, hidden_probs, post, head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, prob, patch, head)
 
 
 @triton.jit
@@ -131,6 +144,7 @@ def dcmha_backward_post(
     factors,
     sizes,
     where,
+    statics,
     heads: tl.constexpr,
     rows: tl.constexpr,
     block_t: tl.constexpr,
@@ -140,21 +154,23 @@ def dcmha_backward_post(
     patch = make_patch(sizes, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
-    visible = make_visible(where, patch)
+    softmax = (lse, make_visible(where, patch), where)
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     hidden_probs, hidden_grads = no_hidden(post, block_t, block_s), no_hidden(post, block_t, block_s)
     if len(hidden_probs) > 0:
         for head in range(heads):
             score = load(scores, patch, head)
-            prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
+            prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
             hidden_probs = gather(hidden_probs, prob, post[0], head)
             hidden_grads = gather(hidden_grads, load(grad_composed, patch, head), post[1], head)
     for head in range(heads):
         score = load(scores, patch, head)
-        prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
+        prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
         grad = load(grad_composed, patch, head)
-        store(probs, compose(prob, hidden_probs, post, head), patch, head)
-        grad_prob = compose(grad, hidden_grads, transposed(post), head)
+        store(probs, compose(prob, prob, hidden_probs, post, head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, prob, patch, head)
+        grad_prob = compose(grad, mixed(statics.grads, grad, patch, head), hidden_grads, transposed(post), head)
         delta = tl.sum(prob * grad_prob, axis=1)
         store_of_queries(partial_delta, delta, head, heads, patch)
         store_of_factors(
@@ -174,6 +190,7 @@ def dcmha_backward_pre(
     factors,
     sizes,
     where,
+    statics,
     heads: tl.constexpr,
     rows: tl.constexpr,
     block_t: tl.constexpr,
@@ -183,23 +200,25 @@ def dcmha_backward_pre(
     patch = make_patch(sizes, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
-    visible = make_visible(where, patch)
+    softmax = (lse, make_visible(where, patch), where)
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     hidden_probs = hidden_maps(grad_composed, transposed(post), patch, heads, block_t, block_s)
     hidden_grads = no_hidden(pre, block_t, block_s)
     if len(hidden_grads) > 0:
         for head in range(heads):
             score, grad = load(scores, patch, head), load(grad_composed, patch, head)
-            prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
-            grad = compose(grad, hidden_probs, transposed(post), head)
+            prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
+            grad = compose(grad, mixed(statics.grads, grad, patch, head), hidden_probs, transposed(post), head)
             grad = prob * (grad - load_of_queries(delta, patch, head)[:, None])
             hidden_grads = gather(hidden_grads, grad, pre[1], head)
     for head in range(heads):
         score, grad = load(scores, patch, head), load(grad_composed, patch, head)
-        prob = probability(score, hidden_scores, pre, lse, visible, patch, head)
-        grad = compose(grad, hidden_probs, transposed(post), head)
+        prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
+        grad = compose(grad, mixed(statics.grads, grad, patch, head), hidden_probs, transposed(post), head)
         grad = prob * (grad - load_of_queries(delta, patch, head)[:, None])
-        store(grad_scores, compose(grad, hidden_grads, transposed(pre), head), patch, head)
+        store(grad_scores, compose(grad, grad, hidden_grads, transposed(pre), head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, grad, patch, head)
         store_of_factors(
             partial_query, partial_key, score, grad, hidden_scores, hidden_grads, patch, head, rows[0], rows[1]
         )

@@ -3,60 +3,126 @@
 import torch
 from torch import Tensor
 
-from .dcmha_triton_workspace import Chunk, MapInputs, Workspace, multiply
+from .dcmha_triton_arguments import Chunk, MapInputs, MapSettings, Statics
+from .dcmha_triton_workspace import Workspace, multiply
 
 
-def attend(inputs: MapInputs, scaling: float, is_causal: bool, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
-    work = Workspace(inputs, scaling, is_causal, sliding_window, maps=1)
+    work = Workspace(inputs, settings, ("scores", *_static_maps(inputs, backward=False)))
     batch, heads, queries, width = inputs.query.shape
     output = work.query.new_zeros(batch, queries, heads, width)
     lse = work.query.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
     for chunk in work.chunks():
-        scores, probs = work.scores(chunk), work.map(0, chunk, work.value.dtype)
+        scores, probs = work.scores(chunk), work.map("scores", chunk)
+        plain = None if inputs.post_static is None else work.map("plain", chunk)
+        statics = Statics(_mixed_scores(work, chunk, inputs.pre_static, scores), plain=plain)
         partial_lse = work.partial_of_queries("dcmha_statistics", chunk)
-        work.launch("dcmha_statistics", chunk, scores, partial_lse)
+        work.launch("dcmha_statistics", chunk, statics, scores, partial_lse)
         rows = lse[chunk.items, :, chunk.queries]
         rows.copy_(torch.logsumexp(partial_lse, dim=1))
-        work.launch("dcmha_probs", chunk, scores, probs, rows)
+        work.launch("dcmha_probs", chunk, statics, scores, probs, rows)
+        if inputs.post_static is not None and plain is not None:
+            work.mix(inputs.post_static.t(), plain, probs, out=probs)
         mixed = torch.bmm(work.grouped(probs), work.of_keys(work.value, chunk)).view(*scores.shape[:3], width)
         output[chunk.items, chunk.queries] = mixed.transpose(1, 2)
     return output, lse
 
 
-def attend_backward(
-    grad_output: Tensor, lse: Tensor, inputs: MapInputs, scaling: float, is_causal: bool, sliding_window: int | None
-) -> list[Tensor]:
-    """Returns the gradients of all `inputs` that are there, but of the mask."""
-    work = Workspace(inputs, scaling, is_causal, sliding_window, maps=3)
+def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> list[Tensor]:
+    """Returns the gradients of all `inputs` that are there, but of what hides keys."""
+    maps = ("scores", "grad_composed", "result", *_static_maps(inputs, backward=True))
+    work = Workspace(inputs, settings, maps)
     grad_output, delta = grad_output.transpose(1, 2), torch.zeros_like(lse)
-    sums = _Sums(work)
+    sums = _Sums(work, inputs)
     for chunk in work.chunks():
-        scores, grad_composed = work.scores(chunk), work.map(1, chunk, work.value.dtype)
-        probs = grad_scores = work.map(2, chunk, work.value.dtype)
+        scores, grad_composed = work.scores(chunk), work.map("grad_composed", chunk)
         grad_chunk, value = work.of_queries(grad_output, chunk), work.of_keys(work.value, chunk)
         multiply(grad_chunk, value.transpose(1, 2), out=work.grouped(grad_composed))
+        statics = Statics(
+            _mixed_scores(work, chunk, inputs.pre_static, scores),
+            _mixed_grads(work, chunk, inputs.post_static, grad_composed),
+        )
         rows, delta_rows = (tensor[chunk.items, :, chunk.queries] for tensor in (lse, delta))
-
-        partial_delta = work.partial_of_queries("dcmha_backward_post", chunk)
-        partial = sums.partial("dcmha_backward_post", chunk, "post")
-        work.launch("dcmha_backward_post", chunk, scores, grad_composed, probs, partial_delta, *partial, rows)
-        torch.sum(partial_delta, dim=1, out=delta_rows)
-        sums.add_factors(chunk, "post", partial)
-        sums.add(sums.value, chunk, work.grouped(probs), grad_chunk)
-
-        partial = sums.partial("dcmha_backward_pre", chunk, "pre")
-        work.launch("dcmha_backward_pre", chunk, scores, grad_composed, grad_scores, delta_rows, *partial, rows)
-        sums.add_factors(chunk, "pre", partial)
-        sums.add(sums.key, chunk, work.grouped(grad_scores), work.of_queries(work.query, chunk), scaling)
-        sums.set_query(chunk, work.grouped(grad_scores))
+        probs = _backward_post(work, sums, chunk, inputs.post_static, statics, scores, grad_composed, delta_rows, rows)
+        sums.add(sums.value, chunk, probs, grad_chunk)
+        grads = _backward_pre(work, sums, chunk, inputs.pre_static, statics, scores, grad_composed, delta_rows, rows)
+        sums.add(sums.key, chunk, grads, work.of_queries(work.query, chunk), work.scaling)
+        sums.set_query(chunk, grads)
     return sums.results(inputs)
+
+
+def _backward_post(
+    work: Workspace,
+    sums: "_Sums",
+    chunk: Chunk,
+    static: Tensor | None,
+    statics: Statics,
+    scores: Tensor,
+    grad_composed: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    """The first sweep; sets `delta`, adds gradients of factors, returns the composed probabilities, `grouped`."""
+    probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
+    partial_delta = work.partial_of_queries("dcmha_backward_post", chunk)
+    partial = sums.partial("dcmha_backward_post", chunk, "post")
+    tensors = (scores, grad_composed, probs, partial_delta, *partial, lse)
+    work.launch("dcmha_backward_post", chunk, statics._replace(plain=plain), *tensors)
+    torch.sum(partial_delta, dim=1, out=delta)
+    sums.add_factors(chunk, "post", partial)
+    if static is not None and plain is not None:
+        work.mix(static.t(), plain, probs, out=probs)
+        sums.add_static("post", plain, grad_composed)
+    return work.grouped(probs)
+
+
+def _backward_pre(
+    work: Workspace,
+    sums: "_Sums",
+    chunk: Chunk,
+    static: Tensor | None,
+    statics: Statics,
+    scores: Tensor,
+    grad_composed: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    """The second sweep; adds gradients of factors, returns the gradients of the scores, `grouped`."""
+    grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
+    partial = sums.partial("dcmha_backward_pre", chunk, "pre")
+    tensors = (scores, grad_composed, grads, delta, *partial, lse)
+    work.launch("dcmha_backward_pre", chunk, statics._replace(plain=plain), *tensors)
+    sums.add_factors(chunk, "pre", partial)
+    if static is not None and plain is not None:
+        work.mix(static, plain, grads, out=grads)
+        sums.add_static("pre", scores, plain)
+    return work.grouped(grads)
+
+
+def _static_maps(inputs: MapInputs, *, backward: bool) -> list[str]:
+    """Names of the buffers that products with static matrices need."""
+    pre, post = inputs.pre_static is not None, inputs.post_static is not None
+    needed = {"mixed_scores": pre, "mixed_grads": post and backward, "plain": post or (pre and backward)}
+    return [name for name in needed if needed[name]]
+
+
+def _mixed_scores(work: Workspace, chunk: Chunk, static: Tensor | None, scores: Tensor) -> Tensor | None:
+    if static is None:
+        return None
+    return work.mix(static.t(), scores, scores, out=work.map("mixed_scores", chunk, scores.dtype))
+
+
+def _mixed_grads(work: Workspace, chunk: Chunk, static: Tensor | None, grads: Tensor) -> Tensor | None:
+    if static is None:
+        return None
+    return work.mix(static, grads, grads, out=work.map("mixed_grads", chunk))
 
 
 class _Sums:
     """The gradients of all inputs while they add up: what several chunks add to in float32."""
 
-    def __init__(self, work: Workspace) -> None:
+    def __init__(self, work: Workspace, inputs: MapInputs) -> None:
         self.work = work
         self.query = torch.zeros_like(work.query)
         self.key, self.value = (torch.zeros_like(rows, dtype=torch.float32) for rows in (work.key, work.value))
@@ -64,6 +130,12 @@ class _Sums:
             name: torch.zeros_like(rows, dtype=torch.float32)
             for name, rows in work.factors._asdict().items()
             if rows is not None
+        }
+        statics = {"pre_static": inputs.pre_static, "post_static": inputs.post_static}
+        self.statics = {
+            name: torch.zeros_like(static, dtype=torch.float32)
+            for name, static in statics.items()
+            if static is not None
         }
 
     def partial(self, kernel: str, chunk: Chunk, stage: str) -> list[Tensor | None]:
@@ -81,6 +153,19 @@ class _Sums:
         for side, places, parts in zip(("query", "key"), (chunk.queries, chunk.keys), partial, strict=True):
             if parts is not None:
                 self.factors[f"{stage}_{side}"][chunk.items, :, :, places] += parts.sum(1)
+
+    def add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
+        """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
+
+        Sums over so many keys are cut into many small ones: by row of the batch where there are many, else by query.
+        """
+        maps, grads = self.work.all_heads(maps).to(grads.dtype), self.work.all_heads(grads)
+        if 4 * maps.shape[0] >= maps.shape[2]:
+            pairs = [(maps.flatten(2), grads.flatten(2))]
+        else:
+            pairs = list(zip(maps.transpose(1, 2), grads.transpose(1, 2), strict=True))
+        for left, right in pairs:
+            self.statics[f"{stage}_static"] += _product(left, right.transpose(1, 2)).sum(0)
 
     def add(self, total: Tensor, chunk: Chunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
         """Adds `maps^T @ rows * scaling` to the gradients of the chunk's keys."""
@@ -104,4 +189,12 @@ class _Sums:
         sums |= {"value": self.value[:, :keys].view_as(inputs.value)}
         for name, total in self.factors.items():
             sums[name] = total.permute(0, 3, 1, 2)[:, : getattr(inputs, name).shape[1]]
+        sums |= self.statics
         return [total.to(getattr(inputs, name).dtype).contiguous() for name, total in sums.items()]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())

@@ -38,11 +38,28 @@ def make_visible(where, patch):
     t, s = patch.t[:, None], patch.s[None, :]
     back = t + where.distance - s
     visible = (back <= where.behind) & (back >= -where.ahead) & (s < where.real_keys) & patch.in_queries[:, None]
+    if where.first_keys is not None:
+        first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + patch.t
+        visible = visible & (s + where.start >= tl.load(first, mask=patch.in_queries, other=0)[:, None])
     if where.mask is not None:
-        item, query, key = where.mask_strides
-        offsets = patch.item * item + t * query + s * key
-        visible = visible & (tl.load(where.mask + offsets, mask=visible, other=0) != 0)
+        mask = where.mask + _offsets(where.mask_strides, where, patch)
+        visible = visible & (tl.load(mask, mask=visible, other=0) != 0)
     return visible
+
+
+@triton.jit
+def biased(composed, where, visible, patch):
+    """Composed scores plus what an additive mask has for them, which is read again for each head."""
+    if where.bias is not None:
+        bias = where.bias + _offsets(where.bias_strides, where, patch)
+        composed += tl.load(bias, mask=visible, other=0.0).to(tl.float32)
+    return composed
+
+
+@triton.jit
+def _offsets(strides, where, patch):
+    """`[block_t, block_s]`, of a mask that all heads, and so all groups of them, share."""
+    return (patch.item // where.groups) * strides[0] + patch.t[:, None] * strides[1] + patch.s[None, :] * strides[2]
 
 
 @triton.jit
@@ -116,9 +133,18 @@ def hidden_maps(maps, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, 
 
 
 @triton.jit
-def compose(tile, hidden, stage, head):
-    """One head of a composition, from the head itself and the hidden maps of all."""
-    composed, up, gate = tile, stage[1], stage[2]
+def mixed(maps, tile, patch, head):
+    """What the identity and a static matrix make of all heads' tiles, given this head's; None is no static matrix."""
+    base = tile
+    if maps is not None:
+        base = load(maps, patch, head)
+    return base
+
+
+@triton.jit
+def compose(tile, base, hidden, stage, head):
+    """One head of a composition, from the head itself, what is `mixed` for it, and the hidden maps of all."""
+    composed, up, gate = base, stage[1], stage[2]
     for index in tl.static_range(len(up[0])):
         composed += hidden[index] * _factor(up[0][index], head)[:, None]
     for index in tl.static_range(len(up[1])):
@@ -131,9 +157,11 @@ def compose(tile, hidden, stage, head):
 
 
 @triton.jit
-def probability(score, hidden, pre, lse, visible, patch, head):
-    """One head of the softmax over composed scores."""
-    composed = compose(score, hidden, pre, head)
+def probability(score, hidden, pre, softmax, statics, patch, head):
+    """One head of the softmax over composed scores; `softmax` is (log-sum-exp, visible, where)."""
+    lse, visible, where = softmax
+    composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
+    composed = biased(composed, where, visible, patch)
     return tl.where(visible, tl.exp(composed - load_of_queries(lse, patch, head)[:, None]), 0.0)
 
 

@@ -11,13 +11,14 @@ Probabilities and gradients have the dtype of the inputs; sums over several chun
 
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .masking import Structure
+from .dcmha_triton_arguments import Chunk, Factors, MapInputs, MapSettings, Sizes, Statics, Visibility
+from .masking import Structure, split_mask
 
 # Queries of a chunk: more make better matrix products, fewer waste less on the triangle of hidden keys.
 ROWS = 128
@@ -27,7 +28,8 @@ LARGEST_MAP = 1 << 24
 ALIGNMENT = 16
 # Queries and keys of a program's patch, and its warps: 8 entries a thread, which is one wide load in half precision and
 # the most that the hidden maps leave registers for. The backward kernels write partial sums for each patch, so theirs
-# are larger; with more than 5 rows on a side (rank 2 and a gate) they only have registers for 4 entries.
+# are larger; with more than 5 rows on a side (rank 2 and a gate), a static matrix or an additive mask they only have
+# registers for 4 entries.
 TILES = {
     "dcmha_statistics": (16, 64, 4),
     "dcmha_probs": (16, 64, 4),
@@ -37,78 +39,15 @@ TILES = {
 TILES_OF_MANY_ROWS = TILES | {"dcmha_backward_post": (16, 64, 8), "dcmha_backward_pre": (16, 64, 8)}
 
 
-class MapInputs(NamedTuple):
-    """What the op is called with; rows are packed: `R` down, `R` up and, if they are odd, a gate."""
-
-    query: Tensor  # [B, H, T, D]
-    key: Tensor  # [B, H_kv, S, D]
-    value: Tensor  # [B, H_kv, S, D]
-    pre_query: Tensor | None  # [B, T, rows, H]
-    pre_key: Tensor | None  # [B, S, rows, H]
-    post_query: Tensor | None
-    post_key: Tensor | None
-    mask: Tensor | None  # boolean, four dimensions that broadcast to [B, 1, T, S]
-
-    @property
-    def rows(self) -> list[Tensor | None]:
-        return [self.pre_query, self.pre_key, self.post_query, self.post_key]
-
-
-class Factors(NamedTuple):
-    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none."""
-
-    pre_query: Tensor | None  # [items, rows, H, c of T]
-    pre_key: Tensor | None  # [items, rows, H, n of S]
-    post_query: Tensor | None
-    post_key: Tensor | None
-
-
-class Sizes(NamedTuple):
-    """Lengths; `keys` and `all_keys` are multiples of 16, so that rows are aligned."""
-
-    queries: int  # c
-    keys: int  # n
-    all_queries: int
-    all_keys: int
-
-
-class Visibility(NamedTuple):
-    """Keys from `-ahead` to `behind` positions back are visible, if they are real and the mask, if any, is not zero."""
-
-    distance: int  # from the chunk's first key to its first query
-    behind: int
-    ahead: int
-    real_keys: int
-    mask: Tensor | None  # [items, c, n], 8 bits
-    mask_strides: tuple[int, int, int]
-
-
-class Chunk(NamedTuple):
-    """Some items of the batch, some of their queries, and the keys in their reach."""
-
-    items: slice
-    queries: slice
-    keys: slice
-    arguments: tuple[Factors, Sizes, Visibility]  # of all kernels
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The numbers of items, queries and keys."""
-        items, queries, keys = (part.stop - part.start for part in self[:3])
-        return items, queries, keys
-
-
 class Workspace:
     """The inputs as kernels and matrix products take them, and `maps` buffers that all chunks share."""
 
-    def __init__(
-        self, inputs: MapInputs, scaling: float, is_causal: bool, sliding_window: int | None, maps: int
-    ) -> None:
+    def __init__(self, inputs: MapInputs, settings: MapSettings, maps: tuple[str, ...]) -> None:
         self.batch, self.heads, queries, _ = inputs.query.shape
         self.kv_heads, keys = inputs.key.shape[1:3]
         self.kernels = load_kernels(inputs.query.device)
-        self.structure = Structure(queries, keys, is_causal, sliding_window)
-        self.scaling = scaling
+        self.structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
+        self.scaling, self.groups = settings.scaling, settings.groups
         self.padded_keys = _aligned(keys)
         self.query, self.key, self.value = inputs.query, self._padded(inputs.key), self._padded(inputs.value)
         dtype = torch.float32 if self.query.dtype == torch.float32 else torch.float16
@@ -116,15 +55,18 @@ class Workspace:
         lengths = (queries, self.padded_keys, queries, self.padded_keys)
         self.factors = Factors(*map(self._kernel_rows, inputs.rows, lengths))
         self.rows = tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
-        self.tiles = tiles_for(self.rows)
-        self.mask = None
-        if inputs.mask is not None:
-            self.mask = inputs.mask[:, 0].expand(self.batch, queries, keys).view(torch.uint8)
-        self.spans = self._spans()
+        self.mask, self.bias = self._masks(inputs.mask)
+        has_static = inputs.pre_static is not None or inputs.post_static is not None
+        self.tiles = tiles_for(self.rows, reads_more=has_static or self.bias is not None)
+        self.spans = self._spans(inputs.first_keys)
+        self.first_keys = None
+        if inputs.first_keys is not None:
+            self.first_keys = inputs.first_keys.to(self.query.device, torch.int32).contiguous()
         widest = max((keys.stop - keys.start for _, keys in self.spans), default=0)
         item = self.heads * min(ROWS, queries) * widest
-        self.items = max(1, min(self.batch, LARGEST_MAP // max(1, item)))
-        self.memory = self.query.new_empty(maps, self.items * item)
+        rows = max(1, min(self.batch // self.groups, LARGEST_MAP // max(1, item * self.groups)))
+        self.items = rows * self.groups
+        self.memory = dict(zip(maps, self.query.new_empty(len(maps), self.items * item), strict=True))
 
     def chunks(self) -> Iterator[Chunk]:
         """Yields all chunks but those whose queries see no key."""
@@ -133,11 +75,21 @@ class Workspace:
                 items = slice(first, min(first + self.items, self.batch))
                 yield Chunk(items, queries, keys, self._arguments(items, queries, keys))
 
-    def map(self, index: int, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Returns one of the shared buffers as `[items, H, c, n]`."""
+    def map(self, name: str, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns one of the shared buffers as `[items, H, c, n]`; in the dtype of the values if in no other."""
         items, queries, keys = chunk.counts
         shape = (items, self.heads, queries, keys)
-        return self.memory[index, : items * self.heads * queries * keys].view(dtype).view(shape)
+        return self.memory[name][: items * self.heads * queries * keys].view(dtype or self.value.dtype).view(shape)
+
+    def all_heads(self, maps: Tensor) -> Tensor:
+        """`[items, H, c, n]` to `[rows of the batch, heads of all groups, c, n]`."""
+        return maps.view(-1, self.groups * self.heads, *maps.shape[2:])
+
+    def mix(self, static: Tensor, maps: Tensor, base: Tensor, out: Tensor) -> Tensor:
+        """`out = base` plus what `static`, indexed [out, in], makes of `maps`."""
+        maps, base, product = (self.all_heads(tensor).flatten(2) for tensor in (maps, base, out))
+        torch.baddbmm(base, static.to(maps.dtype).expand(maps.shape[0], -1, -1), maps, out=product)
+        return out
 
     def grouped(self, rows: Tensor) -> Tensor:
         """`[items, H, c, D or n]` to what a product with keys takes, `[items * H_kv, H / H_kv * c, D or n]`."""
@@ -152,18 +104,19 @@ class Workspace:
         return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
 
     def scores(self, chunk: Chunk) -> Tensor:
-        """Leaves the scaled scores in the first buffer."""
-        scores = self.map(0, chunk, self.score_key.dtype)
+        """Leaves the scaled scores in a buffer."""
+        scores = self.map("scores", chunk, self.score_key.dtype)
         query, key = self.of_queries(self.score_query, chunk), self.of_keys(self.score_key, chunk)
         multiply(query, key.transpose(1, 2), out=self.grouped(scores), scaling=self.scaling)
         return scores
 
-    def launch(self, name: str, chunk: Chunk, *tensors: Tensor | None) -> None:
+    def launch(self, name: str, chunk: Chunk, statics: Statics, *tensors: Tensor | None) -> None:
         """Runs a kernel on all patches of a chunk."""
         block_t, block_s, warps = self.tiles[name]
         self.kernels[name][self.grid(name, chunk)](
             *tensors,
             *chunk.arguments,
+            statics,
             heads=self.heads,
             rows=self.rows,
             block_t=block_t,
@@ -180,35 +133,53 @@ class Workspace:
     def partial_of_queries(self, name: str, chunk: Chunk) -> Tensor:
         """Room for a number of each head and query from each block of keys: `[items, blocks, H, c]`."""
         blocks, _, items = self.grid(name, chunk)
-        return self.memory.new_empty(items, blocks, self.heads, chunk.counts[1], dtype=torch.float32)
+        return self.query.new_empty(items, blocks, self.heads, chunk.counts[1], dtype=torch.float32)
 
     def _arguments(self, items: slice, queries: slice, keys: slice) -> tuple[Factors, Sizes, Visibility]:
         cut = zip(self.factors, (queries, keys, queries, keys), strict=True)
         factors = Factors(*(None if rows is None else rows[items, :, :, side] for rows, side in cut))
         lengths = (queries.stop - queries.start, keys.stop - keys.start)
-        mask = None if self.mask is None else self.mask[items, queries, keys]
-        return factors, Sizes(*lengths, self.structure.queries, self.padded_keys), self._visibility(queries, keys, mask)
+        sizes = Sizes(*lengths, self.structure.queries, self.padded_keys)
+        return factors, sizes, self._visibility(slice(items.start // self.groups, None), queries, keys)
 
-    def _visibility(self, queries: slice, keys: slice, mask: Tensor | None) -> Visibility:
+    def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
         structure = self.structure
         window = structure.sliding_window or structure.queries + structure.keys
+        mask, bias = (None if part is None else part[rows, queries, keys] for part in (self.mask, self.bias))
         return Visibility(
             distance=queries.start + structure.keys - structure.queries - keys.start,
             behind=window - 1,
             ahead=0 if structure.is_causal else window - 1,
             real_keys=structure.keys - keys.start,
+            groups=self.groups,
             mask=mask,
-            mask_strides=(0, 0, 0) if mask is None else (mask.stride(0), mask.stride(1), mask.stride(2)),
+            mask_strides=(0, 0, 0) if mask is None else mask.stride(),
+            bias=bias,
+            bias_strides=(0, 0, 0) if bias is None else bias.stride(),
+            first_keys=None if self.first_keys is None else self.first_keys[rows, queries],
+            row_of_first_keys=structure.queries,
+            start=keys.start,
         )
 
-    def _spans(self) -> list[tuple[slice, slice]]:
-        """The queries and the keys of all chunks; keys start and stop at a multiple of `ALIGNMENT`."""
+    def _masks(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What hides and what biases, `[rows of the batch, T, S]`."""
+        shape = (self.batch // self.groups, self.structure.queries, self.structure.keys)
+        visible, bias = (None if part is None else part[:, 0].expand(shape) for part in split_mask(mask))
+        return None if visible is None else visible.view(torch.uint8), bias
+
+    def _spans(self, first_keys: Tensor | None) -> list[tuple[slice, slice]]:
+        """The queries and the keys of all chunks; keys start and stop at a multiple of `ALIGNMENT`.
+
+        First keys shorten them where they are known without waiting for a device.
+        """
         spans = []
+        known = first_keys if first_keys is not None and first_keys.device.type == "cpu" else None
         for start in range(0, self.structure.queries, ROWS):
             queries = slice(start, min(start + ROWS, self.structure.queries))
             keys = self.structure.reach(queries)
-            if keys.start < keys.stop:
-                spans.append((queries, slice(keys.start // ALIGNMENT * ALIGNMENT, _aligned(keys.stop))))
+            first = keys.start if known is None else max(keys.start, int(known[:, queries].min()))
+            if first < keys.stop:
+                spans.append((queries, slice(first // ALIGNMENT * ALIGNMENT, _aligned(keys.stop))))
         return spans
 
     def _padded(self, rows: Tensor) -> Tensor:
@@ -223,7 +194,7 @@ class Workspace:
 
 
 def load_kernels(device: torch.device) -> dict[str, Any]:
-    """Returns the kernels by name; their module is not imported before it is needed.
+    """Returns the kernels by name; their modules are not imported before they are needed.
 
     Raises:
         ImportError: Triton is not installed.
@@ -231,14 +202,20 @@ def load_kernels(device: torch.device) -> dict[str, Any]:
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"implementation='triton' runs on CUDA devices, not on {device.type!r}; use 'chunked'")
+    from .dcmha_triton_decode_kernels import DECODE_KERNELS
     from .dcmha_triton_kernels import KERNELS
 
-    return KERNELS
+    return KERNELS | DECODE_KERNELS
 
 
-def tiles_for(rows: tuple[int, ...]) -> dict[str, tuple[int, int, int]]:
-    """Returns the patch and the warps of each kernel, given the number of rows on each side of each stage."""
-    return TILES_OF_MANY_ROWS if max(rows) > 5 else TILES
+def tiles_for(rows: tuple[int, ...], *, reads_more: bool) -> dict[str, tuple[int, int, int]]:
+    """Returns the patch and the warps of each kernel.
+
+    Args:
+        rows: the number of packed rows on each side of each stage.
+        reads_more: whether a static matrix or an additive mask adds tiles to those that a thread holds.
+    """
+    return TILES_OF_MANY_ROWS if max(rows) > 5 or reads_more else TILES
 
 
 def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:

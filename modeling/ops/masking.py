@@ -71,6 +71,21 @@ def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | N
     return visible, attention_mask
 
 
+def with_first_keys(attention_mask: Tensor | None, first_keys: Tensor, keys: int) -> Tensor:
+    """Returns `attention_mask`, boolean or additive, that also hides the keys before each query's first one.
+
+    Args:
+        first_keys: `[B, T]` integers.
+    """
+    device = first_keys.device if attention_mask is None else attention_mask.device
+    positions = torch.arange(keys, device=device)
+    visible, bias = split_mask(attention_mask)
+    seen = (positions >= first_keys.to(device)[..., None])[:, None]  # [B, 1, T, S]
+    if bias is None:
+        return seen if visible is None else seen & visible
+    return torch.where(seen, bias, torch.finfo(bias.dtype).min)
+
+
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """The conjunction of two optional boolean masks; None means that nothing is hidden."""
     if first is None or second is None:

@@ -4,19 +4,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dynattn import Composition
-from dynattn.modeling.ops import dcmha_triton_workspace
+from dynattn import Composition, dcmha_attention
+from dynattn.modeling.ops import dcmha_triton_decode, dcmha_triton_workspace
 from dynattn.modeling.ops.dcmha_chunked import dcmha_chunked
 from dynattn.modeling.ops.dcmha_eager import dcmha_eager
 from dynattn.modeling.ops.dcmha_triton import _forward_op, dcmha_triton
-from dynattn.modeling.ops.dcmha_triton_workspace import MapInputs, Workspace
+from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
+from dynattn.modeling.ops.dcmha_triton_decode import _decode_op, _side, _tensors
+from dynattn.modeling.ops.dcmha_triton_workspace import Workspace
 
 pytest.importorskip("triton")
 # The log-sum-exp of a patch without a visible key.
@@ -27,11 +29,13 @@ interpreted = pytest.mark.skipif(
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate"})
+STATIC = ALL | {"static"}
 BOTH = ("pre", "post")
 MASKS: dict[str, Callable[[int, int, int], Tensor]] = {
     "padding": lambda b, t, s: torch.rand(b, 1, 1, s) > 0.3,
     "pairs": lambda b, t, s: torch.rand(b, 1, t, s) > 0.3,
     "unbatched": lambda b, t, s: torch.rand(t, s) > 0.3,
+    "additive": lambda b, t, s: torch.randn(b, 1, t, s).masked_fill(torch.rand(b, 1, t, s) > 0.7, -torch.inf),
 }
 
 
@@ -48,6 +52,7 @@ class Case:
     mask: str | None = None
     batch: int = 1
     width: int = 8
+    groups: tuple[int, int] = (1, 1)
 
 
 CASES = [
@@ -61,6 +66,22 @@ CASES = [
     Case(12, 12, stages=("post",), rank=1),
     Case(19, 11),  # queries before the first key see nothing
     Case(17, 17, stages=()),
+    Case(9, 9, heads=(4, 2), terms=STATIC),
+    Case(9, 12, terms=frozenset({"static"}), stages=("pre",)),
+    Case(9, 12, terms=frozenset({"static", "key_gate"}), stages=("post",), window=5),
+    Case(9, 9, heads=(4, 2), groups=(2, 2), batch=2, rank=1, mask="pairs"),
+    Case(9, 9, heads=(6, 2), groups=(3, 3), rank=1),  # groups that share a key head
+    Case(9, 9, heads=(4, 4), groups=(4, 2), terms=STATIC, rank=1),
+    Case(9, 9, mask="additive"),
+]
+DECODING = [
+    Case(1, 37, heads=(4, 2), batch=2),
+    Case(1, 50, heads=(6, 3), window=20, mask="padding", width=80),
+    Case(1, 17, heads=(4, 1), terms=STATIC, groups=(2, 1), rank=1),
+    Case(1, 40, heads=(3, 3), terms=frozenset({"key_low_rank"}), stages=("pre",), rank=4, mask="additive", batch=2),
+    Case(1, 40, terms=frozenset({"query_low_rank", "key_gate"}), stages=("post",), is_causal=False),
+    Case(1, 16, terms=frozenset({"query_gate", "static"}), mask="unbatched"),
+    Case(1, 1, stages=()),
 ]
 
 
@@ -77,7 +98,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def random_composition(case: Case, device: str) -> Composition:
+def random_composition(case: Case, groups: int, device: str) -> Composition:
     def factor(*shape: int) -> Tensor:
         return (torch.randn(*shape, dtype=torch.float64, device=device) * 0.4).requires_grad_()
 
@@ -88,7 +109,9 @@ def random_composition(case: Case, device: str) -> Composition:
                 given[f"{side}_{kind}"] = factor(case.batch, length, case.rank, case.heads[0])
         if f"{side}_gate" in case.terms:
             given[f"{side}_gate"] = factor(case.batch, length, case.heads[0])
-    return Composition(**given)
+    if "static" in case.terms:
+        given["static"] = factor(case.heads[0], case.heads[0])
+    return Composition(**given, groups=groups)
 
 
 def factors_of(composition: Composition) -> dict[str, Tensor]:
@@ -107,7 +130,7 @@ def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[s
     keywords: dict[str, Any] = {"pre": None, "post": None, "scaling": case.width**-0.5, "attention_mask": None}
     keywords |= {"is_causal": case.is_causal, "sliding_window": case.window}
     for stage in case.stages:
-        keywords[stage] = random_composition(case, device)
+        keywords[stage] = random_composition(case, case.groups[BOTH.index(stage)], device)
         tensors += factors_of(keywords[stage]).values()
     if case.mask is not None:
         keywords["attention_mask"] = MASKS[case.mask](case.batch, case.queries, case.keys).to(device)
@@ -120,7 +143,10 @@ def cast(tensors: list[Tensor], keywords: dict[str, Any], dtype: torch.dtype) ->
     factors, keywords = iter(low[3:]), dict(keywords)
     for stage in BOTH:
         if keywords[stage] is not None:
-            keywords[stage] = Composition(**{name: next(factors) for name in factors_of(keywords[stage])})
+            keywords[stage] = replace(keywords[stage], **{name: next(factors) for name in factors_of(keywords[stage])})
+    mask = keywords["attention_mask"]
+    if mask is not None and mask.is_floating_point():
+        keywords["attention_mask"] = mask.to(dtype)
     return low, keywords
 
 
@@ -140,6 +166,17 @@ def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device:
         assert (ours - true).norm() <= 1.5 * (theirs - true).norm()
 
 
+@torch.no_grad()
+def assert_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    tensors, keywords = cast(*random_inputs(case, device), dtype)
+    double, double_keywords = cast(tensors, keywords, torch.float64)
+    truth, _ = dcmha_eager(*double[:3], **double_keywords)
+    theirs, _ = dcmha_eager(*tensors[:3], **keywords)
+    ours, _ = dcmha_triton(*tensors[:3], **keywords)
+    assert ours.dtype == dtype
+    assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm()
+
+
 def assert_equal_to_the_reference(case: Case) -> None:
     tensors, keywords = random_inputs(case)
     truth = run(dcmha_eager, tensors, keywords)
@@ -156,7 +193,7 @@ def test_output_and_all_gradients_equal_the_reference(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("rank", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
     assert_equal_to_the_reference(Case(33, 66, heads=(3, 1), rank=rank, window=40))
 
@@ -205,7 +242,8 @@ def test_a_compiler_sees_one_node_without_graph_breaks() -> None:
 def test_the_operator_says_what_it_returns() -> None:
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     rows = torch.randn(1, 9, 3, 2, requires_grad=True)
-    arguments = (query, key, value, rows, None, None, rows, None, 1.0, True, 4)
+    first_keys = torch.zeros(1, 9, dtype=torch.int64)
+    arguments = (query, key, value, rows, None, None, rows, torch.eye(2), None, None, first_keys, 1.0, True, 4, 1)
     torch.library.opcheck(_forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -214,15 +252,125 @@ def test_the_operator_says_what_it_returns() -> None:
 def test_memory_and_work_grow_with_the_reach_of_queries(window: int | None) -> None:
     heads, length = 4, 2048
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
-    inputs = MapInputs(query, key, value, None, None, None, None, None)
-    work = Workspace(inputs, 1.0, is_causal=True, sliding_window=window, maps=3)
+    inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
+    work = Workspace(inputs, MapSettings(1.0, True, window, groups=1), ("a", "b", "c"))
     reach = length if window is None else window + 128 + 16
-    assert work.memory.numel() <= 3 * 3 * heads * 128 * reach
+    assert sum(memory.numel() for memory in work.memory.values()) <= 3 * 3 * heads * 128 * reach
     pairs = sum(items * queries * keys for items, queries, keys in (chunk.counts for chunk in work.chunks()))
     assert pairs <= 3 * length * (length / 2 + 64 if window is None else reach)
 
 
-def test_a_single_query_goes_the_way_of_chunked() -> None:
+@interpreted
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
+    case = Case(10, 10, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
+    tensors, keywords = random_inputs(case)
+    documents = torch.tensor([[0] * 3 + [1] * 7, [0] * 8 + [1] * 2])
+    first_keys = (documents[:, :, None] == documents[:, None]).int().argmax(-1)
+    same = (documents[:, :, None] == documents[:, None])[:, None]
+    truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
+    low, low_keywords = cast(tensors, keywords, torch.float32)
+    for ours, true in zip(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=2e-5, rtol=1e-5)
+
+
+@interpreted
+def test_first_keys_that_the_host_knows_save_work() -> None:
+    query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))
+    none = (None for _ in MapInputs._fields[3:-1])
+    first_keys = (torch.arange(1024) // 256 * 256)[None]
+    work = Workspace(MapInputs(query, key, value, *none, first_keys), MapSettings(1.0, True, None, groups=1), ("a",))
+    pairs = sum(queries * keys for _, queries, keys in (chunk.counts for chunk in work.chunks()))
+    assert pairs == 4 * 128 * (128 + 256)
+
+
+@interpreted
+@pytest.mark.parametrize("implementation", ["eager", "chunked", "triton", "sdpa"])
+@pytest.mark.parametrize("mask", [None, "pairs", "additive"])
+def test_every_implementation_takes_first_keys(implementation: str, mask: str | None) -> None:
+    case = Case(9, 9, mask=mask, stages=() if implementation == "sdpa" else BOTH)
+    tensors, keywords = cast(*random_inputs(case), torch.float32)
+    first_keys = torch.tensor([[0] * 4 + [4] * 5])
+    keywords |= {"first_keys": first_keys, "implementation": implementation}
+    output = dcmha_attention(*tensors[:3], **keywords)
+    changed = [tensor.clone() for tensor in tensors[:3]]
+    changed[2][:, :, :4] += 1.0
+    difference = (dcmha_attention(*changed, **keywords) - output).abs().amax(dim=(0, 2, 3))
+    assert difference[4:].max() == 0 and difference[:4].max() > 0
+    with pytest.raises(ValueError, match=r"first_keys must be integers \(1, 9\)"):
+        dcmha_attention(*tensors[:3], **{**keywords, "first_keys": first_keys.float()})
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 264])
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_decoding_equals_the_reference(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcmha_triton_decode, "PROGRAMS", programs)
+    tensors, keywords = random_inputs(case)
+    truth, _ = dcmha_eager(*tensors[:3], **keywords)
+    low, low_keywords = cast(tensors, keywords, torch.float32)
+    with torch.no_grad():
+        output, _ = dcmha_triton(*low[:3], **low_keywords)
+    torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_in_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
+    assert_decoding_is_no_noisier_than_the_reference(Case(1, 50, heads=(4, 2), batch=3, width=32), dtype)
+
+
+@interpreted
+@torch.no_grad()
+def test_decoding_reads_a_static_cache_where_it_lies() -> None:
+    """Keys of a longer cache, factors packed as the cache packs them, and what nobody wrote yet behind a mask."""
+    tensors, keywords = cast(*random_inputs(Case(1, 20, heads=(4, 2), batch=2)), torch.float32)
+    query, key, value = tensors[:3]
+    truth, _ = dcmha_eager(query, key, value, **keywords)
+    longer = [torch.cat([rows, torch.full((2, 2, 13, 8), 1e4)], dim=2) for rows in (key, value)]
+    packed = {}
+    for stage in BOTH:
+        factors = factors_of(keywords[stage])
+        rows = torch.cat([factors["key_down"], factors["key_up"], factors["key_gate"][:, :, None]], dim=2)
+        rows = torch.cat([rows.transpose(1, 2), torch.full((2, 5, 13, 4), 1e4)], dim=2)  # [B, rows, S, H]
+        rows = rows.transpose(1, 2)
+        cached = {"key_down": rows[:, :, :2], "key_up": rows[:, :, 2:4], "key_gate": rows[:, :, 4]}
+        packed[stage] = replace(keywords[stage], **cached)
+        side = _side(*_tensors(packed[stage])[3:6])
+        assert [part.data_ptr() for part in side[:3]] == [part.data_ptr() for part in cached.values()]
+    visible = (torch.arange(33) < 20).expand(2, 1, 1, 33)
+    output, _ = dcmha_triton(query, *longer, **{**keywords, **packed, "attention_mask": visible})
+    torch.testing.assert_close(output, truth, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+@torch.no_grad()
+def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
+    tensors, keywords = cast(*random_inputs(Case(1, 12, batch=2)), torch.float32)
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    mask[0] = False
+    first_keys = torch.tensor([[0], [7]])
+    output, _ = dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": mask, "first_keys": first_keys})
+    mask[1, :, :, :7] = False
+    truth, _ = dcmha_eager(*tensors[:3], **{**keywords, "attention_mask": mask})
+    assert output[0].abs().max() == 0
+    torch.testing.assert_close(output, truth, atol=1e-6, rtol=1e-5)
+
+
+@interpreted
+@torch.no_grad()
+def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
+    tensors, keywords = cast(*random_inputs(Case(1, 9, terms=STATIC)), torch.float32)
+    compiled = torch.compile(dcmha_triton, fullgraph=True, backend="aot_eager")
+    expected, _ = dcmha_triton(*tensors[:3], **keywords)
+    assert torch.equal(compiled(*tensors[:3], **keywords)[0], expected)
+    stages = [[None if part is None else part.detach() for part in _tensors(keywords[stage])] for stage in BOTH]
+    arguments = (*(tensor.detach() for tensor in tensors[:3]), *stages, None, None, 1.0, 4, 1, 1)
+    torch.library.opcheck(_decode_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_single_query_with_gradients_goes_the_way_of_chunked() -> None:
     tensors, keywords = cast(*random_inputs(Case(1, 12)), torch.float32)
     for ours, theirs in zip(run(dcmha_triton, tensors, keywords), run(dcmha_chunked, tensors, keywords), strict=True):
         assert torch.equal(ours, theirs)
@@ -231,9 +379,7 @@ def test_a_single_query_goes_the_way_of_chunked() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pre": Composition(groups=2)}, "mixes all heads, not pre.groups=2; use 'chunked'"),
-        ({"post": Composition(static=torch.eye(2))}, "knows no static matrix, but post.static is one; use 'chunked'"),
-        ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "boolean masks, not torch.float32; use 'chunked'"),
+        ({"attention_mask": torch.zeros(1, 1, 9, 9, requires_grad=True)}, "no gradient for attention_mask; detach it"),
         (
             {"attention_mask": torch.ones(1, 2, 9, 9).bool()},
             r"masks that all heads share.*\(1, 2, 9, 9\); use 'chunked'",
@@ -283,6 +429,18 @@ LARGE = [
     Case(300, 300, heads=(12, 12), rank=4, mask="padding", batch=2, width=32),
     Case(512, 512, heads=(8, 2), is_causal=False, mask="pairs", width=128),
     Case(256, 256, heads=(64, 64), stages=("pre",), rank=1, width=16),
+    Case(700, 700, heads=(16, 16), terms=STATIC, width=64),
+    Case(300, 300, heads=(16, 8), groups=(4, 4), mask="additive", batch=2, width=64),
+    Case(200, 300, heads=(8, 8), groups=(2, 1), terms=STATIC, width=64),
+]
+LARGE_DECODING = [
+    Case(1, 2048, heads=(32, 32), width=128),
+    Case(1, 777, heads=(32, 32), batch=3, width=80, mask="padding"),
+    Case(1, 4096, heads=(64, 8), batch=2, width=128, window=1024),
+    Case(1, 300, heads=(16, 16), batch=64, width=64, rank=4),
+    Case(1, 20000, heads=(8, 2), width=64, mask="additive"),
+    Case(1, 500, heads=(12, 12), terms=STATIC, groups=(3, 3), width=64),
+    Case(1, 500, heads=(128, 8), terms=STATIC, width=128, rank=1),
 ]
 
 
@@ -312,3 +470,53 @@ def test_on_a_gpu_the_backward_pass_needs_no_map_of_all_pairs() -> None:
     run(dcmha_triton, tensors, keywords)
     pairs = case.heads[0] * case.queries * case.keys * 2
     assert torch.cuda.max_memory_allocated() - before < pairs / 2
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", LARGE_DECODING, ids=str)
+def test_on_a_gpu_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype) -> None:
+    assert_decoding_is_no_noisier_than_the_reference(case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@torch.no_grad()
+def test_on_a_gpu_a_decoding_step_can_be_captured_in_a_graph() -> None:
+    case = Case(1, 1000, heads=(16, 16), batch=2, width=64, mask="padding")
+    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
+    expected, _ = dcmha_triton(*tensors[:3], **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, _ = dcmha_triton(*tensors[:3], **keywords)
+    output.zero_()
+    graph.replay()
+    assert torch.equal(output, expected)
+    keywords["attention_mask"][..., ::2] = False
+    graph.replay()
+    assert torch.equal(output, dcmha_triton(*tensors[:3], **keywords)[0])
+    assert not torch.equal(output, expected)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_on_a_gpu_first_keys_keep_packed_documents_apart() -> None:
+    case = Case(900, 900, heads=(16, 8), width=64, window=300)
+    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.float32)
+    documents = (torch.arange(900, device="cuda") // 250)[None]
+    same = (documents[:, :, None] == documents[:, None])[:, None]
+    truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
+    for first_keys in (documents * 250, documents.cpu() * 250):
+        results = run(dcmha_triton, tensors, {**keywords, "first_keys": first_keys})
+        for ours, true in zip(results, truth, strict=True):
+            assert (ours - true).norm() <= 1e-3 * true.norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+@torch.no_grad()
+def test_on_a_gpu_a_compiled_decoding_step_is_the_same() -> None:
+    tensors, keywords = cast(*random_inputs(Case(1, 300, heads=(8, 8), width=64), "cuda"), torch.bfloat16)
+    compiled = torch.compile(dcmha_triton, fullgraph=True)
+    assert torch.equal(compiled(*tensors[:3], **keywords)[0], dcmha_triton(*tensors[:3], **keywords)[0])

@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,26 +19,68 @@ pytest.importorskip("triton")
 
 # Bytes of shared memory that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-# Bytes that a thread may spill: one value outside of the loops.
-SPILLED = 4
-# Heads, dtype, and packed rows (rank 2 and a gate are 5) before and after the softmax of queries and of keys.
-CONFIGURATIONS: dict[str, tuple[int, str, tuple[int, int, int, int]]] = {
-    "all terms, 16 heads": (16, "bf16", (5, 5, 5, 5)),
-    "all terms, 32 heads": (32, "bf16", (5, 5, 5, 5)),
-    "all terms, 64 heads": (64, "bf16", (5, 5, 5, 5)),
-    "all terms, 12 heads, float16": (12, "fp16", (5, 5, 5, 5)),
-    "all terms, 16 heads, float32": (16, "fp32", (5, 5, 5, 5)),
-    "rank 1": (16, "bf16", (3, 3, 3, 3)),
-    "rank 4": (32, "bf16", (9, 9, 9, 9)),
-    "rank 4, float32": (16, "fp32", (9, 9, 9, 9)),
-    "low rank alone": (16, "bf16", (4, 4, 4, 4)),
-    "gates alone": (16, "bf16", (1, 1, 1, 1)),
-    "queries alone": (16, "bf16", (5, 0, 5, 0)),
-    "keys alone": (16, "bf16", (0, 5, 0, 5)),
-    "pre alone": (16, "bf16", (5, 5, 0, 0)),
-    "post alone": (16, "bf16", (0, 0, 5, 5)),
-    "nothing": (16, "bf16", (0, 0, 0, 0)),
+# Bytes that a thread may spill: a few values outside of the loops.
+SPILLED, SPILLED_IN_DECODING = 4, 16
+
+
+class Configuration(NamedTuple):
+    """What the kernels for several queries are compiled for."""
+
+    heads: int = 16
+    dtype: str = "bf16"
+    # Packed rows (rank 2 and a gate are 5) before and after the softmax, of queries and of keys.
+    rows: tuple[int, int, int, int] = (5, 5, 5, 5)
+    has_static: bool = False
+    is_additive: bool = False
+    has_documents: bool = False
+
+
+class Decoding(NamedTuple):
+    """What the kernels for one query are compiled for."""
+
+    heads: int = 32
+    kv_heads: int = 32
+    width: int = 128
+    dtype: str = "bf16"
+    rank: int = 2
+    groups: int = 1
+    has_static: bool = False
+    is_short: bool = False
+
+
+CONFIGURATIONS: dict[str, Configuration | Decoding] = {
+    "all terms, 16 heads": Configuration(),
+    "all terms, 32 heads": Configuration(32),
+    "all terms, 64 heads": Configuration(64),
+    "all terms, 12 heads, float16": Configuration(12, "fp16"),
+    "all terms, float32": Configuration(dtype="fp32"),
+    "rank 1": Configuration(rows=(3, 3, 3, 3)),
+    "rank 4": Configuration(32, rows=(9, 9, 9, 9)),
+    "rank 4, float32": Configuration(dtype="fp32", rows=(9, 9, 9, 9)),
+    "low rank alone": Configuration(rows=(4, 4, 4, 4)),
+    "gates alone": Configuration(rows=(1, 1, 1, 1)),
+    "queries alone": Configuration(rows=(5, 0, 5, 0)),
+    "keys alone": Configuration(rows=(0, 5, 0, 5)),
+    "pre alone": Configuration(rows=(5, 5, 0, 0)),
+    "post alone": Configuration(rows=(0, 0, 5, 5)),
+    "nothing": Configuration(rows=(0, 0, 0, 0)),
+    "static": Configuration(has_static=True),
+    "static, float32": Configuration(dtype="fp32", has_static=True),
+    "static alone": Configuration(rows=(0, 0, 0, 0), has_static=True),
+    "static, rank 4": Configuration(rows=(9, 9, 9, 9), has_static=True),
+    "additive mask": Configuration(is_additive=True),
+    "documents": Configuration(has_documents=True),
+    "decoding, 32 heads": Decoding(),
+    "decoding, width 80, float16": Decoding(width=80, dtype="fp16"),
+    "decoding, 64 heads on 8, groups, static": Decoding(64, 8, groups=2, has_static=True),
+    "decoding, 16 heads, float32": Decoding(16, 16, 64, "fp32"),
+    "decoding, 12 heads, rank 1": Decoding(12, 12, 64, rank=1),
+    "decoding, 64 heads, rank 4": Decoding(64, 64, rank=4),
+    "decoding, 128 heads on 8": Decoding(128, 8),
+    "decoding, one block": Decoding(is_short=True),
 }
+# Arguments that Triton compiles in: those that are absent, and numbers that are one.
+KNOWN = {"none": None, "one": 1}
 # Tensors that a kernel takes before the arguments of all: scores, other maps, float32.
 OWN = {
     "dcmha_statistics": ("scores", "fp32"),
@@ -63,40 +106,117 @@ def compiled(request: pytest.FixtureRequest) -> tuple[int, dict[str, dict[str, d
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, Any]) -> None:
     capability, takes = compiled
-    assert takes[configuration].keys() == OWN.keys()
+    decodes = isinstance(CONFIGURATIONS[configuration], Decoding)
+    assert decodes or takes[configuration].keys() == OWN.keys()
     for kernel in takes[configuration].values():
         assert kernel["shared"] <= SHARED_MEMORY[capability]
-        assert kernel["spilled"] <= SPILLED
+        assert kernel["spilled"] <= (SPILLED_IN_DECODING if decodes else SPILLED)
 
 
-def compile_kernel(name: str, heads: int, dtype: str, rows: tuple[int, ...], capability: int) -> Any:
-    """Compiles with the specialisations that Triton would choose for aligned tensors and a mask."""
+def compile_all(configuration: Configuration | Decoding, capability: int) -> dict[str, Any]:
+    """Compiles with the specialisations that Triton would choose for aligned tensors."""
+    if isinstance(configuration, Decoding):
+        return compile_decoding(configuration, capability)
+    from dynattn.modeling.ops.dcmha_triton_arguments import Factors, Sizes, Statics, Visibility
+    from dynattn.modeling.ops.dcmha_triton_workspace import tiles_for
+
+    heads, dtype, rows, *has = configuration
+    has_static, is_additive, has_documents = has
+    scores = "fp32" if dtype == "fp32" else "fp16"
+    statics = (f"*{scores}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
+    strides = ("i32", "i32", "one")
+    masks = ("*u8", strides, "*fp32" if is_additive else "none", strides)
+    common = (
+        Factors(*(f"*{dtype}" if count else "none" for count in rows)),
+        Sizes("i32", "i32", "i32", "i32"),
+        Visibility("i32", "i32", "i32", "i32", "one", *masks, "*i32" if has_documents else "none", "i32", "i32"),
+        Statics(*statics),
+    )
+    compiled = {}
+    for name, own in OWN.items():
+        block_t, block_s, warps = tiles_for(rows, reads_more=has_static or is_additive)[name]
+        kinds = (*("*" + {"scores": scores, "map": dtype}.get(kind, kind) for kind in own), *common)
+        constants = {"heads": heads, "rows": rows, "block_t": block_t, "block_s": block_s}
+        # Lengths of rows are multiples of 16; what is visible starts and ends anywhere.
+        compiled[name] = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
+    return compiled
+
+
+def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Any]:
+    from dynattn.modeling.ops.dcmha_triton_decode import (
+        STAGES,
+        WARPS,
+        CacheSizes,
+        Hidden,
+        Side,
+        StageFactors,
+        tile_sides,
+    )
+
+    heads, kv_heads, width, dtype, rank, groups, has_static, is_short = configuration
+    sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2)
+    constants = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "width": width,
+        "block_s": blocks[-1 if is_short else 0],
+        **sides,
+    }
+    constants |= {"query_rank": rank, "key_rank": rank, "groups": groups}
+    side = Side(*(f"*{dtype}",) * 3, "i32", "i32", "i32")
+    stage = StageFactors(side, side, f"*{dtype}" if has_static else "none")
+    where = Hidden("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")
+    # The last two are blocks of a split, and splits.
+    sizes, strides = CacheSizes("i32", "i32", *("one" if is_short else "i32",) * 2), ("i32",) * 3
+    tensors = (f"*{dtype}", f"*{dtype}", "*fp32", "*fp32")
+    kinds = {
+        "dcmha_decode_scores": (*tensors, stage, where, sizes, strides, strides, "fp32"),
+        "dcmha_decode_outputs": ("*fp32", "*fp32", f"*{dtype}", "*fp32", stage, sizes, strides),
+        "dcmha_decode_sum": ("*fp32", f"*{dtype}", "i32"),
+    }
+    # The number of keys is not divisible by 16, nor is that of splits.
+    unaligned = {"dcmha_decode_scores": {6}, "dcmha_decode_outputs": {5}, "dcmha_decode_sum": {2}}
+    options = {"num_warps": WARPS, "num_stages": STAGES}
+    return {
+        name: compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options) for name in kinds
+    }
+
+
+def compile_kernel(
+    name: str, kinds: tuple[Any, ...], constants: dict[str, Any], capability: int, unaligned: set[int], **options: int
+) -> Any:
+    """Compiles for these kinds of arguments, of which all but the `unaligned` ones are divisible by 16."""
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from dynattn.modeling.ops.dcmha_triton_kernels import KERNELS
-    from dynattn.modeling.ops.dcmha_triton_workspace import Factors, Sizes, Visibility, tiles_for
+    from dynattn.modeling.ops.dcmha_triton_workspace import load_kernels
 
-    block_t, block_s, warps = tiles_for(rows)[name]
-    own = [{"scores": "fp32" if dtype == "fp32" else "fp16", "map": dtype}.get(kind, kind) for kind in OWN[name]]
-    common = (
-        Factors(*(f"*{dtype}" if count else "constexpr" for count in rows)),
-        Sizes("i32", "i32", "i32", "i32"),
-        Visibility("i32", "i32", "i32", "i32", "*u8", ("i32", "i32", "i32")),
-    )
-    constants = {"heads": heads, "rows": rows, "block_t": block_t, "block_s": block_s}
-    kinds = [*(f"*{kind}" for kind in own), *common, *("constexpr" for _ in constants)]
-    aligned = [(index,) for index in range(len(own))]
-    aligned += [(len(own), index) for index, count in enumerate(rows) if count]
-    aligned += [(len(own) + 1, index) for index in range(len(Sizes._fields))]
-    absent = {(len(own), index): None for index, count in enumerate(rows) if not count}
-    source = triton.compiler.ASTSource(
-        KERNELS[name],
-        dict(zip(KERNELS[name].arg_names, kinds, strict=True)),
-        {**{(len(own) + 3 + index,): value for index, value in enumerate(constants.values())}, **absent},
-        {path: [["tt.divisibility", 16]] for path in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    kernel = load_kernels(torch.device("cuda"))[name]
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    named = dict(zip(kernel.arg_names, [*signature(kinds), *("constexpr" for _ in constants)], strict=True))
+    values = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+    values |= {path: KNOWN[kind] for path, kind in leaves(kinds) if kind in KNOWN}
+    aligned = [path for path, kind in leaves(kinds) if kind[0] in "*i" and path[0] not in unaligned]
+    source = triton.compiler.ASTSource(kernel, named, values, {path: [["tt.divisibility", 16]] for path in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def signature(kinds: Any) -> Any:
+    """Kinds as Triton names them."""
+    if isinstance(kinds, str):
+        return "constexpr" if kinds in KNOWN else kinds
+    parts = map(signature, kinds)
+    return type(kinds)(*parts) if hasattr(kinds, "_fields") else tuple(parts)
+
+
+def leaves(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Where each kind stands in nested tuples of them."""
+    for index, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from leaves(kind, (*path, index))
+        else:
+            yield (*path, index), kind
 
 
 def takes_of(kernel: Any, capability: int) -> dict[str, int]:
@@ -117,9 +237,10 @@ def takes_of(kernel: Any, capability: int) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for configuration, (heads, dtype, rows) in CONFIGURATIONS.items():
-        kernels = {name: compile_kernel(name, heads, dtype, rows, capability) for name in OWN}
-        print(json.dumps([configuration, {name: takes_of(kernel, capability) for name, kernel in kernels.items()}]))
+    for name, configuration in CONFIGURATIONS.items():
+        kernels = compile_all(configuration, capability)
+        takes = {kernel: takes_of(compiled, capability) for kernel, compiled in kernels.items()}
+        print(json.dumps([name, takes]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""What `dcmha_triton` and its kernels are called with. Kernels take these tuples as they are."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class MapInputs(NamedTuple):
+    """What the op is called with; rows are packed: `R` down, `R` up and, if they are odd, a gate.
+
+    `B` counts items: each row of the batch is as many of them as there are head groups, with `H` heads of one group.
+    """
+
+    query: Tensor  # [B, H, T, D]
+    key: Tensor  # [B, H_kv, S, D]
+    value: Tensor  # [B, H_kv, S, D]
+    pre_query: Tensor | None  # [B, T, rows, H]
+    pre_key: Tensor | None  # [B, S, rows, H]
+    post_query: Tensor | None
+    post_key: Tensor | None
+    pre_static: Tensor | None  # [heads, heads] of all groups
+    post_static: Tensor | None
+    mask: Tensor | None  # boolean or additive, four dimensions that broadcast to [rows of the batch, 1, T, S]
+    first_keys: Tensor | None  # [rows of the batch, T], integers
+
+    @property
+    def rows(self) -> list[Tensor | None]:
+        return [self.pre_query, self.pre_key, self.post_query, self.post_key]
+
+
+class MapSettings(NamedTuple):
+    """All else."""
+
+    scaling: float
+    is_causal: bool
+    sliding_window: int | None
+    groups: int
+
+
+class Factors(NamedTuple):
+    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none."""
+
+    pre_query: Tensor | None  # [items, rows, H, c of T]
+    pre_key: Tensor | None  # [items, rows, H, n of S]
+    post_query: Tensor | None
+    post_key: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Lengths; `keys` and `all_keys` are multiples of 16, so that rows are aligned."""
+
+    queries: int  # c
+    keys: int  # n
+    all_queries: int
+    all_keys: int
+
+
+class Visibility(NamedTuple):
+    """Keys from `-ahead` to `behind` positions back are visible, if they are real and nothing else here hides them.
+
+    A row of the batch is `groups` items.
+    """
+
+    distance: int  # from the chunk's first key to its first query
+    behind: int
+    ahead: int
+    real_keys: int
+    groups: int
+    mask: Tensor | None  # [rows of the batch, c, n], 8 bits
+    mask_strides: tuple[int, ...]
+    bias: Tensor | None  # [rows of the batch, c, n]
+    bias_strides: tuple[int, ...]
+    first_keys: Tensor | None  # [rows of the batch, c of T]
+    row_of_first_keys: int  # T
+    start: int  # the chunk's first key
+
+
+class Statics(NamedTuple):
+    """Maps `[items, H, c, n]` between the kernels and the products with static matrices; None without a matrix."""
+
+    scores: Tensor | None = None  # mixed already
+    grads: Tensor | None = None  # mixed already: gradients of the composed probabilities
+    plain: Tensor | None = None  # to be mixed: probabilities, or gradients of the composed scores
+
+
+class Chunk(NamedTuple):
+    """Some items of the batch, some of their queries, and the keys in their reach."""
+
+    items: slice
+    queries: slice
+    keys: slice
+    arguments: tuple[Factors, Sizes, Visibility]  # of all kernels
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of items, queries and keys."""
+        items, queries, keys = (part.stop - part.start for part in self[:3])
+        return items, queries, keys

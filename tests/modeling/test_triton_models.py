@@ -1,0 +1,101 @@
+"""Models with `attn_implementation="triton"`, in Triton's interpreter or on a GPU, against the same with `eager`."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+on_every_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=on_gpu)]
+)
+MakeModel = Callable[..., DCFormerForCausalLM]
+TINY = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+IDS = torch.randint(1, 97, (2, 8), generator=torch.Generator().manual_seed(7))
+
+
+def pair(make_model: MakeModel, device: str, **fields: Any) -> tuple[DCFormerForCausalLM, DCFormerForCausalLM]:
+    """The same model twice, the first one with Triton."""
+    first, second = (make_model(**TINY, **fields, attn_implementation=name) for name in ("triton", "eager"))
+    second.load_state_dict(first.state_dict())
+    return first.to(device), second.to(device)
+
+
+def gradients(model: DCFormerForCausalLM) -> dict[str, Tensor]:
+    ids = IDS.to(model.device)
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@on_every_device
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_of_a_padded_batch(make_model: MakeModel, cache: str, device: str) -> None:
+    ids = IDS.to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    tokens = [
+        model.generate(ids, **arguments, cache_implementation=None if cache == "dynamic" else cache)
+        for model in pair(make_model, device, eos_token_id=None)
+    ]
+    assert tokens[0].shape == (2, 12)
+    assert torch.equal(*tokens)
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, marks=pytest.mark.slow), {"compose_static": True, "compose_groups": 3}], ids=str
+)
+def test_gradients_of_all_parameters_with_checkpointing(
+    make_model: MakeModel, fields: dict[str, Any], device: str
+) -> None:
+    ours, theirs = pair(make_model, device, **fields)
+    ours.train().gradient_checkpointing_enable()
+    expected = gradients(theirs)
+    for name, gradient in gradients(ours).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@on_every_device
+def test_packed_documents_do_not_see_each_other(make_model: MakeModel, device: str) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]], device=device)
+    with torch.no_grad():
+        ours, theirs = (model(IDS.to(device), position_ids=positions).logits for model in pair(make_model, device))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def shard_and_compare(rank: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    fields = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, **TINY}
+    config = DCFormerConfig(**fields, initializer_range=0.2, compose_init_scale=40.0)
+    whole = DCFormerForCausalLM._from_config(config, attn_implementation="eager")
+    sharded = DCFormerForCausalLM._from_config(config, attn_implementation="triton")
+    sharded.load_state_dict(whole.state_dict())
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    sharded(IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
+    expected = gradients(whole)  # the mean over both rows is the mean over processes
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], atol=1e-5, rtol=1e-4)
+    dist.destroy_process_group()
+
+
+@interpreted
+@pytest.mark.slow
+def test_two_processes_that_share_the_parameters_have_the_gradients_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(shard_and_compare, (str(tmp_path),), nprocs=2)
