@@ -32,10 +32,11 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         sliding_window: int | None = None,
         pre: Composition | None = None,
         post: Composition | None = None,
+        first_keys: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         seen = what_is_seen(attention_mask, sliding_window)
-        return attend(query, key, value, pre=pre, post=post, scaling=scaling, **seen)
+        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **seen)
 
     return forward
 

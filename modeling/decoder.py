@@ -40,7 +40,7 @@ class DecoderBody:
         Raises:
             ValueError: the arguments do not fit each other.
         """
-        hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
+        hidden_states, position_ids, past_key_values, masks, first_keys = prepare_decoder_inputs(
             self.config,
             self.embed_tokens,
             input_ids,
@@ -62,6 +62,7 @@ class DecoderBody:
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                first_keys=first_keys,
                 implementation=implementation_for(self.config, kwargs),
                 **kwargs,
             )

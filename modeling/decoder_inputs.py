@@ -26,6 +26,7 @@ class DecoderInputs(NamedTuple):
     position_ids: Tensor  # [B, T] or [1, T]
     past_key_values: Cache | None
     masks: dict[str, Tensor | None]  # one for each layer type
+    first_keys: Tensor | None = None  # [B, T], the first key that each query sees; None where documents are not packed
 
 
 def prepare_decoder_inputs(
@@ -65,6 +66,9 @@ def prepare_decoder_inputs(
     given_cache = past_key_values
     if use_cache and past_key_values is None:
         past_key_values = DynamicCache(config=config)
+    first_keys, may_be_packed = None, attention_mask is None and given_cache is None
+    if may_be_packed and position_ids is not None and getattr(config, "composes", False):
+        first_keys = document_starts(position_ids).expand(inputs_embeds.shape[:2])
     if position_ids is None:
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
@@ -76,11 +80,18 @@ def prepare_decoder_inputs(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=given_cache,
-            position_ids=position_ids,
+            position_ids=position_ids if first_keys is None else None,  # a mask of all pairs would say the same
         )
         for layer_type in sorted(set(config.layer_types))
     }
-    return DecoderInputs(inputs_embeds, position_ids, past_key_values, masks)
+    return DecoderInputs(inputs_embeds, position_ids, past_key_values, masks, first_keys)
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """`[B, T]`, where the document of each token starts: wherever positions `[B, T]` do not go on by one."""
+    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    goes_on = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) == 1
+    return torch.where(goes_on, 0, places).cummax(dim=1).values
 
 
 def document_positions(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:

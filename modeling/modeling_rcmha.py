@@ -238,7 +238,7 @@ class RCMHAModel(RCMHAPreTrainedModel):
             attention_mask = {self.config.layer_types[0]: None}
         if past_key_values is not None:
             carry_memory(past_key_values, self.config)
-        hidden_states, position_ids, past_key_values, masks = prepare_decoder_inputs(
+        hidden_states, position_ids, past_key_values, masks, _ = prepare_decoder_inputs(
             self.config,
             self.embed_tokens,
             input_ids,

@@ -19,7 +19,6 @@ from torch import Tensor
 from .dcmha_chunked import dcmha_chunked
 from .dcmha_eager import dcmha_eager
 from .dcmha_triton import dcmha_triton
-from .masking import with_first_keys
 from .plain import plain_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -78,7 +77,8 @@ def dcmha_attention(
         is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
         first_keys: `[B, T]`, integers: the first key that each query sees. With causality this says which documents are
-            packed into a row; `triton` needs no mask of all pairs for it, and skips what is hidden if it is on the CPU.
+            packed into a row. `chunked` and `triton` need no mask of all pairs for it, and skip what it hides where it
+            is on the CPU.
         implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest that can do what is asked.
 
     Returns:
@@ -89,15 +89,9 @@ def dcmha_attention(
     """
     _check_shapes(query, key, value, pre, post, sliding_window)
     name = resolve_implementation(implementation, composed=pre is not None or post is not None)
-    documents = {}
     if first_keys is not None:
         _check_first_keys(first_keys, query)
-        if name == "triton":
-            documents["first_keys"] = first_keys
-        else:
-            attention_mask = with_first_keys(attention_mask, first_keys.to(query.device), key.shape[2])
-    attend = IMPLEMENTATIONS[name]
-    output, _ = attend(
+    output, _ = IMPLEMENTATIONS[name](
         query,
         key,
         value,
@@ -107,7 +101,7 @@ def dcmha_attention(
         attention_mask=attention_mask,
         is_causal=is_causal,
         sliding_window=sliding_window,
-        **documents,
+        first_keys=first_keys,
     )
     return output
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .dcmha_chunked_decode import attend_to_cache
 from .dcmha_chunked_loop import Inputs, Settings, attend_op
+from .masking import with_first_keys
 
 if TYPE_CHECKING:
     from .dcmha import Composition
@@ -28,6 +29,7 @@ def dcmha_chunked(
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
+    first_keys: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
@@ -40,12 +42,14 @@ def dcmha_chunked(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.shape[2] == 1:
+        attention_mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] == 1:
         with torch.autocast(query.device.type, enabled=False):
             return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
-    inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask)
+    inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
     output = attend_op(inputs, Settings(scaling, is_causal, sliding_window, *groups))
     return output, None

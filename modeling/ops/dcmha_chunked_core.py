@@ -29,6 +29,7 @@ class Sight(NamedTuple):
     queries: slice
     keys: slice
     mask: Tensor | None  # [H or 1, c or 1, n or 1]
+    first_keys: Tensor | None  # [c], counted from the first of `keys`
 
     def hide_by_position(self, scores: Tensor) -> None:
         """Sets what positions alone hide to minus infinity."""
@@ -36,6 +37,9 @@ class Sight(NamedTuple):
             hidden = ~self.structure.visible(self.queries, edge, scores.device)
             columns = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
             scores[:, :, columns].masked_fill_(hidden[:, None], -torch.inf)
+        if self.first_keys is not None:
+            hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[:, None]
+            scores.masked_fill_(hidden[:, None], -torch.inf)
 
     def hide_by_mask(self, scores: Tensor) -> None:
         """Adds what the mask adds, and sets what it hides to minus infinity."""
@@ -47,7 +51,8 @@ class Sight(NamedTuple):
 
     def has_empty_rows(self) -> bool:
         """Whether there can be queries that see nothing."""
-        return self.mask is not None or self.structure.queries > self.structure.keys
+        given = self.mask is not None or self.first_keys is not None
+        return given or self.structure.queries > self.structure.keys
 
 
 class Composer(NamedTuple):

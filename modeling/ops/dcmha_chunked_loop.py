@@ -36,7 +36,7 @@ BACKWARD_BUFFERS = ([0, 1, 2, 3, 4], [0, 1, 1, 2, 3])
 
 
 class Inputs(NamedTuple):
-    """All that the op differentiates; rows are packed as in `Stage`."""
+    """All tensors; rows are packed as in `Stage`."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
@@ -48,6 +48,7 @@ class Inputs(NamedTuple):
     post_key: Tensor | None
     post_static: Tensor | None
     mask: Tensor | None  # four dimensions that broadcast to [B, H, T, S]
+    first_keys: Tensor | None  # [B, T], integers; this has no gradient
 
 
 class Settings(NamedTuple):
@@ -69,6 +70,7 @@ class Item(NamedTuple):
     pre: Stage | None
     post: Stage | None
     mask: Tensor | None  # [H or 1, T or 1, S or 1]
+    first_keys: Tensor | None  # [T], int64
 
 
 class Chunk(NamedTuple):
@@ -152,7 +154,7 @@ class _Sums:
         self.inputs, self.settings, self.mask_needs_grad = inputs, settings, mask_needs_grad
         self.sums: dict[str, Tensor] = {}
         for name, tensor in zip(Inputs._fields, inputs, strict=True):
-            if tensor is None:
+            if tensor is None or name == "first_keys":
                 continue
             shape = list(tensor.shape)
             if name.endswith("_key"):
@@ -166,10 +168,11 @@ class _Sums:
         return Products(**{name: self.sums[name][index, :, place] for name, place in places.items()})
 
     def gradients(self, index: int, chunk: Chunk) -> Gradients:
+        mask = _of_item(self.sums["mask"], index) if self.mask_needs_grad else None
         return Gradients(
             chunk.of(self._stage("pre", index, self.settings.pre_groups)),
             chunk.of(self._stage("post", index, self.settings.post_groups)),
-            _of_mask(_of_item(self.sums["mask"], index), chunk.sight) if self.mask_needs_grad else None,
+            None if mask is None else _of_mask(mask, chunk.sight.queries, chunk.sight.keys),
         )
 
     def _stage(self, name: str, index: int, groups: int) -> Stage:
@@ -215,6 +218,7 @@ def _item(inputs: Inputs, settings: Settings, index: int, dtype: torch.dtype) ->
         stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups),
         stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups),
         None if inputs.mask is None else _of_item(inputs.mask, index),
+        None if inputs.first_keys is None else inputs.first_keys[index].to(inputs.query.device, torch.int64),
     )
 
 
@@ -228,7 +232,7 @@ def _chunks(
     heads = item.query.shape[0]
     rows = _rows(structure, heads, composer)
     spans = [slice(start, min(start + rows, structure.queries)) for start in range(0, structure.queries, rows)]
-    reaches = [_reach(structure, span, composer) for span in spans]
+    reaches = [_reach(structure, span, item.first_keys, composer) for span in spans]
     widest = max(reach.stop - reach.start for reach in reaches)
     order = buffers[composer.in_place]
     if composer.in_place and all(stage is None or stage.static is None for stage in (item.pre, item.post)):
@@ -243,9 +247,9 @@ def _chunks(
             maps = maps.view(-1, heads, count, width).transpose(1, 2)
         else:
             maps = maps.view(-1, count, heads, width)
-        sight = Sight(structure, queries, keys, None)
-        if item.mask is not None:
-            sight = sight._replace(mask=_of_mask(item.mask, sight))
+        mask = None if item.mask is None else _of_mask(item.mask, queries, keys)
+        first_keys = None if item.first_keys is None else item.first_keys[queries] - keys.start
+        sight = Sight(structure, queries, keys, mask, first_keys)
         fits = composer.in_place or count == rows
         yield Chunk(sight, [maps[index] for index in order], composer if fits else STEPWISE)
 
@@ -261,9 +265,15 @@ def _rows(structure: Structure, heads: int, composer: Composer) -> int:
     return sizes[-1]
 
 
-def _reach(structure: Structure, queries: slice, composer: Composer) -> slice:
-    """The keys that a chunk works on, widened by hidden ones to a number that suits the processor's cache."""
+def _reach(structure: Structure, queries: slice, first_keys: Tensor | None, composer: Composer) -> slice:
+    """The keys that a chunk works on, widened by hidden ones to a number that suits the processor's cache.
+
+    First keys on another device are not waited for.
+    """
     reach = structure.reach(queries)
+    if first_keys is not None and first_keys.device.type == "cpu":
+        first = max(reach.start, int(first_keys[queries].min()))
+        reach = slice(first, max(first, reach.stop))
     if not composer.in_place or reach.stop == reach.start:
         return reach
     count = -(-(reach.stop - reach.start) // KEYS_IN_PLACE)
@@ -278,12 +288,9 @@ def _of_item(mask: Tensor, index: int) -> Tensor:
     return mask[index if mask.shape[0] > 1 else 0]
 
 
-def _of_mask(mask: Tensor, sight: Sight) -> Tensor:
+def _of_mask(mask: Tensor, queries: slice, keys: slice) -> Tensor:
     """The part of an item's mask, or of its gradient, that broadcasts to a chunk: `[H or 1, c or 1, n or 1]`."""
-    _, queries, keys = mask.shape
-    rows = sight.queries if queries > 1 else slice(None)
-    columns = sight.keys if keys > 1 else slice(None)
-    return mask[:, rows, columns]
+    return mask[:, queries if mask.shape[1] > 1 else slice(None), keys if mask.shape[2] > 1 else slice(None)]
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())
@@ -298,15 +305,17 @@ def _forward_op(
     post_key: Tensor | None,
     post_static: Tensor | None,
     mask: Tensor | None,
+    first_keys: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
     pre_groups: int,
     post_groups: int,
 ) -> Tensor:
-    tensors = (query, key, value, pre_query, pre_key, pre_static, post_query, post_key, post_static, mask)
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend(Inputs(*tensors), Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
+        return attend(inputs, Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
@@ -322,6 +331,7 @@ def _backward_op(
     post_key: Tensor | None,
     post_static: Tensor | None,
     mask: Tensor | None,
+    first_keys: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
@@ -329,7 +339,8 @@ def _backward_op(
     post_groups: int,
     mask_needs_grad: bool,
 ) -> list[Tensor]:
-    inputs = Inputs(query, key, value, pre_query, pre_key, pre_static, post_query, post_key, post_static, mask)
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
     settings = Settings(scaling, is_causal, sliding_window, pre_groups, post_groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         return attend_backward(grad_output, inputs, settings, mask_needs_grad)
@@ -343,7 +354,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 @_backward_op.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    *tensors, mask = arguments[: len(Inputs._fields)]
+    *tensors, mask, _ = arguments[: len(Inputs._fields)]
     grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
     if mask is not None:
         grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
@@ -357,12 +368,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    mask_needs_grad = ctx.needs_input_grad[len(tensors) - 1]
+    mask_needs_grad = ctx.needs_input_grad[Inputs._fields.index("mask")]
     grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
-    given = [None if tensor is None else next(grads) for tensor in tensors]
+    given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
     if not mask_needs_grad:
         given[-1] = None
-    return *given, *(None for _ in ctx.settings)
+    return *given, None, *(None for _ in ctx.settings)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

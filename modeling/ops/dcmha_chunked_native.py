@@ -56,14 +56,14 @@ def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, 
 def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `scores`, into the probabilities."""
     sight.hide_by_mask(scores)
-    arguments = _pointer(scores), *_sizes(scores), *_span(sight)
+    arguments = _pointer(scores), _pointer(sight.first_keys), *_sizes(scores), *_span(sight)
     call = _function("softmax", heads=1, stage=None)
     _share(lambda _, first, last: call(*arguments, first, last), scores.shape[1])
 
 
 def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `gradient`, into the gradient of the scores."""
-    arguments = _pointer(gradient), _pointer(probs), *_sizes(probs), *_span(sight)
+    arguments = *map(_pointer, (gradient, probs, sight.first_keys)), *_sizes(probs), *_span(sight)
     call = _function("softmax_backward", heads=1, stage=None)
     _share(lambda _, first, last: call(*arguments, first, last), probs.shape[1])
 
@@ -127,8 +127,8 @@ def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
     for name, pointers, sizes in (
         ("compose", 5, 6),
         ("differentiate", 7, 6),
-        ("softmax", 1, 8),
-        ("softmax_backward", 2, 8),
+        ("softmax", 2, 8),
+        ("softmax_backward", 3, 8),
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = (c_void_p,) * pointers + (c_long,) * sizes, None

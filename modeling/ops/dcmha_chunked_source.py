@@ -240,12 +240,16 @@ static vec tail(const float *row, long count, float rest) {
     return numbers;
 }
 
-/* The keys that query t sees: from `distance` + t - `behind` to `distance` + t + `ahead`. */
-static void seen(long t, long keys, long distance, long behind, long ahead, long *first, long *last) {
-    *first = t + distance - behind > 0 ? t + distance - behind : 0;
+static long larger(long a, long b) { return a > b ? a : b; }
+
+/* The keys that query t sees: from `distance` + t - `behind` to `distance` + t + `ahead`, and none before its number in
+   `first_keys`, if there are any. */
+static void seen(long t, const long *first_keys, long keys, long distance, long behind, long ahead, long *first,
+                 long *last) {
+    *first = larger(larger(t + distance - behind, 0), first_keys ? first_keys[t] : 0);
     *first = *first < keys ? *first : keys;
     *last = t + distance + ahead + 1 < keys ? t + distance + ahead + 1 : keys;
-    *last = *last > *first ? *last : *first;
+    *last = larger(*last, *first);
 }
 
 static void normalize(float *row, long count) {
@@ -269,12 +273,12 @@ static void normalize(float *row, long count) {
 }
 
 /* Softmax over the keys that each query sees, in place; zero for all others, and in rows without any. */
-void softmax(float *maps, long head, long queries, long keys, long distance, long behind, long ahead, long first,
-             long last) {
+void softmax(float *maps, const long *first_keys, long head, long queries, long keys, long distance, long behind,
+             long ahead, long first, long last) {
     for (long h = first; h < last; h++)
         for (long t = 0; t < queries; t++) {
             long begin, end;
-            seen(t, keys, distance, behind, ahead, &begin, &end);
+            seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);
             float *row = maps + h * head + t * keys;
             memset(row, 0, sizeof(float) * begin);
             memset(row + end, 0, sizeof(float) * (keys - end));
@@ -291,12 +295,12 @@ static void denormalize(float *grad, const float *probs, long count) {
 }
 
 /* Turns the gradient of the probabilities into that of the scores. */
-void softmax_backward(float *grad, const float *probs, long head, long queries, long keys, long distance, long behind,
-                      long ahead, long first, long last) {
+void softmax_backward(float *grad, const float *probs, const long *first_keys, long head, long queries, long keys,
+                      long distance, long behind, long ahead, long first, long last) {
     for (long h = first; h < last; h++)
         for (long t = 0; t < queries; t++) {
             long begin, end;
-            seen(t, keys, distance, behind, ahead, &begin, &end);
+            seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);
             float *row = grad + h * head + t * keys;
             memset(row, 0, sizeof(float) * begin);
             memset(row + end, 0, sizeof(float) * (keys - end));

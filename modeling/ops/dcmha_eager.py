@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .masking import both, split_mask, visible_keys
+from .masking import both, split_mask, visible_keys, with_first_keys
 
 if TYPE_CHECKING:
     from .dcmha import Composition
@@ -24,6 +24,7 @@ def dcmha_eager(
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
+    first_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`dcmha_attention` by definition. Softmax runs in at least float32.
 
@@ -38,7 +39,7 @@ def dcmha_eager(
     structural = visible_keys(
         scores.shape[-2], scores.shape[-1], is_causal=is_causal, sliding_window=sliding_window, device=scores.device
     )
-    given, bias = split_mask(attention_mask)
+    given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
     probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
     if post is not None:
         probs = compose(probs, post)

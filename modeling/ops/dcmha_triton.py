@@ -15,7 +15,6 @@ from .dcmha_triton_decode import decode
 from .dcmha_triton_groups import common_groups, join_groups, split_factors, split_heads, within_groups
 from .dcmha_triton_sweeps import attend, attend_backward
 from .dcmha_triton_workspace import load_kernels
-from .masking import with_first_keys
 
 if TYPE_CHECKING:
     from .dcmha import Composition
@@ -64,8 +63,6 @@ def dcmha_triton(
     if not _needs_gradients((query, key, value), pre, post):
         return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window), None
     load_kernels(query.device)  # refuses what the other calls refuse
-    if first_keys is not None:
-        attention_mask = with_first_keys(attention_mask, first_keys.to(query.device), key.shape[2])
     return dcmha_chunked(
         query,
         key,
@@ -76,6 +73,7 @@ def dcmha_triton(
         attention_mask=attention_mask,
         is_causal=is_causal,
         sliding_window=sliding_window,
+        first_keys=first_keys,
     )
 
 

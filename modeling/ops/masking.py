@@ -71,13 +71,16 @@ def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | N
     return visible, attention_mask
 
 
-def with_first_keys(attention_mask: Tensor | None, first_keys: Tensor, keys: int) -> Tensor:
+def with_first_keys(
+    attention_mask: Tensor | None, first_keys: Tensor | None, keys: int, device: torch.device
+) -> Tensor | None:
     """Returns `attention_mask`, boolean or additive, that also hides the keys before each query's first one.
 
     Args:
-        first_keys: `[B, T]` integers.
+        first_keys: `[B, T]` integers, or None where nothing is hidden.
     """
-    device = first_keys.device if attention_mask is None else attention_mask.device
+    if first_keys is None:
+        return attention_mask
     positions = torch.arange(keys, device=device)
     visible, bias = split_mask(attention_mask)
     seen = (positions >= first_keys.to(device)[..., None])[:, None]  # [B, 1, T, S]

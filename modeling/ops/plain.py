@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .masking import both, split_mask, visible_keys
+from .masking import both, split_mask, visible_keys, with_first_keys
 
 
 def plain_attention(
@@ -18,10 +18,12 @@ def plain_attention(
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
+    first_keys: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` for `pre` and `post` both None. Returns the output `[B, T, H, D]`, and no attention maps."""
     queries, keys = query.shape[-2], key.shape[-2]
+    attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
     # SDPA's own causal mask is aligned to the start of the keys, which is ours only for as many queries as keys.
     builtin_causal = is_causal and queries == keys and sliding_window is None and attention_mask is None
     visible, mask = None, None

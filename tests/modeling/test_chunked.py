@@ -117,6 +117,22 @@ def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return tensors, keywords
 
 
+def in_dtype(
+    dtype: torch.dtype, tensors: list[Tensor], keywords: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The same inputs in another dtype, everything that is to be differentiated in the same order."""
+    cast = {id(tensor): tensor.detach().to(dtype).requires_grad_() for tensor in tensors}
+    changed = dict(keywords)
+    for stage in ("pre", "post"):
+        if stage in keywords:
+            factors = {field.name: getattr(keywords[stage], field.name) for field in fields(Composition)}
+            changed[stage] = Composition(**{name: cast.get(id(value), value) for name, value in factors.items()})
+    mask = keywords.get("attention_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        changed["attention_mask"] = cast.get(id(mask), mask.detach().clamp(min=torch.finfo(dtype).min).to(dtype))
+    return [cast[id(tensor)] for tensor in tensors], changed
+
+
 def run(tensors: list[Tensor], keywords: dict[str, Any], implementation: str) -> tuple[Tensor, ...]:
     """The output, then the gradients of all tensors."""
     output = dcmha_attention(*tensors[:3], **keywords, implementation=implementation)
@@ -250,7 +266,7 @@ def test_no_map_over_all_pairs_is_ever_in_memory(window: int | None) -> None:
     length, heads = 1024, 8
     query, key, value = (torch.randn(1, heads, length, 8) for _ in range(3))
     rows = [torch.randn(1, length, 5, heads) for _ in range(4)]
-    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None)
+    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, None)
     settings = Settings(1.0, True, window, 1, 1)
     with Largest() as largest:
         output = attend(inputs, settings)
@@ -461,3 +477,40 @@ def test_a_whole_model_compiles_into_one_graph_for_training() -> None:
     loss = compiled(ids, labels=ids, use_cache=False).loss
     for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # the loss itself is taken in float32
+
+
+def documents(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Packed rows of random documents: the first key of each query, and the mask of pairs that says the same."""
+    starts = torch.rand(batch, length) < 0.05
+    first_keys = torch.where(starts, torch.arange(length), 0).cummax(1).values
+    return first_keys, (torch.arange(length) >= first_keys[..., None])[:, None]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
+@pytest.mark.parametrize("mask", [None, "pairs", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_first_keys_say_what_a_mask_of_all_pairs_says(
+    implementation: str, mask: str | None, dtype: torch.dtype
+) -> None:
+    tensors, keywords = random_inputs(Case(257, 257, mask=mask, terms=DYNAMIC))
+    first_keys, visible = documents(2, 257)
+    given = keywords.get("attention_mask")
+    both = visible if given is None else given & visible if mask == "pairs" else torch.where(visible, given, -torch.inf)
+    truth = run(tensors, keywords | {"attention_mask": both}, "eager")
+    exact = dtype == torch.float64
+    if not exact:
+        tensors, keywords = in_dtype(dtype, tensors, keywords)
+    results = run(tensors, keywords | {"first_keys": first_keys}, implementation)
+    for ours, theirs in zip(results, truth, strict=True):
+        tolerance = 1e-11 if exact else 2e-4
+        torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_first_keys_save_the_work_of_other_documents() -> None:
+    query, key, value = (torch.randn(1, 4, 1024, 8) for _ in range(3))
+    rows = [torch.randn(1, 1024, 5, 4) for _ in range(4)]
+    first_keys = (torch.arange(1024) // 64 * 64)[None]
+    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, first_keys)
+    with Largest() as largest:
+        attend(inputs, Settings(1.0, True, None, 1, 1))
+    assert largest.elements <= 4 * 60 * 144  # chunks of up to 60 queries reach over two documents at most

@@ -6,19 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dynattn import Composition
 from dynattn.modeling.ops import dcmha_chunked_choice, dcmha_chunked_native, native_library
 from dynattn.modeling.ops.dcmha_chunked_source import SOURCE
 
-from .test_chunked import CASES, DYNAMIC, Case, random_inputs, run
+from .test_chunked import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
 
 pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
 
@@ -49,25 +45,10 @@ def libraries() -> Iterator[None]:
         cache.cache_clear()
 
 
-def in_float32(tensors: list[Tensor], keywords: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    """The same inputs in float32, everything that is to be differentiated in the same order."""
-    low = {id(tensor): tensor.detach().float().requires_grad_() for tensor in tensors}
-    changed = dict(keywords)
-    for stage in ("pre", "post"):
-        if stage in keywords:
-            factors = {field.name: getattr(keywords[stage], field.name) for field in fields(Composition)}
-            changed[stage] = Composition(**{name: low.get(id(value), value) for name, value in factors.items()})
-    mask = keywords.get("attention_mask")
-    if mask is not None and mask.dtype != torch.bool:
-        lowest = mask.detach().clamp(min=torch.finfo(torch.float32).min).float()
-        changed["attention_mask"] = low.get(id(mask), lowest)
-    return [low[id(tensor)] for tensor in tensors], changed
-
-
 def assert_as_exact_as_the_reference(case: Case) -> None:
     tensors, keywords = random_inputs(case)
     truth = run(tensors, keywords, "eager")
-    low = in_float32(tensors, keywords)
+    low = in_dtype(torch.float32, tensors, keywords)
     for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), truth, strict=True):
         error, noise = ((result - true).abs().max() for result in (ours, reference))
         assert error <= 4 * noise + 1e-6 * true.abs().max()
@@ -93,7 +74,7 @@ def test_lesser_processors_get_the_same(
 
 @pytest.mark.parametrize("position", [0, 64, 129])
 def test_a_nan_stays_in_its_row(position: int) -> None:
-    tensors, keywords = in_float32(*random_inputs(Case(130, 130)))
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(130, 130)))
     clean = run(tensors, keywords, "chunked")[0]
     with torch.no_grad():
         tensors[0][0, 1, position] = torch.nan
@@ -105,7 +86,7 @@ def test_a_nan_stays_in_its_row(position: int) -> None:
 
 
 def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
-    tensors, keywords = in_float32(*random_inputs(Case(70, 70, stages=())))
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(70, 70, stages=())))
     with torch.no_grad():
         tensors[0][0, 0, 3] = 1e30
         tensors[0][0, 1, 5, 0] = torch.inf
@@ -114,7 +95,7 @@ def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
 
 
 def test_threads_change_nothing_but_the_order_of_one_sum() -> None:
-    tensors, keywords = in_float32(*random_inputs(Case(200, 200, terms=DYNAMIC)))
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(200, 200, terms=DYNAMIC)))
     before = torch.get_num_threads()
     results = []
     for count in (1, 2):
@@ -152,7 +133,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_one_warning_and_no_compiler_give_the_same_answer(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
-    tensors, keywords = in_float32(*random_inputs(Case(70, 70)))
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(70, 70)))
     monkeypatch.setattr(native_library, "find_compiler", lambda: None)
     with pytest.warns(UserWarning, match="no C compiler: install gcc or clang, or set CC to one") as caught:
         results = [run(tensors, keywords, "chunked") for _ in range(2)]
