@@ -12,6 +12,7 @@ from .dcmha_chunked_choice import choose_composer
 from .dcmha_chunked_decode_native import compose_in_place, serves
 from .dcmha_chunked_native import NATIVE
 from .dcmha_chunked_stepwise import same_group
+from .dcmha_eager import masked_softmax
 from .masking import split_mask
 
 if TYPE_CHECKING:
@@ -126,10 +127,6 @@ def _sum_heads(maps: Tensor, groups: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Over the keys, which are dimension `dim`; hidden keys, and rows with nothing visible, get zero."""
+    """Over the keys, which are dimension `dim`."""
     visible, bias = split_mask(mask)
-    scores = scores if bias is None else scores + bias
-    if visible is None:
-        return torch.softmax(scores, dim)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim).masked_fill(~visible, 0.0)
+    return masked_softmax(scores if bias is None else scores + bias, visible, dim)

@@ -69,13 +69,13 @@ def compose(scores: Tensor, composition: Composition) -> Tensor:
     return composed
 
 
-def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the last dimension in at least float32; hidden entries, and rows with nothing visible, are zero."""
+def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Tensor:
+    """Softmax over the keys, in at least float32; hidden ones, and rows with nothing visible, are zero."""
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if visible is None:
-        return torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
+        return torch.softmax(scores, dim=dim, dtype=dtype).to(scores.dtype)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim=-1, dtype=dtype).masked_fill(~visible, 0.0).to(scores.dtype)
+    return torch.softmax(scores, dim=dim, dtype=dtype).masked_fill(~visible, 0.0).to(scores.dtype)
 
 
 def _low_rank(scores: Tensor, down: Tensor, up: Tensor, groups: int, axis: str) -> Tensor:

@@ -468,17 +468,6 @@ def test_the_model_takes_it_by_default_and_a_padding_mask_stays_small(monkeypatc
     assert [tuple(given.shape) for given in seen[2:]] == [(2, 40)] * 2
 
 
-@pytest.mark.slow
-def test_a_whole_model_compiles_into_one_graph_for_training() -> None:
-    model = make("dcformer").double()
-    ids = torch.randint(1, 89, (2, 70))
-    expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, list(model.parameters()))
-    compiled = torch.compile(model, fullgraph=True)
-    loss = compiled(ids, labels=ids, use_cache=False).loss
-    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # the loss itself is taken in float32
-
-
 def documents(batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Packed rows of random documents: the first key of each query, and the mask of pairs that says the same."""
     starts = torch.rand(batch, length) < 0.05

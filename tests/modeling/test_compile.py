@@ -33,9 +33,14 @@ FAMILIES = {
     "dcpythia": lambda: DCPythiaForCausalLM(DCPythiaConfig(**SIZES, **WINDOWS)),
     "rcmha": lambda: RCMHAForCausalLM(RCMHAConfig(**SIZES)),
 }
+POSITIONS = (torch.arange(40) % 15).expand(2, -1)
 pytestmark = [
     pytest.mark.parametrize("family", FAMILIES),
-    pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"]),
+    pytest.mark.parametrize(
+        "given",
+        [{}, {"attention_mask": PADDED}, {"position_ids": POSITIONS}],
+        ids=["whole", "padded", "packed"],
+    ),
 ]
 
 
@@ -49,35 +54,35 @@ def make(family: str) -> PreTrainedModel:
     return FAMILIES[family]().train()
 
 
-def learn(model: PreTrainedModel, mask: Tensor | None, skip_logits: bool = False) -> list[Tensor]:
-    loss = model(IDS, attention_mask=mask, labels=IDS, use_cache=False, skip_logits=skip_logits).loss
+def learn(model: PreTrainedModel, given: dict[str, Tensor], skip_logits: bool = False) -> list[Tensor]:
+    loss = model(IDS, **given, labels=IDS, use_cache=False, skip_logits=skip_logits).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def test_a_model_is_one_graph(family: str, mask: Tensor | None) -> None:
+def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
     graphs = CompileCounterWithBackend("eager")
-    found = learn(torch.compile(model, backend=graphs, fullgraph=True), mask)  # type: ignore[arg-type]
+    found = learn(torch.compile(model, backend=graphs, fullgraph=True), given)  # type: ignore[arg-type]
     assert graphs.frame_count == 1
-    torch.testing.assert_close(found, learn(model, mask))
+    torch.testing.assert_close(found, learn(model, given))
 
 
-def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, mask: Tensor | None) -> None:
+def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
-    expected = learn(model, mask)
+    expected = learn(model, given)
     graphs = CompileCounterWithBackend("eager")
     for layer in model.model.layers:
         layer.compile(backend=graphs, fullgraph=True)
-    torch.testing.assert_close(learn(model, mask), expected)
+    torch.testing.assert_close(learn(model, given), expected)
     assert graphs.frame_count == len(set(model.config.layer_types))
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same(family: str, mask: Tensor | None) -> None:
+def test_a_compiled_model_learns_the_same(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
-    expected = learn(model, mask, skip_logits=True)
+    expected = learn(model, given, skip_logits=True)
     compiled = torch.compile(model, fullgraph=True)
     # A gradient that is zero but for rounding, such as that of a bias of all keys, is judged by the others' size.
     rounding = 1e-6 * max(float(grad.abs().max()) for grad in expected)
-    for ours, theirs in zip(learn(compiled, mask, skip_logits=True), expected, strict=True):  # type: ignore[arg-type]
+    for ours, theirs in zip(learn(compiled, given, skip_logits=True), expected, strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()) + rounding, rtol=1e-3)
