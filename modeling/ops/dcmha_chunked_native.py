@@ -1,10 +1,8 @@
 """How `dcmha_chunked` works on a chunk of float32 maps on a CPU: in place, in C code compiled for the composition."""
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_long, c_void_p
 from typing import Any
 
@@ -14,9 +12,6 @@ from torch import Tensor
 from .dcmha_chunked_core import Composer, Sight, Stage
 from .dcmha_chunked_source import SOURCE
 from .native_library import lanes, load_library
-
-# The C code takes so many keys at a time; where threads share them, each gets a multiple.
-KEYS = 64
 
 
 @functools.cache
@@ -34,8 +29,7 @@ def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
     """Writes the composition of `maps` `[c, H, n]` to `out`, which may be `maps`."""
     base = _mix_static(maps, stage.static, scratch)
     call = _function("compose", maps.shape[1], stage)
-    arguments = *map(_pointer, (out, maps, base, stage.query, stage.key)), *_sizes(maps, stage)
-    _share(lambda _, first, last: call(*arguments, first, last), maps.shape[2], KEYS)
+    call(*map(_pointer, (out, maps, base, stage.query, stage.key)), *_sizes(maps, stage), torch.get_num_threads())
 
 
 def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
@@ -46,9 +40,8 @@ def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, 
     call = _function("differentiate", maps.shape[1], stage)
     shape = (0,) if stage.query is None else stage.query.shape
     for_query = maps.new_zeros(torch.get_num_threads(), *shape, lanes())
-    tensors = tuple(map(_pointer, (out, maps, base, stage.query, stage.key)))
-    sizes = _pointer(sums.key), *_sizes(maps, stage)
-    _share(lambda part, *keys: call(*tensors, _pointer(for_query[part]), *sizes, *keys), maps.shape[2], KEYS)
+    tensors = (out, maps, base, stage.query, stage.key, for_query, sums.key)
+    call(*map(_pointer, tensors), *_sizes(maps, stage), len(for_query))
     if sums.query is not None:
         sums.query.add_(for_query.sum((0, -1)))
 
@@ -56,16 +49,14 @@ def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, 
 def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `scores`, into the probabilities."""
     sight.hide_by_mask(scores)
-    arguments = _pointer(scores), _pointer(sight.first_keys), *_sizes(scores), *_span(sight)
     call = _function("softmax", heads=1, stage=None)
-    _share(lambda _, first, last: call(*arguments, first, last), scores.shape[1])
+    call(*map(_pointer, (scores, sight.first_keys)), *_sizes(scores), *_span(sight), *_shares(scores))
 
 
 def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `gradient`, into the gradient of the scores."""
-    arguments = *map(_pointer, (gradient, probs, sight.first_keys)), *_sizes(probs), *_span(sight)
     call = _function("softmax_backward", heads=1, stage=None)
-    _share(lambda _, first, last: call(*arguments, first, last), probs.shape[1])
+    call(*map(_pointer, (gradient, probs, sight.first_keys)), *_sizes(probs), *_span(sight), *_shares(probs))
 
 
 NATIVE = Composer(compose, compose_backward, softmax, softmax_backward, in_place=True)
@@ -98,24 +89,9 @@ def _span(sight: Sight) -> tuple[int, int, int]:
     return distance, side, 0 if structure.is_causal else side
 
 
-@functools.cache
-def _workers(process: int, count: int) -> ThreadPoolExecutor:
-    """Threads do not survive a fork: each process has its own."""
-    return ThreadPoolExecutor(count, thread_name_prefix="dynattn")
-
-
-def _share(work: Callable[[int, int, int], object], count: int, step: int = 1) -> None:
-    """Calls `work(part, first, last)` for parts of `count` that are multiples of `step`, on as many threads as PyTorch.
-
-    C functions leave Python's lock while they run.
-    """
-    threads = torch.get_num_threads()
-    size = -(-count // (threads * step)) * step
-    parts = [(part, first, min(first + size, count)) for part, first in enumerate(range(0, count, size))]
-    waiting = [_workers(os.getpid(), threads - 1).submit(work, *part) for part in parts[1:]]
-    work(*parts[0])
-    for part in waiting:
-        part.result()
+def _shares(maps: Tensor) -> tuple[int, int]:
+    """The heads, and how many threads share all rows."""
+    return maps.shape[1], torch.get_num_threads()
 
 
 @functools.cache
@@ -125,8 +101,8 @@ def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
     macros |= {"KEY_RANK": key_rows // 2, "KEY_GATE": key_rows % 2}
     library = load_library(SOURCE, tuple(macros.items()))
     for name, pointers, sizes in (
-        ("compose", 5, 6),
-        ("differentiate", 7, 6),
+        ("compose", 5, 5),
+        ("differentiate", 7, 5),
         ("softmax", 2, 8),
         ("softmax_backward", 3, 8),
     ):

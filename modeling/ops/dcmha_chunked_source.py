@@ -2,9 +2,8 @@
 
 Its speed is that of memory, so every number is fetched from the second-level cache as seldom as possible. The factors
 of `KEYS` keys stay in the first-level cache while all queries of the chunk pass by, `ROWS` at a time; the hidden maps
-of `LANES` keys stay in registers. Every function works on a part of the keys, or of the heads, so that threads can
-share a chunk. Results do not depend on how many there are, but for the order of one sum: that of the gradients of a
-query's factors.
+of `LANES` keys stay in registers. Threads, which are PyTorch's own, share the keys of a chunk, or its rows.
+Results do not depend on how many there are, but for the order of one sum: that of the gradients of a query's factors.
 
 Macros set by the compiler's command line: `LANES` (numbers in a register), `HEADS`, `GROUPS`, `QUERY_RANK`,
 `QUERY_GATE`, `KEY_RANK`, `KEY_GATE`.
@@ -20,6 +19,12 @@ SOURCE = r"""
 #define QUERY_ROWS (2 * QUERY_RANK + QUERY_GATE)
 #define KEY_ROWS (2 * KEY_RANK + KEY_GATE)
 #define SOME(count) ((count) > 0 ? (count) : 1)
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+#define THREAD omp_get_thread_num()
+#else
+#define THREAD 0
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -145,9 +150,10 @@ static void unpad(padded copy, block maps, long begin, long width) {
 /* Maps [HEADS, queries, keys], `head` from head to head; query [queries, rows, HEADS]; key [rows, HEADS, keys],
    `stride` from row to row. out = base + what the factors add to maps; all three may be one. */
 void compose(float *out, const float *maps, const float *base, const float *query, const float *key, long stride,
-             long head, long queries, long keys, long first, long last) {
-    for (long s = first; s < last; s += KEYS) {
-        long width = last - s < KEYS ? last - s : KEYS, even = width / LANES * LANES;
+             long head, long queries, long keys, long threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long s = 0; s < keys; s += KEYS) {
+        long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
         key_tile rows;
         read_keys(rows, key + s, stride, width);
         for (long t = 0; t < queries;) {
@@ -172,19 +178,22 @@ void compose(float *out, const float *maps, const float *base, const float *quer
     }
 }
 
-/* As above; overwrites grad, adds to query_sums [queries, rows, HEADS, LANES] and to key_sums, shaped as key. */
+/* As above; overwrites grad, adds to query_sums [threads, queries, rows, HEADS, LANES] and to key_sums, shaped as
+   key. */
 void differentiate(float *grad, const float *maps, const float *base, const float *query, const float *key,
-                   float *query_sums, float *key_sums, long stride, long head, long queries, long keys, long first,
-                   long last) {
-    for (long s = first; s < last; s += KEYS) {
-        long width = last - s < KEYS ? last - s : KEYS, even = width / LANES * LANES;
+                   float *query_sums, float *key_sums, long stride, long head, long queries, long keys,
+                   long threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long s = 0; s < keys; s += KEYS) {
+        long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
+        float *own_sums = query_sums + THREAD * queries * QUERY_ROWS * HEADS * LANES;
         key_tile rows, sums = {0};
         read_keys(rows, key + s, stride, width);
         for (long t = 0; t < queries;) {
             block up = part(grad, head, keys, t, s), of = part(maps, head, keys, t, s);
             block plus = part(base, head, keys, t, s);
             const float *here = query + t * QUERY_ROWS * HEADS;
-            float *sums_here = query_sums + t * QUERY_ROWS * HEADS * LANES;
+            float *sums_here = own_sums + t * QUERY_ROWS * HEADS * LANES;
             if (width == KEYS && queries - t >= ROWS) {
                 differentiate_block(up, of, plus, here, rows, sums_here, sums, ROWS, 0, KEYS);
                 t += ROWS;
@@ -274,8 +283,9 @@ static void normalize(float *row, long count) {
 
 /* Softmax over the keys that each query sees, in place; zero for all others, and in rows without any. */
 void softmax(float *maps, const long *first_keys, long head, long queries, long keys, long distance, long behind,
-             long ahead, long first, long last) {
-    for (long h = first; h < last; h++)
+             long ahead, long heads, long threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (long h = 0; h < heads; h++)
         for (long t = 0; t < queries; t++) {
             long begin, end;
             seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);
@@ -296,8 +306,9 @@ static void denormalize(float *grad, const float *probs, long count) {
 
 /* Turns the gradient of the probabilities into that of the scores. */
 void softmax_backward(float *grad, const float *probs, const long *first_keys, long head, long queries, long keys,
-                      long distance, long behind, long ahead, long first, long last) {
-    for (long h = first; h < last; h++)
+                      long distance, long behind, long ahead, long heads, long threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (long h = 0; h < heads; h++)
         for (long t = 0; t < queries; t++) {
             long begin, end;
             seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);

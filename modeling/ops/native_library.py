@@ -16,7 +16,7 @@ CAPABILITIES = {
     "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"), 16),
     "AVX2": (("-mavx2", "-mfma"), 8),
 }
-FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
 def lanes() -> int:
@@ -33,6 +33,9 @@ def find_compiler() -> str | None:
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Returns the compiled `source`, from the cache where this machine has compiled the same before.
 
+    Its OpenMP threads are PyTorch's: the library names no OpenMP runtime, and so finds the one that is loaded. Where
+    that is not the compiler's, everything runs on one thread.
+
     Raises:
         OSError: there is no compiler, it fails, or what it made cannot be loaded.
     """
@@ -41,6 +44,13 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
     flags = (*FLAGS, *CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))[0])
     command = (compiler, *flags, *(f"-D{name}={value}" for name, value in macros))
+    try:
+        return _load((*command, "-fopenmp"), source)
+    except OSError:
+        return _load(command, source)
+
+
+def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:
     name = hashlib.sha256("\n".join((source, *command)).encode()).hexdigest()[:24] + ".so"
     path = _cache_folder() / name
     if not path.exists():
@@ -67,10 +77,13 @@ def _temporary_folder() -> Path:
 def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
     """Writes the library under another name first, so that no process ever loads half of one."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        unfinished = Path(folder) / path.name
-        result = subprocess.run(
-            (*command, "-x", "c", "-", "-o", str(unfinished)), input=source, text=True, capture_output=True, check=False
-        )
-        if result.returncode:
-            raise OSError(f"{command[0]} failed with exit code {result.returncode}: {result.stderr.strip()[:2000]}")
-        unfinished.replace(path)
+        compiled, linked = Path(folder) / "code.o", Path(folder) / path.name
+        _call((*command, "-x", "c", "-c", "-", "-o", str(compiled)), source)
+        _call((command[0], "-shared", str(compiled), "-o", str(linked), "-lm"), "")
+        linked.replace(path)
+
+
+def _call(command: tuple[str, ...], text: str) -> None:
+    result = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+    if result.returncode:
+        raise OSError(f"{command[0]} failed with exit code {result.returncode}: {result.stderr.strip()[:2000]}")
