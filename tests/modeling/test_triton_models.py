@@ -38,7 +38,7 @@ def gradients(model: DCFormerForCausalLM) -> dict[str, Tensor]:
 
 
 @on_every_device
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_greedy_tokens_of_a_padded_batch(make_model: MakeModel, cache: str, device: str) -> None:
     ids = IDS.to(device)
     mask = torch.ones_like(ids)
@@ -52,10 +52,9 @@ def test_greedy_tokens_of_a_padded_batch(make_model: MakeModel, cache: str, devi
     assert torch.equal(*tokens)
 
 
+@pytest.mark.slow
 @on_every_device
-@pytest.mark.parametrize(
-    "fields", [pytest.param({}, marks=pytest.mark.slow), {"compose_static": True, "compose_groups": 3}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"compose_static": True, "compose_groups": 3}], ids=str)
 def test_gradients_of_all_parameters_with_checkpointing(
     make_model: MakeModel, fields: dict[str, Any], device: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_the_trial_runs_the_contestant_with_the_constants_and_refuses_wrong_resu
         trial()
 
 
+@pytest.mark.slow
 def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
