@@ -90,7 +90,8 @@ def _number(axes: Axes, heights: Collection[float]) -> None:
 
 
 def _label(cell: Mapping[str, Any]) -> str:
-    return f"{cell['variant']}\n(n = {len(cell['seeds'])})"
+    variant = cell["variant"].replace(", ", ",\n")
+    return f"{variant}\n(n = {len(cell['seeds'])})"
 
 
 def _title(group: str) -> str:
