@@ -1,7 +1,7 @@
-"""The arithmetic of `dcmha_chunked` on one chunk: `c` queries of one batch item and the `n` keys that they can reach.
+"""The arithmetic of `dcmha_chunked` on one chunk: `c` queries of `b` batch items and the `n` keys that they can reach.
 
-Maps are `[c, H, n]` and contiguous along the keys. Results go to buffers that the caller reuses from chunk to chunk:
-fresh memory costs more than the arithmetic in it.
+Maps are `[c, bH, n]`, the heads of one item after those of the other, and contiguous along the keys. Results go to
+buffers that the caller reuses from chunk to chunk: fresh memory costs more than the arithmetic in it.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,36 @@ from .masking import Structure, split_mask
 class Stage(NamedTuple):
     """One stage's factors, or their gradients, in packed rows: `R` down, `R` up and, if they are odd, a gate."""
 
-    query: Tensor | None  # [c, rows, H]
-    key: Tensor | None  # [rows, H, n]
+    query: Tensor | None  # [b, c, rows, H]
+    key: Tensor | None  # [b, rows, H, n]
     static: Tensor | None  # [H, H], indexed [in, out]
     groups: int
+
+    @property
+    def heads(self) -> int:
+        """`H`."""
+        places = ((self.query, 3), (self.key, 2), (self.static, 0))
+        return next(rows.shape[dim] for rows, dim in places if rows is not None)
+
+    def of_one_item(self) -> "Stage":
+        """The same without `b`, which is 1."""
+        query, key = (None if rows is None else rows.squeeze(0) for rows in (self.query, self.key))
+        return self._replace(query=query, key=key)
 
 
 class Sight(NamedTuple):
     """Which keys the chunk's queries see."""
 
+    items: int  # b
     structure: Structure
     queries: slice
     keys: slice
-    mask: Tensor | None  # [H or 1, c or 1, n or 1]
-    first_keys: Tensor | None  # [c], counted from the first of `keys`
+    mask: Tensor | None  # [b or 1, H or 1, c or 1, n or 1]
+    first_keys: Tensor | None  # [b, c], counted from the first of `keys`
+
+    def by_item(self, maps: Tensor) -> Tensor:
+        """`[c, bH, n]` to `[b, H, c, n]`, a view."""
+        return maps.unflatten(1, (self.items, -1)).permute(1, 2, 0, 3)
 
     def hide_by_position(self, scores: Tensor) -> None:
         """Sets what positions alone hide to minus infinity."""
@@ -38,12 +54,15 @@ class Sight(NamedTuple):
             columns = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
             scores[:, :, columns].masked_fill_(hidden[:, None], -torch.inf)
         if self.first_keys is not None:
-            hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[:, None]
-            scores.masked_fill_(hidden[:, None], -torch.inf)
+            hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[..., None]
+            self.by_item(scores).masked_fill_(hidden[:, None], -torch.inf)
 
     def hide_by_mask(self, scores: Tensor) -> None:
         """Adds what the mask adds, and sets what it hides to minus infinity."""
-        visible, bias = split_mask(None if self.mask is None else self.mask.transpose(0, 1))
+        if self.mask is None:
+            return
+        visible, bias = split_mask(self.mask)
+        scores = self.by_item(scores)
         if bias is not None:
             scores += bias
         if visible is not None:
@@ -59,8 +78,8 @@ class Composer(NamedTuple):
     """The face of all ways to work on a chunk's maps.
 
     To an `in_place` composer `out` is what it is made of: the maps, or the gradient (but the backward pass has another
-    `out` for `compose`). Maps then lie in memory as matrix products leave them, `[H, c, n]`, and factors of keys are
-    parts of longer rows. To others `out` is always another buffer `[c, H, n]`, and factors are contiguous.
+    `out` for `compose`). Maps then lie in memory as matrix products leave them, `[bH, c, n]`, and factors of keys are
+    parts of longer rows. To others `out` is always another buffer `[c, H, n]` of one item, and factors are contiguous.
     """
 
     # (out, maps, stage, scratch): writes the composition of `maps`.
@@ -80,7 +99,7 @@ class Gradients(NamedTuple):
 
     pre: Stage | None
     post: Stage | None
-    mask: Tensor | None  # [H or 1, c or 1, n or 1]
+    mask: Tensor | None  # [b or 1, H or 1, c or 1, n or 1]
 
 
 class Mixing(NamedTuple):
@@ -118,7 +137,7 @@ class Mixing(NamedTuple):
             maps.advance(composer.compose_backward, probs, self.post, sums.post, scratch)
         maps.advance(composer.softmax_backward, probs, self.sight)
         if sums.mask is not None:
-            sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
+            sums.mask.add_(self.sight.by_item(maps.latest).sum_to_size(sums.mask.shape))
         if self.pre is not None:
             maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
         return maps.latest
@@ -139,25 +158,31 @@ class _Maps:
 class Products(NamedTuple):
     """Where the gradients that are matrix products go: the queries' are written, the others added."""
 
-    query: Tensor  # [H, c, D]
-    key: Tensor  # [H_kv, n, D]
-    value: Tensor  # [H_kv, n, D]
+    query: Tensor  # [bH, c, D]
+    key: Tensor  # [bH_kv, n, D]
+    value: Tensor  # [bH_kv, n, D]
 
 
 def attend_chunk(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, mixing: Mixing, buffers: list[Tensor]
+    out: Tensor,
+    query: Tensor,
+    key_columns: Tensor,
+    value: Tensor,
+    scaling: float,
+    mixing: Mixing,
+    buffers: list[Tensor],
 ) -> None:
-    """Writes a chunk's output to `out` `[c, H, D]`; uses three buffers `[c, H, n]`.
+    """Writes a chunk's output to `out` `[bH, c, D]`; uses three buffers `[c, bH, n]`.
 
     Args:
-        query: `[H, c, D]`.
-        key: `[H_kv, D, n]`.
-        value: `[H_kv, n, D]`.
+        query: `[bH, c, D]`.
+        key_columns: `[bH_kv, D, n]`.
+        value: `[bH_kv, n, D]`.
     """
     scores, spare, scratch = buffers
-    multiply_heads(query, key, scaling, out=scores.transpose(0, 1))
+    multiply_heads(query, key_columns, scaling, out=scores.transpose(0, 1))
     mixed = mixing.forward(scores, spare, scratch)
-    multiply_heads(mixed.transpose(0, 1), value, out=out.transpose(0, 1))
+    multiply_heads(mixed.transpose(0, 1), value, out=out)
 
 
 def attend_chunk_backward(
@@ -166,7 +191,8 @@ def attend_chunk_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    key_columns: Tensor,
+    value_columns: Tensor,
     scaling: float,
     mixing: Mixing,
     buffers: list[Tensor],
@@ -174,22 +200,23 @@ def attend_chunk_backward(
     """Differentiates `attend_chunk`, which it repeats up to the output; uses five buffers.
 
     Args:
-        grad_out: `[H, c, D]`.
-        query: `[H, c, D]`.
-        key, value: `[H_kv, D, n]` both.
+        grad_out: `[bH, c, D]`.
+        query: `[bH, c, D]`.
+        key: `[bH_kv, n, D]`.
+        key_columns, value_columns: `[bH_kv, D, n]` both.
     """
     scores, composed, probs, mixed, scratch = buffers
     if mixing.pre is None:
         composed = scores
     if mixing.composer.in_place:
         probs = composed
-    multiply_heads(query, key, scaling, out=scores.transpose(0, 1))
+    multiply_heads(query, key_columns, scaling, out=scores.transpose(0, 1))
     mixing.repeat(scores, composed, probs, mixed, scratch)
     add_to_heads(products.value, (probs if mixing.post is None else mixed).permute(1, 2, 0), grad_out)
 
-    multiply_heads(grad_out, value, out=mixed.transpose(0, 1))
+    multiply_heads(grad_out, value_columns, out=mixed.transpose(0, 1))
     grad_scores = mixing.backward(mixed, composed, scores, probs, sums, scratch)
-    multiply_heads(grad_scores.transpose(0, 1), key.transpose(1, 2), scaling, out=products.query)
+    multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=products.query)
     add_to_heads(products.key, grad_scores.permute(1, 2, 0), query, scaling)
 
 

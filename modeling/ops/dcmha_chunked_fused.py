@@ -28,6 +28,7 @@ def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, 
     if rows is _FAILED:
         STEPWISE.compose_backward(out, gradient, maps, stage, sums, scratch)
         return
+    sums = sums.of_one_item()
     if sums.query is not None:
         sums.query.add_(torch.stack(rows[0], dim=1))
     if sums.key is not None:
@@ -108,6 +109,7 @@ def _run(function: Callable[..., Any], maps: tuple[Tensor, ...], stage: Stage) -
     global _broken
     if _broken:
         return _FAILED
+    stage = stage.of_one_item()
     for tensor in (*maps, stage.key):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 2)

@@ -1,4 +1,4 @@
-"""The loop of `dcmha_chunked` over batch items and chunks, as an operator that autograd and compilers know."""
+"""The loop of `dcmha_chunked` over items and chunks of queries, as an operator that autograd and compilers know."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ LARGEST_MAP = 1 << 25
 ROWS_IN_PLACE = (60, 28, 12)
 LARGEST_MAP_IN_PLACE = 1 << 23
 KEYS_IN_PLACE = 16
+# Items of the batch share a chunk while its maps stay within this many elements.
+ITEMS_IN_PLACE = 1 << 20
 
 # Which of a chunk's buffers are the same memory, (not in place, in place); the last one is scratch.
 FORWARD_BUFFERS = ([0, 1, 2], [0, 0, 1])
@@ -61,20 +63,24 @@ class Settings(NamedTuple):
     post_groups: int
 
 
-class Item(NamedTuple):
-    """One item of the batch, in the dtype that the work is done in."""
+class Items(NamedTuple):
+    """Some items of the batch, in the dtype that the work is done in; to matrix products all their heads are alike.
 
-    query: Tensor  # [H, T, D]
-    key: Tensor  # [H_kv, D, S], contiguous
-    value: Tensor  # [H_kv, S, D]
+    All is contiguous: queries and keys are read for many chunks.
+    """
+
+    number: int  # b
+    query: Tensor  # [bH, T, D]
+    key: Tensor  # [bH_kv, S, D]
+    value: Tensor  # [bH_kv, S, D]
     pre: Stage | None
     post: Stage | None
-    mask: Tensor | None  # [H or 1, T or 1, S or 1]
-    first_keys: Tensor | None  # [T], int64
+    mask: Tensor | None  # [b or 1, H or 1, T or 1, S or 1]
+    first_keys: Tensor | None  # [b, T], int64
 
 
 class Chunk(NamedTuple):
-    """Some queries, the keys in their reach, room for maps `[c, H, n]` over both, and how to compose them."""
+    """Some queries, the keys in their reach, room for maps `[c, bH, n]` over both, and how to compose them."""
 
     sight: Sight
     buffers: list[Tensor]
@@ -84,13 +90,13 @@ class Chunk(NamedTuple):
         """The factors, or the sums of gradients, of these queries and keys."""
         if stage is None:
             return None
-        query = None if stage.query is None else stage.query[self.sight.queries]
-        key = None if stage.key is None else stage.key[:, :, self.sight.keys]
+        query = None if stage.query is None else stage.query[:, self.sight.queries]
+        key = None if stage.key is None else stage.key[..., self.sight.keys]
         return Stage(query, key, stage.static, stage.groups)
 
-    def mixing(self, item: Item) -> Mixing:
+    def mixing(self, items: Items) -> Mixing:
         """What happens to the chunk's maps."""
-        return Mixing(self._factors(item.pre), self._factors(item.post), self.sight, self.composer)
+        return Mixing(self._factors(items.pre), self._factors(items.post), self.sight, self.composer)
 
     def _factors(self, stage: Stage | None) -> Stage | None:
         part = self.of(stage)
@@ -106,19 +112,22 @@ def attend(inputs: Inputs, settings: Settings) -> Tensor:
     output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
     structure = _structure(inputs, settings)
     composer = _composer(inputs, structure, dtype)
-    for index in range(batch):
-        item = _item(inputs, settings, index, dtype)
-        for chunk in _chunks(structure, item, composer, FORWARD_BUFFERS):
+    for span in _spans(inputs, structure, composer):
+        items = _items(inputs, settings, span, dtype)
+        key_columns = _columns(items.key)
+        for chunk in _chunks(structure, items, composer, FORWARD_BUFFERS):
             sight = chunk.sight
+            rows = output.new_empty(items.query.shape[0], sight.queries.stop - sight.queries.start, width)
             attend_chunk(
-                output[index, sight.queries],
-                item.query[:, sight.queries],
-                item.key[:, :, sight.keys],
-                item.value[:, sight.keys],
+                rows,
+                items.query[:, sight.queries],
+                key_columns[:, :, sight.keys],
+                items.value[:, sight.keys],
                 settings.scaling,
-                chunk.mixing(item),
+                chunk.mixing(items),
                 chunk.buffers,
             )
+            output[span, sight.queries] = rows.unflatten(0, (-1, heads)).transpose(1, 2)
     return output.to(inputs.query.dtype)
 
 
@@ -128,20 +137,21 @@ def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mas
     structure = _structure(inputs, settings)
     composer = _composer(inputs, structure, dtype)
     sums = _Sums(inputs, settings, dtype, mask_needs_grad)
-    for index in range(inputs.query.shape[0]):
-        item = _item(inputs, settings, index, dtype)
-        transposed_value = item.value.transpose(1, 2).contiguous()
-        for chunk in _chunks(structure, item, composer, BACKWARD_BUFFERS):
+    for span in _spans(inputs, structure, composer):
+        items = _items(inputs, settings, span, dtype)
+        key_columns, value_columns = _columns(items.key), _columns(items.value)
+        for chunk in _chunks(structure, items, composer, BACKWARD_BUFFERS):
             sight = chunk.sight
             attend_chunk_backward(
-                sums.products(index, chunk),
-                sums.gradients(index, chunk),
-                grad_output[index, sight.queries].transpose(0, 1).to(dtype),
-                item.query[:, sight.queries],
-                item.key[:, :, sight.keys],
-                transposed_value[:, :, sight.keys],
+                sums.products(span, chunk),
+                sums.gradients(span, chunk),
+                grad_output[span, sight.queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
+                items.query[:, sight.queries],
+                items.key[:, sight.keys],
+                key_columns[:, :, sight.keys],
+                value_columns[:, :, sight.keys],
                 settings.scaling,
-                chunk.mixing(item),
+                chunk.mixing(items),
                 chunk.buffers,
             )
     return sums.results()
@@ -163,22 +173,22 @@ class _Sums:
                 shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def products(self, index: int, chunk: Chunk) -> Products:
+    def products(self, span: slice, chunk: Chunk) -> Products:
         places = {"query": chunk.sight.queries, "key": chunk.sight.keys, "value": chunk.sight.keys}
-        return Products(**{name: self.sums[name][index, :, place] for name, place in places.items()})
+        return Products(**{name: self.sums[name][span].flatten(0, 1)[:, place] for name, place in places.items()})
 
-    def gradients(self, index: int, chunk: Chunk) -> Gradients:
-        mask = _of_item(self.sums["mask"], index) if self.mask_needs_grad else None
+    def gradients(self, span: slice, chunk: Chunk) -> Gradients:
+        mask = _of_items(self.sums["mask"], span) if self.mask_needs_grad else None
         return Gradients(
-            chunk.of(self._stage("pre", index, self.settings.pre_groups)),
-            chunk.of(self._stage("post", index, self.settings.post_groups)),
+            chunk.of(self._stage("pre", span, self.settings.pre_groups)),
+            chunk.of(self._stage("post", span, self.settings.post_groups)),
             None if mask is None else _of_mask(mask, chunk.sight.queries, chunk.sight.keys),
         )
 
-    def _stage(self, name: str, index: int, groups: int) -> Stage:
+    def _stage(self, name: str, span: slice, groups: int) -> Stage:
         query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
         static = self.sums.get(f"{name}_static")
-        return Stage(None if query is None else query[index], None if key is None else key[index], static, groups)
+        return Stage(None if query is None else query[span], None if key is None else key[span], static, groups)
 
     def results(self) -> list[Tensor]:
         for name in self.sums:
@@ -200,44 +210,61 @@ def _composer(inputs: Inputs, structure: Structure, dtype: torch.dtype) -> Compo
     return choose_composer(inputs.query.device, dtype, elements)
 
 
-def _item(inputs: Inputs, settings: Settings, index: int, dtype: torch.dtype) -> Item:
+def _spans(inputs: Inputs, structure: Structure, composer: Composer) -> list[slice]:
+    """Which items of the batch are worked on at once: where maps are small, several, to make products larger."""
+    batch, heads = inputs.query.shape[:2]
+    rows = min(_rows(structure, heads, composer), structure.queries)
+    reach = structure.reach(slice(structure.queries - rows, structure.queries))
+    most = ITEMS_IN_PLACE // (rows * heads * max(1, reach.stop - reach.start)) if composer.in_place else 1
+    count = -(-batch // min(max(1, most), batch))  # of spans, which share the items evenly
+    return [slice(index * batch // count, (index + 1) * batch // count) for index in range(count)]
+
+
+def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) -> Items:
     def stage(query: Tensor | None, key: Tensor | None, static: Tensor | None, groups: int) -> Stage | None:
         if query is None and key is None and static is None:
             return None
         return Stage(
-            None if query is None else query[index].to(dtype).contiguous(),
-            None if key is None else key[index].to(dtype).permute(1, 2, 0).contiguous(),
+            None if query is None else query[span].to(dtype).contiguous(),
+            None if key is None else key[span].to(dtype).permute(0, 2, 3, 1).contiguous(),
             None if static is None else static.to(dtype),
             groups,
         )
 
-    return Item(
-        inputs.query[index].to(dtype),
-        inputs.key[index].to(dtype).transpose(1, 2).contiguous(),
-        inputs.value[index].to(dtype),
+    query, key, value = (rows[span].to(dtype).flatten(0, 1).contiguous() for rows in inputs[:3])
+    return Items(
+        span.stop - span.start,
+        query,
+        key,
+        value,
         stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups),
         stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups),
-        None if inputs.mask is None else _of_item(inputs.mask, index),
-        None if inputs.first_keys is None else inputs.first_keys[index].to(inputs.query.device, torch.int64),
+        None if inputs.mask is None else _of_items(inputs.mask, span),
+        None if inputs.first_keys is None else inputs.first_keys[span].to(inputs.query.device, torch.int64),
     )
 
 
+def _columns(rows: Tensor) -> Tensor:
+    """`[bH_kv, S, D]` to `[bH_kv, D, S]`, which products with queries read faster."""
+    return rows.transpose(1, 2).contiguous()
+
+
 def _chunks(
-    structure: Structure, item: Item, composer: Composer, buffers: tuple[list[int], list[int]]
+    structure: Structure, items: Items, composer: Composer, buffers: tuple[list[int], list[int]]
 ) -> Iterator[Chunk]:
     """Chunks of queries that see any key; they share the memory of their buffers.
 
     A last chunk of another size is composed step by step where code is compiled for one number of queries.
     """
-    heads = item.query.shape[0]
-    rows = _rows(structure, heads, composer)
+    heads = items.query.shape[0]
+    rows = _rows(structure, heads // items.number, composer)
     spans = [slice(start, min(start + rows, structure.queries)) for start in range(0, structure.queries, rows)]
-    reaches = [_reach(structure, span, item.first_keys, composer) for span in spans]
+    reaches = [_reach(structure, span, items.first_keys, composer) for span in spans]
     widest = max(reach.stop - reach.start for reach in reaches)
     order = buffers[composer.in_place]
-    if composer.in_place and all(stage is None or stage.static is None for stage in (item.pre, item.post)):
+    if composer.in_place and all(stage is None or stage.static is None for stage in (items.pre, items.post)):
         order = [*order[:-1], 0]  # only static matrices need scratch
-    memory = item.query.new_empty(max(order) + 1, min(rows, structure.queries) * heads * widest)
+    memory = items.query.new_empty(max(order) + 1, min(rows, structure.queries) * heads * widest)
     for queries, keys in zip(spans, reaches, strict=True):
         count, width = queries.stop - queries.start, keys.stop - keys.start
         if not width:
@@ -247,9 +274,9 @@ def _chunks(
             maps = maps.view(-1, heads, count, width).transpose(1, 2)
         else:
             maps = maps.view(-1, count, heads, width)
-        mask = None if item.mask is None else _of_mask(item.mask, queries, keys)
-        first_keys = None if item.first_keys is None else item.first_keys[queries] - keys.start
-        sight = Sight(structure, queries, keys, mask, first_keys)
+        mask = None if items.mask is None else _of_mask(items.mask, queries, keys)
+        first_keys = None if items.first_keys is None else items.first_keys[:, queries] - keys.start
+        sight = Sight(items.number, structure, queries, keys, mask, first_keys)
         fits = composer.in_place or count == rows
         yield Chunk(sight, [maps[index] for index in order], composer if fits else STEPWISE)
 
@@ -272,7 +299,7 @@ def _reach(structure: Structure, queries: slice, first_keys: Tensor | None, comp
     """
     reach = structure.reach(queries)
     if first_keys is not None and first_keys.device.type == "cpu":
-        first = max(reach.start, int(first_keys[queries].min()))
+        first = max(reach.start, int(first_keys[:, queries].min()))
         reach = slice(first, max(first, reach.stop))
     if not composer.in_place or reach.stop == reach.start:
         return reach
@@ -283,14 +310,14 @@ def _reach(structure: Structure, queries: slice, first_keys: Tensor | None, comp
     return slice(start, stop) if stop - start == wanted else reach
 
 
-def _of_item(mask: Tensor, index: int) -> Tensor:
-    """The part of a mask, or of its gradient, that belongs to an item of the batch."""
-    return mask[index if mask.shape[0] > 1 else 0]
+def _of_items(mask: Tensor, span: slice) -> Tensor:
+    """The part of a mask, or of its gradient, that belongs to some items of the batch."""
+    return mask[span] if mask.shape[0] > 1 else mask
 
 
 def _of_mask(mask: Tensor, queries: slice, keys: slice) -> Tensor:
-    """The part of an item's mask, or of its gradient, that broadcasts to a chunk: `[H or 1, c or 1, n or 1]`."""
-    return mask[:, queries if mask.shape[1] > 1 else slice(None), keys if mask.shape[2] > 1 else slice(None)]
+    """The part of a mask, or of its gradient, that broadcasts to a chunk: `[b or 1, H or 1, c or 1, n or 1]`."""
+    return mask[..., queries if mask.shape[2] > 1 else slice(None), keys if mask.shape[3] > 1 else slice(None)]
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())

@@ -18,7 +18,7 @@ from .native_library import lanes, load_library
 def available() -> bool:
     """Whether C code can be compiled and loaded here; warns once where it cannot."""
     try:
-        _function("softmax", heads=1, stage=None)
+        _load(1, 1, 0, 0)
     except OSError as error:
         warnings.warn(f"attention on this CPU is several times slower than it could be: {error}", stacklevel=2)
         return False
@@ -26,37 +26,37 @@ def available() -> bool:
 
 
 def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
-    """Writes the composition of `maps` `[c, H, n]` to `out`, which may be `maps`."""
+    """Writes the composition of `maps` `[c, bH, n]` to `out`, which may be `maps`."""
     base = _mix_static(maps, stage.static, scratch)
-    call = _function("compose", maps.shape[1], stage)
-    call(*map(_pointer, (out, maps, base, stage.query, stage.key)), *_sizes(maps, stage), torch.get_num_threads())
+    tensors = (out, maps, base, stage.query, stage.key)
+    _stage_function("compose", stage)(*map(_pointer, tensors), *_strides(stage), *_sizes(maps, stage.heads))
 
 
 def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
     """Turns `out`, which is `gradient`, into the gradient of `maps`; adds those of the factors to `sums`."""
     if sums.static is not None:
-        sums.static.add_(torch.tensordot(maps, gradient, dims=([0, 2], [0, 2])))
+        before, after = (_flat(tensor, stage.heads) for tensor in (maps, gradient))
+        sums.static.add_(torch.bmm(before, after.transpose(1, 2)).sum(0))
     base = _mix_static(gradient, None if stage.static is None else stage.static.t(), scratch)
-    call = _function("differentiate", maps.shape[1], stage)
     shape = (0,) if stage.query is None else stage.query.shape
-    for_query = maps.new_zeros(torch.get_num_threads(), *shape, lanes())
-    tensors = (out, maps, base, stage.query, stage.key, for_query, sums.key)
-    call(*map(_pointer, tensors), *_sizes(maps, stage), len(for_query))
-    if sums.query is not None:
-        sums.query.add_(for_query.sum((0, -1)))
+    parts = maps.new_empty(torch.get_num_threads(), *shape, lanes())
+    tensors = (out, maps, base, stage.query, stage.key, parts, sums.query, sums.key)
+    _stage_function("differentiate", stage)(*map(_pointer, tensors), *_strides(stage), *_sizes(maps, stage.heads))
 
 
 def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `scores`, into the probabilities."""
     sight.hide_by_mask(scores)
-    call = _function("softmax", heads=1, stage=None)
-    call(*map(_pointer, (scores, sight.first_keys)), *_sizes(scores), *_span(sight), *_shares(scores))
+    heads = scores.shape[1] // sight.items
+    _load(1, 1, 0, 0).softmax(*map(_pointer, (scores, sight.first_keys)), *_span(sight), heads, *_sizes(scores, heads))
 
 
 def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
     """Turns `out`, which is `gradient`, into the gradient of the scores."""
-    call = _function("softmax_backward", heads=1, stage=None)
-    call(*map(_pointer, (gradient, probs, sight.first_keys)), *_sizes(probs), *_span(sight), *_shares(probs))
+    heads = probs.shape[1] // sight.items
+    _load(1, 1, 0, 0).softmax_backward(
+        *map(_pointer, (gradient, probs, sight.first_keys)), *_span(sight), heads, *_sizes(probs, heads)
+    )
 
 
 NATIVE = Composer(compose, compose_backward, softmax, softmax_backward, in_place=True)
@@ -66,19 +66,29 @@ def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
     """The maps themselves plus what a static matrix, indexed [in, out], makes of them."""
     if static is None:
         return maps
-    heads_first, out = maps.transpose(0, 1), scratch.transpose(0, 1)  # [H, c, n]
-    torch.add(heads_first, torch.tensordot(static, heads_first, dims=([0], [0])), out=out)
+    before, out = (_flat(tensor, len(static)) for tensor in (maps, scratch))
+    torch.baddbmm(before, static.t().expand(len(before), -1, -1), before, out=out)
     return scratch
+
+
+def _flat(maps: Tensor, heads: int) -> Tensor:
+    """`[c, bH, n]` to `[b, H, cn]`, a view."""
+    return maps.transpose(0, 1).flatten(1).unflatten(0, (-1, heads))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _sizes(maps: Tensor, stage: Stage | None = None) -> tuple[int, ...]:
-    """How far apart the factors of keys lie, if there is a stage, and heads; the numbers of queries and keys."""
-    rows = () if stage is None else (0 if stage.key is None else stage.key.stride(1),)
-    return *rows, maps.stride(1), maps.shape[0], maps.shape[2]
+def _strides(stage: Stage) -> tuple[int, int, int]:
+    """How far apart the factors of items lie, those of queries and those of keys; and rows and heads of the latter."""
+    query = 0 if stage.query is None else stage.query.stride(0)
+    return (query, 0, 0) if stage.key is None else (query, stage.key.stride(0), stage.key.stride(2))
+
+
+def _sizes(maps: Tensor, heads: int) -> tuple[int, ...]:
+    """How far apart heads of maps lie; the numbers of items, queries, keys and threads."""
+    return maps.stride(1), maps.shape[1] // heads, maps.shape[0], maps.shape[2], torch.get_num_threads()
 
 
 def _span(sight: Sight) -> tuple[int, int, int]:
@@ -89,11 +99,6 @@ def _span(sight: Sight) -> tuple[int, int, int]:
     return distance, side, 0 if structure.is_causal else side
 
 
-def _shares(maps: Tensor) -> tuple[int, int]:
-    """The heads, and how many threads share all rows."""
-    return maps.shape[1], torch.get_num_threads()
-
-
 @functools.cache
 def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
     macros = {"LANES": lanes(), "HEADS": heads, "GROUPS": groups}
@@ -101,19 +106,17 @@ def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
     macros |= {"KEY_RANK": key_rows // 2, "KEY_GATE": key_rows % 2}
     library = load_library(SOURCE, tuple(macros.items()))
     for name, pointers, sizes in (
-        ("compose", 5, 5),
-        ("differentiate", 7, 5),
-        ("softmax", 2, 8),
-        ("softmax_backward", 3, 8),
+        ("compose", 5, 8),
+        ("differentiate", 8, 8),
+        ("softmax", 2, 9),
+        ("softmax_backward", 3, 9),
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = (c_void_p,) * pointers + (c_long,) * sizes, None
     return library
 
 
-def _function(name: str, heads: int, stage: Stage | None) -> Callable[..., None]:
-    """One of the C functions, compiled for a stage."""
-    if stage is None:
-        return getattr(_load(heads, 1, 0, 0), name)
-    rows = [0 if side is None else side.shape[axis] for side, axis in ((stage.query, 1), (stage.key, 0))]
-    return getattr(_load(heads, stage.groups, *rows), name)
+def _stage_function(name: str, stage: Stage) -> Callable[..., None]:
+    """One of the C functions that are compiled for a stage."""
+    rows = [0 if side is None else side.shape[axis] for side, axis in ((stage.query, 2), (stage.key, 1))]
+    return getattr(_load(stage.heads, stage.groups, *rows), name)

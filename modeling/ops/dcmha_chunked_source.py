@@ -43,8 +43,8 @@ typedef struct {
 #define QUERY(rows, t, row, h) ((rows)[((t) * QUERY_ROWS + (row)) * HEADS + (h)])
 #define SUM(sums, t, row, h) (*(vec *)((sums) + (((t) * QUERY_ROWS + (row)) * HEADS + (h)) * LANES))
 
-static block part(const float *maps, long head, long keys, long t, long s) {
-    return (block){(float *)maps + t * keys + s, head, keys};
+static block part(const float *maps, long head, long keys, long item, long t, long s) {
+    return (block){(float *)maps + item * HEADS * head + t * keys + s, head, keys};
 }
 
 /* One head group's hidden maps: heads weighted by rows of factors, which start at `query_row` and `key_row`. */
@@ -126,6 +126,12 @@ INLINE void differentiate_block(block grad, block maps, block base, const float 
     }
 }
 
+static float total(vec numbers) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) numbers[i] += numbers[i + half];
+    return numbers[0];
+}
+
 static void read_keys(key_tile tile, const float *rows, long stride, long width) {
     memset(tile, 0, sizeof(key_tile));
     for (int row = 0; row < KEY_ROWS; row++)
@@ -147,71 +153,85 @@ static void unpad(padded copy, block maps, long begin, long width) {
         memcpy(maps.at + h * maps.head + begin, copy[h], sizeof(float) * (width - begin));
 }
 
-/* Maps [HEADS, queries, keys], `head` from head to head; query [queries, rows, HEADS]; key [rows, HEADS, keys],
-   `stride` from row to row. out = base + what the factors add to maps; all three may be one. */
-void compose(float *out, const float *maps, const float *base, const float *query, const float *key, long stride,
-             long head, long queries, long keys, long threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long s = 0; s < keys; s += KEYS) {
-        long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
-        key_tile rows;
-        read_keys(rows, key + s, stride, width);
-        for (long t = 0; t < queries;) {
-            block to = part(out, head, keys, t, s), of = part(maps, head, keys, t, s);
-            block plus = part(base, head, keys, t, s);
-            const float *here = query + t * QUERY_ROWS * HEADS;
-            if (width == KEYS && queries - t >= ROWS) {
-                compose_block(to, of, plus, here, rows, ROWS, 0, KEYS);
-                t += ROWS;
-                continue;
+/* Maps [items, HEADS, queries, keys], `head` from head to head; query [items, queries, rows, HEADS], `query_item` from
+   item to item; key [items, rows, HEADS, keys], `key_item` from item to item and `stride` from head to head.
+   out = base + what the factors add to maps; all three may be one. */
+void compose(float *out, const float *maps, const float *base, const float *query, const float *key, long query_item,
+             long key_item, long stride, long head, long items, long queries, long keys, long threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (long item = 0; item < items; item++)
+        for (long s = 0; s < keys; s += KEYS) {
+            long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
+            key_tile rows;
+            read_keys(rows, key + item * key_item + s, stride, width);
+            for (long t = 0; t < queries;) {
+                block to = part(out, head, keys, item, t, s), of = part(maps, head, keys, item, t, s);
+                block plus = part(base, head, keys, item, t, s);
+                const float *here = query + item * query_item + t * QUERY_ROWS * HEADS;
+                if (width == KEYS && queries - t >= ROWS) {
+                    compose_block(to, of, plus, here, rows, ROWS, 0, KEYS);
+                    t += ROWS;
+                    continue;
+                }
+                compose_block(to, of, plus, here, rows, 1, 0, even);
+                if (even < width) {
+                    padded copies[3];
+                    block target = pad(copies[0], to, even, width);
+                    compose_block(target, pad(copies[1], of, even, width), pad(copies[2], plus, even, width), here,
+                                  rows, 1, even, even + 1);
+                    unpad(copies[0], to, even, width);
+                }
+                t++;
             }
-            compose_block(to, of, plus, here, rows, 1, 0, even);
-            if (even < width) {
-                padded copies[3];
-                block target = pad(copies[0], to, even, width);
-                compose_block(target, pad(copies[1], of, even, width), pad(copies[2], plus, even, width), here, rows, 1,
-                              even, even + 1);
-                unpad(copies[0], to, even, width);
-            }
-            t++;
         }
-    }
 }
 
-/* As above; overwrites grad, adds to query_sums [threads, queries, rows, HEADS, LANES] and to key_sums, shaped as
-   key. */
+/* As above; overwrites grad, adds to query_sums and key_sums, which lie as query and key do. Works in parts
+   [threads, items, queries, rows, HEADS, LANES]. */
 void differentiate(float *grad, const float *maps, const float *base, const float *query, const float *key,
-                   float *query_sums, float *key_sums, long stride, long head, long queries, long keys,
-                   long threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long s = 0; s < keys; s += KEYS) {
-        long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
-        float *own_sums = query_sums + THREAD * queries * QUERY_ROWS * HEADS * LANES;
-        key_tile rows, sums = {0};
-        read_keys(rows, key + s, stride, width);
-        for (long t = 0; t < queries;) {
-            block up = part(grad, head, keys, t, s), of = part(maps, head, keys, t, s);
-            block plus = part(base, head, keys, t, s);
-            const float *here = query + t * QUERY_ROWS * HEADS;
-            float *sums_here = own_sums + t * QUERY_ROWS * HEADS * LANES;
-            if (width == KEYS && queries - t >= ROWS) {
-                differentiate_block(up, of, plus, here, rows, sums_here, sums, ROWS, 0, KEYS);
-                t += ROWS;
-                continue;
+                   float *parts, float *query_sums, float *key_sums, long query_item, long key_item, long stride,
+                   long head, long items, long queries, long keys, long threads) {
+    long all_rows = queries * QUERY_ROWS * HEADS;
+    memset(parts, 0, sizeof(vec) * threads * items * all_rows);
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (long item = 0; item < items; item++)
+        for (long s = 0; s < keys; s += KEYS) {
+            long width = keys - s < KEYS ? keys - s : KEYS, even = width / LANES * LANES;
+            float *own_parts = parts + (THREAD * items + item) * all_rows * LANES;
+            key_tile rows, sums = {0};
+            read_keys(rows, key + item * key_item + s, stride, width);
+            for (long t = 0; t < queries;) {
+                block up = part(grad, head, keys, item, t, s), of = part(maps, head, keys, item, t, s);
+                block plus = part(base, head, keys, item, t, s);
+                const float *here = query + item * query_item + t * QUERY_ROWS * HEADS;
+                float *sums_here = own_parts + t * QUERY_ROWS * HEADS * LANES;
+                if (width == KEYS && queries - t >= ROWS) {
+                    differentiate_block(up, of, plus, here, rows, sums_here, sums, ROWS, 0, KEYS);
+                    t += ROWS;
+                    continue;
+                }
+                differentiate_block(up, of, plus, here, rows, sums_here, sums, 1, 0, even);
+                if (even < width) {
+                    padded copies[3];
+                    block target = pad(copies[0], up, even, width);
+                    differentiate_block(target, pad(copies[1], of, even, width), pad(copies[2], plus, even, width),
+                                        here, rows, sums_here, sums, 1, even, even + 1);
+                    unpad(copies[0], up, even, width);
+                }
+                t++;
             }
-            differentiate_block(up, of, plus, here, rows, sums_here, sums, 1, 0, even);
-            if (even < width) {
-                padded copies[3];
-                block target = pad(copies[0], up, even, width);
-                differentiate_block(target, pad(copies[1], of, even, width), pad(copies[2], plus, even, width), here,
-                                    rows, sums_here, sums, 1, even, even + 1);
-                unpad(copies[0], up, even, width);
-            }
-            t++;
+            float *key_sums_here = key_sums + item * key_item + s;
+            for (int row = 0; row < KEY_ROWS * HEADS; row++)
+                for (long i = 0; i < width; i++) key_sums_here[row * stride + i] += (&sums[0][0][0])[row * KEYS + i];
         }
-        for (int row = 0; row < KEY_ROWS * HEADS; row++)
-            for (long i = 0; i < width; i++) key_sums[row * stride + s + i] += (&sums[0][0][0])[row * KEYS + i];
-    }
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (long item = 0; item < items; item++)
+        for (long row = 0; row < all_rows; row++) {
+            vec sum = {0};
+            for (long thread = 0; thread < threads; thread++)
+                sum += ((vec *)parts)[(thread * items + item) * all_rows + row];
+            query_sums[item * query_item + row] += total(sum);
+        }
 }
 
 /* e to the x, for x <= 0, by Cody and Waite's reduction and a polynomial: within 2 units in the last place; 0 below
@@ -234,12 +254,6 @@ INLINE vec exponential(vec x) {
 INLINE vec largest(vec a, vec b) {
     ints greater = a > b;
     return (vec)(((ints)a & greater) | ((ints)b & ~greater));
-}
-
-static float total(vec numbers) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += numbers[i];
-    return sum;
 }
 
 /* The last numbers of a row, which do not fill a register, and `rest` behind them. */
@@ -282,13 +296,13 @@ static void normalize(float *row, long count) {
 }
 
 /* Softmax over the keys that each query sees, in place; zero for all others, and in rows without any. */
-void softmax(float *maps, const long *first_keys, long head, long queries, long keys, long distance, long behind,
-             long ahead, long heads, long threads) {
+void softmax(float *maps, const long *first_keys, long distance, long behind, long ahead, long heads, long head,
+             long items, long queries, long keys, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
-    for (long h = 0; h < heads; h++)
+    for (long h = 0; h < items * heads; h++)
         for (long t = 0; t < queries; t++) {
-            long begin, end;
-            seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);
+            long begin, end, row_of_item = h / heads * queries;
+            seen(t, first_keys ? first_keys + row_of_item : 0, keys, distance, behind, ahead, &begin, &end);
             float *row = maps + h * head + t * keys;
             memset(row, 0, sizeof(float) * begin);
             memset(row + end, 0, sizeof(float) * (keys - end));
@@ -305,13 +319,13 @@ static void denormalize(float *grad, const float *probs, long count) {
 }
 
 /* Turns the gradient of the probabilities into that of the scores. */
-void softmax_backward(float *grad, const float *probs, const long *first_keys, long head, long queries, long keys,
-                      long distance, long behind, long ahead, long heads, long threads) {
+void softmax_backward(float *grad, const float *probs, const long *first_keys, long distance, long behind, long ahead,
+                      long heads, long head, long items, long queries, long keys, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
-    for (long h = 0; h < heads; h++)
+    for (long h = 0; h < items * heads; h++)
         for (long t = 0; t < queries; t++) {
-            long begin, end;
-            seen(t, first_keys, keys, distance, behind, ahead, &begin, &end);
+            long begin, end, row_of_item = h / heads * queries;
+            seen(t, first_keys ? first_keys + row_of_item : 0, keys, distance, behind, ahead, &begin, &end);
             float *row = grad + h * head + t * keys;
             memset(row, 0, sizeof(float) * begin);
             memset(row + end, 0, sizeof(float) * (keys - end));

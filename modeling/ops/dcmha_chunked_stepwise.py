@@ -8,6 +8,7 @@ from .dcmha_chunked_core import Composer, Sight, Stage, split_rows
 
 def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
     """Writes the composition of `maps` `[c, H, n]` to `out`."""
+    stage = stage.of_one_item()
     _mix(out, maps, stage, transpose=False)
     if stage.key is None:
         return
@@ -23,6 +24,7 @@ def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, 
 
     Composition is linear in the maps: its gradient has the same terms with down and up swapped.
     """
+    stage, sums = stage.of_one_item(), sums.of_one_item()
     _mix(out, gradient, stage, transpose=True)
     if stage.query is not None or stage.static is not None:
         pairs = torch.bmm(maps, gradient.transpose(1, 2))  # [c, H in, H out]

@@ -54,6 +54,7 @@ class Case:
     is_causal: bool = True
     window: int | None = None
     mask: str | None = None
+    batch: int = 2
 
 
 CASES = [
@@ -105,14 +106,14 @@ def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
     heads, kv_heads = case.heads
     shapes = ((heads, case.queries), (kv_heads, case.keys), (kv_heads, case.keys))
-    tensors = [torch.randn(2, h, length, 8, dtype=torch.float64, requires_grad=True) for h, length in shapes]
+    tensors = [torch.randn(case.batch, h, length, 8, dtype=torch.float64, requires_grad=True) for h, length in shapes]
     keywords: dict[str, Any] = {"is_causal": case.is_causal, "sliding_window": case.window}
     for stage in case.stages:
-        shape = (2, case.queries, case.keys, heads, case.rank)
+        shape = (case.batch, case.queries, case.keys, heads, case.rank)
         keywords[stage] = random_composition(case.terms, *shape, groups=case.groups)
         tensors += factors_of(keywords[stage])
     if case.mask is not None:
-        mask = keywords["attention_mask"] = MASKS[case.mask](2, heads, case.queries, case.keys)
+        mask = keywords["attention_mask"] = MASKS[case.mask](case.batch, heads, case.queries, case.keys)
         tensors += [mask] if mask.requires_grad else []
     return tensors, keywords
 

@@ -5,14 +5,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_chunked_choice, dcmha_chunked_native, native_library
+from dynattn.modeling.ops import dcmha_chunked_choice, dcmha_chunked_loop, dcmha_chunked_native, native_library
 from dynattn.modeling.ops.dcmha_chunked_source import SOURCE
 
-from .test_chunked import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
+from .test_chunked import CASES, DYNAMIC, Case, documents, in_dtype, random_inputs, run
 
 pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
 
@@ -43,8 +45,9 @@ def libraries() -> Iterator[None]:
         cache.cache_clear()
 
 
-def assert_as_exact_as_the_reference(case: Case) -> None:
+def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
     tensors, keywords = random_inputs(case)
+    keywords |= more
     truth = run(tensors, keywords, "eager")
     low = in_dtype(torch.float32, tensors, keywords)
     for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), truth, strict=True):
@@ -56,6 +59,36 @@ def assert_as_exact_as_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES + MORE if case.queries > 1], ids=str)
 def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> None:
     assert_as_exact_as_the_reference(case)
+
+
+@pytest.mark.parametrize(("together", "items"), [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (5, [5])])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(130, 130, heads=(4, 2), groups=2, mask="padding", batch=5),
+        Case(130, 130, window=50, mask="pairs of heads", batch=5),
+        Case(130, 130, terms=frozenset({"static"}), mask="bias", batch=5),
+        Case(130, 130, terms=DYNAMIC, mask="bias of keys", batch=5),
+        Case(130, 130, batch=5),
+    ],
+    ids=str,
+)
+def test_any_number_of_items_share_a_chunk(
+    case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, keys = (12, 61) if case.window else (60, 130)  # in the last whole chunk, and in its reach
+    monkeypatch.setattr(dcmha_chunked_loop, "ITEMS_IN_PLACE", together * 4 * queries * keys)
+    cut: list[int] = []
+    of_span = dcmha_chunked_loop._items
+
+    def record(inputs: Any, settings: Any, span: slice, dtype: torch.dtype) -> Any:
+        cut.append(span.stop - span.start)
+        return of_span(inputs, settings, span, dtype)
+
+    monkeypatch.setattr(dcmha_chunked_loop, "_items", record)
+    first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
+    assert_as_exact_as_the_reference(case, **first_keys)
+    assert cut[-2 * len(items) :] == 2 * items  # forward and backward
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
