@@ -29,6 +29,7 @@ LARGEST_MAP = 1 << 25
 ROWS_IN_PLACE = (60, 28, 12)
 LARGEST_MAP_IN_PLACE = 1 << 23
 KEYS_IN_PLACE = 16
+KEYS_AT_ONCE = 256
 # Items of the batch share a chunk while its maps stay within this many elements.
 ITEMS_IN_PLACE = 1 << 20
 
@@ -226,7 +227,7 @@ def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) 
             return None
         return Stage(
             None if query is None else query[span].to(dtype).contiguous(),
-            None if key is None else key[span].to(dtype).permute(0, 2, 3, 1).contiguous(),
+            None if key is None else _keys_last(key[span].to(dtype).permute(0, 2, 3, 1)),
             None if static is None else static.to(dtype),
             groups,
         )
@@ -246,7 +247,17 @@ def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) 
 
 def _columns(rows: Tensor) -> Tensor:
     """`[bH_kv, S, D]` to `[bH_kv, D, S]`, which products with queries read faster."""
-    return rows.transpose(1, 2).contiguous()
+    return _keys_last(rows.transpose(1, 2))
+
+
+def _keys_last(rows: Tensor) -> Tensor:
+    """A contiguous copy of `[..., S]` in which keys lie far apart; a processor's copy in one go would miss its caches."""
+    if rows.device.type != "cpu":
+        return rows.contiguous()
+    copy = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    for part, of in zip(copy.split(KEYS_AT_ONCE, -1), rows.split(KEYS_AT_ONCE, -1), strict=True):
+        part.copy_(of)
+    return copy
 
 
 def _chunks(

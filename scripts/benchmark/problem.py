@@ -107,13 +107,20 @@ def make_inputs(
 ) -> dict[str, Inputs]:
     """Random inputs for each function: the same queries, keys and values with different compositions.
 
-    Composition changes scores by about their own size, and its factors lie in memory as the models' generator leaves
-    them (heads contiguous, then tokens).
+    Composition changes scores by about their own size. All lies in memory as the models leave it: token after token
+    where it comes from a projection, head after head in a cache (where there are more keys than queries), and factors
+    as their generator writes them (heads contiguous, then tokens).
     """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    def projected(length: int) -> Tensor:
+        return normal(batch, length, heads, width).transpose(1, 2)
+
+    def keys_or_values() -> Tensor:
+        return projected(keys) if keys == queries else normal(batch, heads, keys, width)
 
     def dynamic() -> Composition:
         terms: dict[str, Any] = {}
@@ -125,9 +132,9 @@ def make_inputs(
         return Composition(**terms)
 
     plain = Inputs(
-        query=normal(batch, heads, queries, width),
-        key=normal(batch, heads, keys, width),
-        value=normal(batch, heads, keys, width),
+        query=projected(queries),
+        key=keys_or_values(),
+        value=keys_or_values(),
         cotangent=normal(batch, queries, heads, width),
         window=window,
     )
