@@ -251,7 +251,7 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 def _keys_last(rows: Tensor) -> Tensor:
-    """A contiguous copy of `[..., S]` in which keys lie far apart; a processor's copy in one go would miss its caches."""
+    """A contiguous copy of `[..., S]` whose keys lie far apart, in parts: all at once, they would miss the caches."""
     if rows.device.type != "cpu":
         return rows.contiguous()
     copy = torch.empty_like(rows, memory_format=torch.contiguous_format)
