@@ -29,7 +29,7 @@ LARGEST_MAP = 1 << 25
 ROWS_IN_PLACE = (60, 28, 12)
 LARGEST_MAP_IN_PLACE = 1 << 23
 KEYS_IN_PLACE = 16
-KEYS_AT_ONCE = 256
+KEYS_AT_ONCE = 64
 # Items of the batch share a chunk while its maps stay within this many elements.
 ITEMS_IN_PLACE = 1 << 20
 
@@ -65,10 +65,7 @@ class Settings(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Some items of the batch, in the dtype that the work is done in; to matrix products all their heads are alike.
-
-    All is contiguous: queries and keys are read for many chunks.
-    """
+    """Some items of the batch, in the dtype that the work is done in; to matrix products all their heads are alike."""
 
     number: int  # b
     query: Tensor  # [bH, T, D]
@@ -115,15 +112,16 @@ def attend(inputs: Inputs, settings: Settings) -> Tensor:
     composer = _composer(inputs, structure, dtype)
     for span in _spans(inputs, structure, composer):
         items = _items(inputs, settings, span, dtype)
-        key_columns = _columns(items.key)
+        # Each is read for many chunks.
+        query, key_columns, value = items.query.contiguous(), _columns(items.key), items.value.contiguous()
         for chunk in _chunks(structure, items, composer, FORWARD_BUFFERS):
             sight = chunk.sight
             rows = output.new_empty(items.query.shape[0], sight.queries.stop - sight.queries.start, width)
             attend_chunk(
                 rows,
-                items.query[:, sight.queries],
+                query[:, sight.queries],
                 key_columns[:, :, sight.keys],
-                items.value[:, sight.keys],
+                value[:, sight.keys],
                 settings.scaling,
                 chunk.mixing(items),
                 chunk.buffers,
@@ -140,6 +138,8 @@ def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mas
     sums = _Sums(inputs, settings, dtype, mask_needs_grad)
     for span in _spans(inputs, structure, composer):
         items = _items(inputs, settings, span, dtype)
+        # Each is read for many chunks.
+        query, key = items.query.contiguous(), items.key.contiguous()
         key_columns, value_columns = _columns(items.key), _columns(items.value)
         for chunk in _chunks(structure, items, composer, BACKWARD_BUFFERS):
             sight = chunk.sight
@@ -147,8 +147,8 @@ def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mas
                 sums.products(span, chunk),
                 sums.gradients(span, chunk),
                 grad_output[span, sight.queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
-                items.query[:, sight.queries],
-                items.key[:, sight.keys],
+                query[:, sight.queries],
+                key[:, sight.keys],
                 key_columns[:, :, sight.keys],
                 value_columns[:, :, sight.keys],
                 settings.scaling,
@@ -232,12 +232,11 @@ def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) 
             groups,
         )
 
-    query, key, value = (rows[span].to(dtype).flatten(0, 1).contiguous() for rows in inputs[:3])
     return Items(
         span.stop - span.start,
-        query,
-        key,
-        value,
+        inputs.query[span].to(dtype).flatten(0, 1),
+        inputs.key[span].to(dtype).flatten(0, 1),
+        inputs.value[span].to(dtype).flatten(0, 1),
         stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups),
         stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups),
         None if inputs.mask is None else _of_items(inputs.mask, span),
