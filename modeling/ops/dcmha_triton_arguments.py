@@ -89,10 +89,5 @@ class Chunk(NamedTuple):
     items: slice
     queries: slice
     keys: slice
+    counts: tuple[int, int, int]  # of items, queries and keys
     arguments: tuple[Factors, Sizes, Visibility]  # of all kernels
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The numbers of items, queries and keys."""
-        items, queries, keys = (part.stop - part.start for part in self[:3])
-        return items, queries, keys

@@ -171,7 +171,7 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
 
 def _loopable(sizes: CacheSizes) -> CacheSizes:
     """Sizes as kernels take them; their module is imported where it is needed, as `load_kernels` does."""
-    from .dcmha_triton_decode_kernels import loop_bound
+    from .dcmha_triton_tiles import loop_bound
 
     return sizes._replace(blocks=loop_bound(sizes.blocks), splits=loop_bound(sizes.splits))
 

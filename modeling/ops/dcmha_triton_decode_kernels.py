@@ -24,17 +24,13 @@ the 16 rows that a matrix instruction has with the heads that share a key head, 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
-from typing import Any
+from .dcmha_triton_tiles import INTERPRETED, PARTS, finite, log_sum_exp
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# How many splits are read at once where all are read: with fewer, a program would wait for memory more often.
-SPLITS = tl.constexpr(64)
 
 
 @triton.jit
@@ -93,10 +89,10 @@ def dcmha_decode_scores(
         composed = _hide(composed, where, item, s, sizes)
         tl.store(at, composed, mask=inside)
         higher = tl.maximum(highest, tl.max(composed, axis=0))
-        total = total * tl.exp(highest - _finite(higher)) + tl.sum(tl.exp(composed - _finite(higher)[None, :]), axis=0)
+        total = total * tl.exp(highest - finite(higher)) + tl.sum(tl.exp(composed - finite(higher)[None, :]), axis=0)
         highest = higher
     lse = partial_lse + (item * sizes.splits + split) * heads + every
-    tl.store(lse, _finite(highest) + tl.log(total), mask=every < heads)
+    tl.store(lse, finite(highest) + tl.log(total), mask=every < heads)
 
 
 @triton.jit
@@ -122,7 +118,9 @@ def dcmha_decode_outputs(
     """What one split's keys contribute to the output."""
     item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     head = tl.arange(0, block_h)
-    lse = _finite(_log_sum_exp(partial_lse + item * sizes.splits * heads, sizes.splits, head, heads, block_h))
+    lse = finite(
+        log_sum_exp(partial_lse + item * sizes.splits * heads, sizes.splits, heads, head, head < heads, block_h)
+    )
     for block in range(sizes.blocks):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
@@ -163,9 +161,9 @@ def dcmha_decode_sum(
     """The output of one head, always summed in the same order."""
     item, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = tl.arange(0, block_d)
-    total = tl.zeros([SPLITS, block_d], tl.float32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
+    total = tl.zeros([PARTS, block_d], tl.float32)
+    for first in range(0, splits, PARTS):
+        split = first + tl.arange(0, PARTS)
         at = partial + ((item * splits + split) * heads + head)[:, None] * width + column[None, :]
         total += tl.load(at, mask=(split[:, None] < splits) & (column[None, :] < width), other=0.0)
     result = tl.sum(total, axis=0).to(output.dtype.element_ty)
@@ -251,32 +249,6 @@ def _product(left, right):
     if INTERPRETED:  # the interpreter takes bfloat16 for integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def _log_sum_exp(partial_lse, splits, head, heads: tl.constexpr, block_h: tl.constexpr):
-    """Of all splits, for each head; minus infinity where no key is visible."""
-    highest = tl.full([block_h], float("-inf"), tl.float32)
-    total = tl.zeros([block_h], tl.float32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        inside = (split[:, None] < splits) & (head[None, :] < heads)
-        part = tl.load(partial_lse + split[:, None] * heads + head[None, :], mask=inside, other=float("-inf"))
-        higher = tl.maximum(highest, tl.max(part, axis=0))
-        total = total * tl.exp(highest - _finite(higher)) + tl.sum(tl.exp(part - _finite(higher)[None, :]), axis=0)
-        highest = higher
-    return _finite(highest) + tl.log(total)
-
-
-@triton.jit
-def _finite(highest):
-    """What can be subtracted from minus infinity."""
-    return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-def loop_bound(count: int) -> Any:
-    """`count` as an argument that kernels loop up to: Triton's interpreter needs it as a constant."""
-    return tl.constexpr(count) if INTERPRETED else count
 
 
 DECODE_KERNELS = {

@@ -9,6 +9,7 @@ its own, so a program that sees a patch of *every* head needs nothing from its n
 The transposed composition, from gradients of `y` to those of `z`, is the same with `down` and `up` swapped.
 
     dcmha_statistics     x = pre(s); the log-sum-exp of a row over this patch
+    dcmha_merge          the log-sum-exp of a row over all patches
     dcmha_probs          p = exp(x - lse); a = post(p), written over s
     dcmha_backward_post  dp = post^T(da); writes a, the sums of p dp (delta) and the gradients of the post factors
     dcmha_backward_pre   dx = p (dp - delta); ds = pre^T(dx); writes ds and the gradients of the pre factors
@@ -46,6 +47,7 @@ from .dcmha_triton_tiles import (
     hidden_maps,
     load,
     load_of_queries,
+    log_sum_exp,
     make_patch,
     make_stage,
     make_visible,
@@ -94,6 +96,23 @@ def dcmha_statistics(
         reference = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(tl.exp(composed - reference[:, None]), axis=1)
         store_of_queries(partial_lse, reference + tl.log(total), head, heads, patch)
+
+
+@triton.jit
+def dcmha_merge(
+    partial_lse,  # [items, blocks, H, c], float32
+    lse,  # [items, H, c of T], float32, written
+    blocks,
+    queries,
+    all_queries,
+    block_t: tl.constexpr,
+):
+    """The log-sum-exp of each row, from those of its patches."""
+    t, head, item = tl.program_id(0) * block_t + tl.arange(0, block_t), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    partial = partial_lse + (item * blocks * heads + head) * queries
+    merged = log_sum_exp(partial, blocks, heads * queries, t, t < queries, block_t)
+    tl.store(lse + (item * heads + head) * all_queries + t, merged, mask=t < queries)
 
 
 @triton.jit
@@ -226,6 +245,7 @@ def dcmha_backward_pre(
 
 KERNELS = {
     "dcmha_statistics": dcmha_statistics,
+    "dcmha_merge": dcmha_merge,
     "dcmha_probs": dcmha_probs,
     "dcmha_backward_post": dcmha_backward_post,
     "dcmha_backward_pre": dcmha_backward_pre,

@@ -20,7 +20,7 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
         partial_lse = work.partial_of_queries("dcmha_statistics", chunk)
         work.launch("dcmha_statistics", chunk, statics, scores, partial_lse)
         rows = lse[chunk.items, :, chunk.queries]
-        rows.copy_(torch.logsumexp(partial_lse, dim=1))
+        work.merge(chunk, partial_lse, rows)
         work.launch("dcmha_probs", chunk, statics, scores, probs, rows)
         if inputs.post_static is not None and plain is not None:
             work.mix(inputs.post_static.t(), plain, probs, out=probs)
@@ -29,8 +29,8 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> list[Tensor]:
-    """Returns the gradients of all `inputs` that are there, but of what hides keys."""
+def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> dict[str, Tensor]:
+    """Returns the gradients of all `inputs` that are there, but of what hides keys, by name; sums are float32."""
     maps = ("scores", "grad_composed", "result", *_static_maps(inputs, backward=True))
     work = Workspace(inputs, settings, maps)
     grad_output, delta = grad_output.transpose(1, 2), torch.zeros_like(lse)
@@ -150,9 +150,12 @@ class _Sums:
         return partial
 
     def add_factors(self, chunk: Chunk, stage: str, partial: list[Tensor | None]) -> None:
-        for side, places, parts in zip(("query", "key"), (chunk.queries, chunk.keys), partial, strict=True):
-            if parts is not None:
-                self.factors[f"{stage}_{side}"][chunk.items, :, :, places] += parts.sum(1)
+        """Adds the sums of `partial`, or sets them for queries: no other chunk has these."""
+        of_queries, of_keys = partial
+        if of_queries is not None:
+            torch.sum(of_queries, dim=1, out=self.factors[f"{stage}_query"][chunk.items, :, :, chunk.queries])
+        if of_keys is not None:
+            self.factors[f"{stage}_key"][chunk.items, :, :, chunk.keys].add_(of_keys.sum(1))
 
     def add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
         """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
@@ -182,15 +185,14 @@ class _Sums:
         multiply(maps, self.work.of_keys(self.work.key, chunk), out=rows, scaling=self.work.scaling)
         grad.copy_(rows.view(grad.shape))
 
-    def results(self, inputs: MapInputs) -> list[Tensor]:
+    def results(self, inputs: MapInputs) -> dict[str, Tensor]:
         keys = inputs.key.shape[2]
         sums = {"query": self.query}
         sums |= {"key": self.key[:, :keys].view_as(inputs.key)}
         sums |= {"value": self.value[:, :keys].view_as(inputs.value)}
         for name, total in self.factors.items():
             sums[name] = total.permute(0, 3, 1, 2)[:, : getattr(inputs, name).shape[1]]
-        sums |= self.statics
-        return [total.to(getattr(inputs, name).dtype).contiguous() for name, total in sums.items()]
+        return sums | self.statics
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

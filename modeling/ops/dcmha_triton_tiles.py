@@ -1,6 +1,6 @@
 """What the kernels of `dcmha_triton` are made of: tiles `[block_t, block_s]` of one head, and what composes them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -10,6 +10,10 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# How many partial results are read at once where all are read: with fewer, programs would wait for memory more often.
+PARTS = tl.constexpr(64)
 
 
 class Patch(NamedTuple):
@@ -234,3 +238,29 @@ def store_of_factors(
     if key_rows % 2:
         gate = tl.sum(tile * grad, axis=0)
         store_of_keys(partial_key, gate, (key_rows - 1) * patch.heads + head, key_rows * patch.heads, patch)
+
+
+@triton.jit
+def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
+    """`[columns]`, of `parts` numbers each that lie `stride` apart; minus infinity where all of them are."""
+    highest = tl.full([columns], float("-inf"), tl.float32)
+    total = tl.zeros([columns], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        here = (part[:, None] < parts) & inside[None, :]
+        values = tl.load(partial + part[:, None] * stride + column[None, :], mask=here, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(values, axis=0))
+        total = total * tl.exp(highest - finite(higher)) + tl.sum(tl.exp(values - finite(higher)[None, :]), axis=0)
+        highest = higher
+    return finite(highest) + tl.log(total)
+
+
+@triton.jit
+def finite(highest):
+    """What can be subtracted from minus infinity."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+def loop_bound(count: int) -> Any:
+    """`count` as an argument that kernels loop up to: Triton's interpreter needs it as a constant."""
+    return tl.constexpr(count) if INTERPRETED else count

@@ -1,8 +1,8 @@
 """What `dcmha_triton` works on: the inputs as kernels take them, and memory for one chunk after the other.
 
 A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` over some items of the batch, `c`
-queries and the `n` keys that they can reach. They live in memory that all chunks share, so that they stay in the
-device's cache.
+queries and the `n` keys that they can reach. They live in memory that all chunks share, so that it does not grow with
+the number of pairs.
 
 Scores are kept in float32 for inputs of that dtype. For half precision they are kept in float16 even where inputs are
 bfloat16: three more bits of the logits for the same traffic, at the price of a limit of 65504 on their magnitude.
@@ -20,10 +20,19 @@ from torch.nn import functional as F
 from .dcmha_triton_arguments import Chunk, Factors, MapInputs, MapSettings, Sizes, Statics, Visibility
 from .masking import Structure, split_mask
 
-# Queries of a chunk: more make better matrix products, fewer waste less on the triangle of hidden keys.
+# Queries of a chunk, at least: more make better matrix products, fewer waste less on the triangle of hidden keys.
 ROWS = 128
-# Items of the batch share a chunk while a map has no more elements than this: 32 MiB in half precision.
-LARGEST_MAP = 1 << 24
+# Items of the batch share a chunk, and where all of them do it has more queries, while a map has no more elements than
+# this: 128 MiB in half precision. Python and PyTorch need about 100 us to launch a chunk forward and 200 us backward,
+# in which memory of 4.3 TB/s moves the 10 and 22 bytes per element of 40 million; under a causal mask the average chunk
+# has half of what the largest has. Smaller maps would stay in the device's cache, at most 1.3 times as fast, and leave
+# it waiting. Chosen on paper.
+LARGEST_MAP = 1 << 26
+# A causal window is cut into blocks of half as many queries as it has keys, but of at least this many. Chunks compute
+# (c + W) / W of the pairs that are visible, and n / c copies of each key are made, about 3 at most. For 256 keys and 64
+# channels 128 queries move the fewest bytes, 10 (c + W) + 8 D n / c for a query and a head; for wider windows chunks of
+# `ROWS` queries of a block keep the first term low, and longer blocks the second. Chosen on paper.
+BLOCK = 128
 # Keys are padded to a multiple of this, and chunks start and stop at one: rows of maps are aligned for wide loads.
 ALIGNMENT = 16
 # Queries and keys of a program's patch, and its warps: 8 entries a thread, which is one wide load in half precision and
@@ -37,6 +46,8 @@ TILES = {
     "dcmha_backward_pre": (32, 64, 8),
 }
 TILES_OF_MANY_ROWS = TILES | {"dcmha_backward_post": (16, 64, 8), "dcmha_backward_pre": (16, 64, 8)}
+# Queries of a program of `dcmha_merge`, and its warps.
+MERGED = (32, 4)
 
 
 class Workspace:
@@ -48,7 +59,7 @@ class Workspace:
         self.kernels = load_kernels(inputs.query.device)
         self.structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
         self.scaling, self.groups = settings.scaling, settings.groups
-        self.padded_keys = _aligned(keys)
+        self.padded_keys = aligned(keys)
         self.query, self.key, self.value = inputs.query, self._padded(inputs.key), self._padded(inputs.value)
         dtype = torch.float32 if self.query.dtype == torch.float32 else torch.float16
         self.score_query, self.score_key = self.query.to(dtype), self.key.to(dtype)
@@ -58,12 +69,13 @@ class Workspace:
         self.mask, self.bias = self._masks(inputs.mask)
         has_static = inputs.pre_static is not None or inputs.post_static is not None
         self.tiles = tiles_for(self.rows, reads_more=has_static or self.bias is not None)
-        self.spans = self._spans(inputs.first_keys)
+        rows_of_chunk = self._rows_of_chunk()
+        self.spans = self._spans(rows_of_chunk, inputs.first_keys)
         self.first_keys = None
         if inputs.first_keys is not None:
             self.first_keys = inputs.first_keys.to(self.query.device, torch.int32).contiguous()
         widest = max((keys.stop - keys.start for _, keys in self.spans), default=0)
-        item = self.heads * min(ROWS, queries) * widest
+        item = self.heads * min(rows_of_chunk, queries) * widest
         rows = max(1, min(self.batch // self.groups, LARGEST_MAP // max(1, item * self.groups)))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, self.query.new_empty(len(maps), self.items * item), strict=True))
@@ -73,7 +85,8 @@ class Workspace:
         for queries, keys in self.spans:
             for first in range(0, self.batch, self.items):
                 items = slice(first, min(first + self.items, self.batch))
-                yield Chunk(items, queries, keys, self._arguments(items, queries, keys))
+                counts = items.stop - first, queries.stop - queries.start, keys.stop - keys.start
+                yield Chunk(items, queries, keys, counts, self._arguments(items, queries, keys))
 
     def map(self, name: str, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
         """Returns one of the shared buffers as `[items, H, c, n]`; in the dtype of the values if in no other."""
@@ -124,6 +137,22 @@ class Workspace:
             num_warps=warps,
         )
 
+    def merge(self, chunk: Chunk, partial_lse: Tensor, lse: Tensor) -> None:
+        """Sets the log-sum-exp of whole rows, `[items, H, c of T]`, from that of their patches."""
+        from .dcmha_triton_tiles import loop_bound
+
+        items, queries, _ = chunk.counts
+        block_t, warps = MERGED
+        self.kernels["dcmha_merge"][-(-queries // block_t), self.heads, items](
+            partial_lse,
+            lse,
+            loop_bound(partial_lse.shape[1]),
+            queries,
+            self.structure.queries,
+            block_t=block_t,
+            num_warps=warps,
+        )
+
     def grid(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
         """Returns the number of patches along the keys, along the queries, and of items."""
         items, queries, keys = chunk.counts
@@ -167,30 +196,42 @@ class Workspace:
         visible, bias = (None if part is None else part[:, 0].expand(shape) for part in split_mask(mask))
         return None if visible is None else visible.view(torch.uint8), bias
 
-    def _spans(self, first_keys: Tensor | None) -> list[tuple[slice, slice]]:
+    def _rows_of_chunk(self) -> int:
+        """How many queries a chunk has."""
+        queries, rows = self.structure.queries, ROWS
+        while rows < queries:
+            keys = self.structure.reach(slice(max(0, queries - 2 * rows), queries))
+            if not fits_in_a_chunk(self.batch * self.heads * 2 * rows * (keys.stop - keys.start)):
+                break
+            rows *= 2
+        return rows
+
+    def _spans(self, rows: int, first_keys: Tensor | None) -> list[tuple[slice, slice]]:
         """The queries and the keys of all chunks; keys start and stop at a multiple of `ALIGNMENT`.
 
         First keys shorten them where they are known without waiting for a device.
         """
         spans = []
         known = first_keys if first_keys is not None and first_keys.device.type == "cpu" else None
-        for start in range(0, self.structure.queries, ROWS):
-            queries = slice(start, min(start + ROWS, self.structure.queries))
+        for start in range(0, self.structure.queries, rows):
+            queries = slice(start, min(start + rows, self.structure.queries))
             keys = self.structure.reach(queries)
             first = keys.start if known is None else max(keys.start, int(known[:, queries].min()))
             if first < keys.stop:
-                spans.append((queries, slice(first // ALIGNMENT * ALIGNMENT, _aligned(keys.stop))))
+                spans.append((queries, slice(first // ALIGNMENT * ALIGNMENT, aligned(keys.stop))))
         return spans
 
     def _padded(self, rows: Tensor) -> Tensor:
         """`[B, H_kv, S, D]` to `[B * H_kv, S padded, D]`, contiguous; padding is zero."""
-        return F.pad(rows, (0, 0, 0, self.padded_keys - rows.shape[2])).contiguous().flatten(0, 1)
+        missing = self.padded_keys - rows.shape[2]
+        return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).contiguous().flatten(0, 1)
 
     def _kernel_rows(self, rows: Tensor | None, length: int) -> Tensor | None:
         """`[B, T or S, rows, H]` to `[B, rows, H, length]`, contiguous; padding is zero."""
         if rows is None:
             return None
-        return F.pad(rows.permute(0, 2, 3, 1), (0, length - rows.shape[1])).contiguous()
+        rows, missing = rows.permute(0, 2, 3, 1), length - rows.shape[1]
+        return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 
 
 def load_kernels(device: torch.device) -> dict[str, Any]:
@@ -208,6 +249,16 @@ def load_kernels(device: torch.device) -> dict[str, Any]:
     return KERNELS | DECODE_KERNELS
 
 
+def fits_in_a_chunk(elements: int) -> bool:
+    """Whether a chunk may have maps of so many elements."""
+    return elements <= LARGEST_MAP
+
+
+def block_of(window: int) -> int:
+    """Returns how many queries of a causal window are a block."""
+    return max(BLOCK, window // 2)
+
+
 def tiles_for(rows: tuple[int, ...], *, reads_more: bool) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each kernel.
 
@@ -223,5 +274,6 @@ def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) 
     torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
 
 
-def _aligned(keys: int) -> int:
+def aligned(keys: int) -> int:
+    """Returns the next multiple of `ALIGNMENT`."""
     return -(-keys // ALIGNMENT) * ALIGNMENT

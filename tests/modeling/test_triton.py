@@ -249,15 +249,30 @@ def test_the_operator_says_what_it_returns() -> None:
 
 @interpreted
 @pytest.mark.parametrize("window", [None, 256])
-def test_memory_and_work_grow_with_the_reach_of_queries(window: int | None) -> None:
+def test_memory_and_work_grow_with_the_reach_of_queries(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 1)
     heads, length = 4, 2048
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
     inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
     work = Workspace(inputs, MapSettings(1.0, True, window, groups=1), ("a", "b", "c"))
     reach = length if window is None else window + 128 + 16
-    assert sum(memory.numel() for memory in work.memory.values()) <= 3 * 3 * heads * 128 * reach
+    assert sum(memory.numel() for memory in work.memory.values()) <= 3 * heads * 128 * reach
     pairs = sum(items * queries * keys for items, queries, keys in (chunk.counts for chunk in work.chunks()))
     assert pairs <= 3 * length * (length / 2 + 64 if window is None else reach)
+
+
+@interpreted
+@pytest.mark.parametrize(("fitting", "expected"), [(2 * 128, (2, 128)), (3 * 128, (3, 128)), (3 * 600, (3, 512))])
+def test_chunks_take_more_items_and_then_more_queries(
+    fitting: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, length = 4, 2048
+    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", fitting * heads * length)
+    query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
+    inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
+    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("a",))
+    assert next(work.chunks()).counts[:2] == expected
+    assert work.memory["a"].numel() <= fitting * heads * length
 
 
 @interpreted
@@ -276,7 +291,8 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 
 
 @interpreted
-def test_first_keys_that_the_host_knows_save_work() -> None:
+def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 1)
     query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))
     none = (None for _ in MapInputs._fields[3:-1])
     first_keys = (torch.arange(1024) // 256 * 256)[None]

@@ -68,7 +68,7 @@ def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
 
 
 def test_the_knobs_are_constants_that_the_kernels_have() -> None:
-    assert {knob.constant for knob in KNOBS} == {"ROWS", "LARGEST_MAP", "TILES"}
+    assert {knob.constant for knob in KNOBS} == {"ROWS", "LARGEST_MAP", "BLOCK", "TILES"}
     for knob in KNOBS:
         value = knob.value(dcmha_triton_workspace)
         assert all(type(value) is type(candidate) for candidate in knob.candidates)
@@ -79,7 +79,7 @@ def test_the_trial_runs_the_contestant_with_the_constants_and_refuses_wrong_resu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
-    trial = make_trial(settings, ("4x16@24",), "chunked")
+    trial = make_trial(settings, (("4x16@24", None), ("4x16@24", 8)), "chunked")
     assert trial() > 0
     monkeypatch.setattr(preset, "judge", lambda *_: SimpleNamespace(correct=False))
     with pytest.raises(ValueError, match="results are wrong"):
@@ -92,12 +92,13 @@ def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: py
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = Settings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
     monkeypatch.setattr(preset, "TRIAL_SAMPLES", 1)
-    trial = make_trial(settings, ("2x16@40",), "triton")
-    knobs = (Knob("ROWS", (16,)), Knob("TILES", ((8, 16, 4),), "dcmha_probs"))
+    trial = make_trial(settings, (("2x16@40", 8),), "triton")
+    knobs = (Knob("ROWS", (16,)), Knob("BLOCK", (8,)), Knob("TILES", ((8, 16, 4),), "dcmha_probs"))
     tuning = tune(dcmha_triton_workspace, knobs, trial, lambda: True)
     assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
         "as it is",
         "ROWS",
+        "BLOCK",
         "TILES[dcmha_probs]",
     ]
 
