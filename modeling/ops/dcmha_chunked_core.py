@@ -216,7 +216,9 @@ def attend_chunk_backward(
 
     multiply_heads(grad_out, value_columns, out=mixed.transpose(0, 1))
     grad_scores = mixing.backward(mixed, composed, scores, probs, sums, scratch)
-    multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=products.query)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)  # a product into one piece is faster
+    multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=grad_query)
+    products.query.copy_(grad_query)
     add_to_heads(products.key, grad_scores.permute(1, 2, 0), query, scaling)
 
 
