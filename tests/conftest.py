@@ -1,5 +1,6 @@
 """What every test gets: one thread, no network, a fixed seed, poisoned fresh memory."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,12 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 # Uninitialised memory is filled with NaN, so that a path that reads what nothing wrote fails loudly.
 torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays: collecting garbage, as Accelerate does for every run, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ class BenchmarkArguments:
     subjects: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long (all but long)."
+            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long, profile "
+            "(all but the last two)."
         },
     )
     shapes: list[str] | None = field(

@@ -26,14 +26,17 @@ from .measuring import copy_rate, gemm_rate
 from .models import BLOCK, PREFILL, TRAINING
 from .preset import GPU, check_device, run_preset
 from .process import circumstances, pin_process
+from .profile import PROFILE, add_profiles, pass_rate
 from .relative import RELATIVE_ATTENTION
 from .shapes import Shape, parse_shape
 from .step import STEP
 from .tables import case_title, format_case, format_record
 
-SUBJECTS = {one.name: one for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, LONG)}
-# Hours, where the others take minutes.
-ON_DEMAND = (LONG.name,)
+SUBJECTS = {
+    one.name: one for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, LONG, PROFILE)
+}
+# Hours, where the others take minutes; and what looks into one implementation, on a processor only.
+ON_DEMAND = (LONG.name, PROFILE.name)
 RECORD, TABLE = "record.json", "table.md"
 Entries = tuple[Subject, list[Contestant]]
 
@@ -106,6 +109,7 @@ def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any
     machine = {
         "gemm_flops_per_second": gemm_rate(settings.dtype, settings.device),
         "copy_bytes_per_second": copy_rate(settings.device),
+        "pass_elements_per_second": pass_rate(settings.device),
     }
     print(f"$ {shlex.join(about['command'])}\n{about['hardware']}, {about['threads']} threads, {about['allocator']}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
@@ -118,7 +122,10 @@ def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any
                     record["cases_left_out"].append(case_title(result))
                     continue
                 too_slow = slow_with_fewer_tokens(result, record["cases"])
-                record["cases"].append(result | {"rows": run_case(case, contestants, settings, too_slow)})
+                rows = run_case(case, contestants, settings, too_slow)
+                if subject is PROFILE:
+                    add_profiles(rows, case, shape, settings, machine)
+                record["cases"].append(result | {"rows": rows})
                 print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
     return record | {"load_average_after": os.getloadavg()}
 

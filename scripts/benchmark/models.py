@@ -11,12 +11,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.ops.dcmha import COMPOSING
 
-from ..flops import projection_flops
+from ..flops import ModelFlops
 from .accuracy import Results
 from .arguments import Settings
 from .attention import ours, self_compiling
 from .contest import Case, Contestant, Role, Subject
-from .flops import attention_flops
 from .opponents import IN_MODELS
 from .problem import COMPOSED, PLAIN
 from .shapes import Shape
@@ -59,13 +58,12 @@ class ModelProblem(NamedTuple):
             model.gradient_checkpointing_enable()
         return self.step(model, self.tokens)()
 
-    def flops(self, function: str, window: int | None, logits: int) -> float:
+    def flops(self, function: str, logits: int) -> float:
         """FLOPs of a forward pass that gives the logits of as many tokens of each sequence."""
-        heads, layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
-        hidden, (batch, length) = self.config["hidden_size"], self.tokens.shape
-        attention = layers * attention_flops(Shape(heads, hidden // heads, length), window, function)
-        projections = projection_flops(self.model(function, REFERENCE)) * length
-        return batch * (attention + projections - 2 * hidden * self.config["vocab_size"] * (length - logits))
+        batch, length = self.tokens.shape
+        head = 2 * self.config["hidden_size"] * self.config["vocab_size"]
+        all_logits = ModelFlops.of(self.model(function, REFERENCE)).forward(torch.arange(length))
+        return batch * (all_logits - head * (length - logits))
 
 
 Step = Callable[[Any, Tensor], Callable[[], Results]]
@@ -164,7 +162,7 @@ def case(problem: ModelProblem, settings: Settings, *, backward: bool, logits: i
         passes="forward+backward" if backward else "forward",
         problem=problem,
         truth=problem.truth,
-        flops=cache(lambda function: problem.flops(function, settings.window, logits) * (3 if backward else 1)),
+        flops=cache(lambda function: problem.flops(function, logits) * (3 if backward else 1)),
         tokens=problem.tokens.numel(),
         window=settings.window,
     )

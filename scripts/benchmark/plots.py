@@ -10,23 +10,37 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
+from .profile import UNCLOCKED, WHOLE
 from .tables import Record, case_title
 
 COLUMNS = 3
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
+# Of the parts of a call, by the function of the op that does them.
+PRODUCT, COMPOSITION, SOFTMAX, OUTSIDE = "lightskyblue", "sandybrown", "lightgreen", "whitesmoke"
+PART_COLORS = {"multiply_heads": PRODUCT, "add_to_heads": PRODUCT, "compose": COMPOSITION}
+PART_COLORS |= {"compose_backward": COMPOSITION, "softmax": SOFTMAX, "softmax_backward": SOFTMAX}
+PART_LEGEND = {"matrix products": PRODUCT, "composition": COMPOSITION, "softmax with hiding": SOFTMAX, "rest": OUTSIDE}
+AGAIN = "//"
+# Of the whole bar; a smaller part has no room for its name.
+LEAST_LABELLED = 0.03
 
 
 def draw_everything(record: Record, folder: Path) -> None:
-    """Draws time and memory against length, ratios and a roofline into `folder`."""
+    """Draws time and memory against length, ratios and a roofline into `folder`, and profiles if there are any."""
     draw_scaling(record, folder / "time.png", lambda row: row["timing"]["median"] * 1e3, "median ms", floor=True)
     draw_scaling(
         record, folder / "memory.png", lambda row: row["peak_bytes"] / 2**20, "peak MiB above the inputs", maps=True
     )
     draw_ratios(record, folder / "ratios.png")
     draw_roofline(record, folder / "roofline.png")
+    profiled = [case for case in record["cases"] if any("profile" in row for row in case["rows"])]
+    if profiled:
+        draw_profiles(profiled, record["machine"]["gemm_flops_per_second"], folder / "profile.png")
 
 
 def draw_scaling(
@@ -107,6 +121,30 @@ def draw_roofline(record: Record, path: Path) -> None:
     _save(figure, path)
 
 
+def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
+    """Stacked bars of the parts of a call, a panel for each case; a line across a bar is the floor of the whole call.
+
+    What the backward pass computes again is hatched. A contestant without parts is one bar without a color.
+    """
+    figure, panels = make_panels(len(cases))
+    for axes, case in zip(panels, cases, strict=False):
+        rows = sorted((row for row in case["rows"] if "timing" in row), key=lambda row: "profile" not in row)
+        for place, row in enumerate(rows):
+            _draw_parts(axes, place, row)
+            floor = row["flops"] / peak * 1e3
+            axes.hlines(floor, place - 0.45, place + 0.45, color="black", lw=2)
+        axes.set_xticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+        axes.set_title(case_title(case).replace(": ", ":\n"), fontsize=8)
+        axes.set_ylabel("median ms")
+        keys: list[Any] = [
+            Patch(facecolor=color, edgecolor="gray", label=label) for label, color in PART_LEGEND.items()
+        ]
+        keys += [Patch(facecolor="white", edgecolor="black", hatch=AGAIN, label="computed again")]
+        keys += [Line2D([], [], color="black", lw=2, label="FLOP floor of the call")]
+        axes.legend(handles=keys, fontsize=6)
+    _save(figure, path)
+
+
 def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
     """Cases that differ in length alone, by title, shortest first; only those of several lengths, if there are any."""
     groups: dict[str, list[Record]] = {}
@@ -127,6 +165,24 @@ def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
     for axes in grid.flat[count:]:
         axes.set_axis_off()
     return figure, list(grid.flat)
+
+
+def _draw_parts(axes: Any, place: int, row: Record) -> None:
+    """A bar of as many parts as are known, the first work at the bottom."""
+    if "profile" not in row:
+        axes.bar(place, row["timing"]["median"] * 1e3, color="white", edgecolor="black")
+        return
+    bottom = 0.0
+    parts = [part for part in row["profile"] if part["name"] not in (WHOLE, UNCLOCKED)]
+    whole = sum(part["timing"]["median"] for part in parts)
+    for part in parts:
+        height = part["timing"]["median"] * 1e3
+        color = PART_COLORS.get(part["function"], OUTSIDE)
+        hatch = AGAIN if part["name"].endswith("again") else None
+        axes.bar(place, height, bottom=bottom, color=color, edgecolor="gray", hatch=hatch, lw=0.5)
+        if height > LEAST_LABELLED * whole * 1e3:
+            axes.text(place, bottom + height / 2, part["name"], ha="center", va="center", fontsize=5.5, zorder=3)
+        bottom += height
 
 
 def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:

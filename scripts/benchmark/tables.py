@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .profile import WHOLE
+
 Record = Mapping[str, Any]
 NOTE = """\
 Times are medians of interleaved rounds in one process; `IQR` is the spread of the middle half. `/ best plain` divides
@@ -11,11 +13,22 @@ gradients as one vector; "wrong" is a tensor that is off by more than {rms:g} ti
 dtype ({largest:g} times for the largest single deviation), and gets no ratio. `of peak` counts composition as work and
 divides by the rate of a large matrix product. `peak` is the most memory above the inputs, results included. `first` is
 the first call, with what it compiles."""
+PROFILE_NOTE = """\
+Parts are timed inside whole calls, in interleaved rounds of their own; `share` is of the call. The floor of a matrix
+product is its FLOPs over visible pairs at the rate of a large square product ({product:,.0f} GFLOP/s). That of any
+other part is the longer of two: one in-place multiplication of as many elements of a map in the processor's cache
+({elements:,.1f} G elements/s), and the FLOPs of its composition at the rate of the product. That of the call is the
+FLOPs of the function, nothing computed again. All rates are of this run. `rest` is the call less its parts: packing,
+copies, buffers, autograd and the loop in Python; `without the clock` are calls in the same rounds that are not timed
+inside."""
 
 
 def format_record(record: Record) -> str:
     """Circumstances, one table a case, and how to read them."""
     parts = [_heading(record), NOTE.format(**record["error_multiples"])]
+    if any("profile" in row for case in record["cases"] for row in case["rows"]):
+        rates = [record["machine"][f"{name}_per_second"] / 1e9 for name in ("gemm_flops", "pass_elements")]
+        parts += [PROFILE_NOTE.format(product=rates[0], elements=rates[1])]
     parts += [format_case(case, record["machine"]["gemm_flops_per_second"]) for case in record["cases"]]
     return "\n\n".join(parts) + "\n"
 
@@ -44,7 +57,22 @@ def format_case(case: Record, peak: float) -> str:
         for row in measured
         if not row["verdict"]["correct"]
     ]
-    return "\n".join([f"**{case_title(case)}**", "", *_aligned([head, *rows]), *wrong, *failures])
+    table = "\n".join([f"**{case_title(case)}**", "", *_aligned([head, *rows]), *wrong, *failures])
+    return "\n\n".join([table, *(format_profile(row) for row in measured if "profile" in row)])
+
+
+def format_profile(row: Record) -> str:
+    """The table of what a contestant's time goes to, in the order of the work."""
+    (whole,) = (part["timing"]["median"] for part in row["profile"] if part["name"] == WHOLE)
+    head = [f"part of {row['name']}", "median ms", "min", "IQR", "share", "calls", "floor ms", "/ floor"]
+    return "\n".join(_aligned([head, *(_part_cells(part, whole) for part in row["profile"])]))
+
+
+def _part_cells(part: Record, whole: float) -> list[str]:
+    timing, floor = part["timing"], part["floor_seconds"]
+    cells = [part["name"], *(f"{timing[name] * 1e3:.4g}" for name in ("median", "minimum", "spread"))]
+    cells += [f"{timing['median'] / whole:.1%}", "" if part["calls"] is None else f"{part['calls']:g}"]
+    return cells + (["", ""] if floor is None else [f"{floor * 1e3:.4g}", f"{timing['median'] / floor:.2f}"])
 
 
 def _cells(row: Record, peak: float, with_tokens: bool) -> list[str]:

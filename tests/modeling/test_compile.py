@@ -22,16 +22,16 @@ SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
 }
-WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WINDOW = 9
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = {
-    "dcformer": lambda: DCFormerForCausalLM(DCFormerConfig(**SIZES, **WINDOWS)),
-    "dcpythia": lambda: DCPythiaForCausalLM(DCPythiaConfig(**SIZES, **WINDOWS)),
-    "rcmha": lambda: RCMHAForCausalLM(RCMHAConfig(**SIZES)),
+    "dcformer": lambda **layers: DCFormerForCausalLM(DCFormerConfig(**SIZES, sliding_window=WINDOW, **layers)),
+    "dcpythia": lambda **layers: DCPythiaForCausalLM(DCPythiaConfig(**SIZES, sliding_window=WINDOW, **layers)),
+    "rcmha": lambda num_hidden_layers, **_: RCMHAForCausalLM(RCMHAConfig(**SIZES, num_hidden_layers=num_hidden_layers)),
 }
 POSITIONS = (torch.arange(40) % 15).expand(2, -1)
 pytestmark = [
@@ -49,9 +49,9 @@ def _nothing_compiled() -> None:
     torch.compiler.reset()
 
 
-def make(family: str) -> PreTrainedModel:
+def make(family: str, layers: int = len(LAYERS)) -> PreTrainedModel:
     torch.manual_seed(0)
-    return FAMILIES[family]().train()
+    return FAMILIES[family](num_hidden_layers=layers, layer_types=LAYERS[:layers]).train()
 
 
 def learn(model: PreTrainedModel, given: dict[str, Tensor], skip_logits: bool = False) -> list[Tensor]:
@@ -60,7 +60,7 @@ def learn(model: PreTrainedModel, given: dict[str, Tensor], skip_logits: bool = 
 
 
 def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
-    model = make(family)
+    model = make(family, layers=2)  # one of each kind
     graphs = CompileCounterWithBackend("eager")
     found = learn(torch.compile(model, backend=graphs, fullgraph=True), given)  # type: ignore[arg-type]
     assert graphs.frame_count == 1

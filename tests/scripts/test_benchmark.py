@@ -32,7 +32,7 @@ from dynattn.scripts.benchmark.shapes import Shape, parse_shape, visible_pairs
 from dynattn.scripts.benchmark.tables import format_record
 
 CPU = torch.device("cpu")
-PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png"}
+PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png", "profile.png"}
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +57,15 @@ def row_of(record: dict[str, Any], name: str, passes: str = "forward") -> dict[s
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
-    """Puts an implementation into the op's registry for one test, which measures no machine and draws no plot."""
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine can do need not be measured for one test."""
     monkeypatch.setattr(benchmark, "gemm_rate", lambda *_: 1e11)
     monkeypatch.setattr(benchmark, "copy_rate", lambda *_: 1e10)
+
+
+@pytest.fixture
+def register(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Puts an implementation into the op's registry for one test, which measures no machine and draws no plot."""
     monkeypatch.setattr(benchmark, "draw_plots", lambda *_: None)
 
     def put(name: str, attend: Callable[..., Any]) -> None:
@@ -102,16 +107,22 @@ def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     assert all(line in shown for line in table.splitlines() if line.startswith(("| ", "**")))
 
 
-def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path) -> None:
-    _, record = run(tmp_path / "first", "--subjects", "long", "--window", "16", "--shapes", "2x8@24,2x8@40", "--quick")
+@pytest.mark.usefixtures("known_machine")
+def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark, "draw_plots", lambda *given: drawn.append(given))
+        options = ["--subjects", "long,profile", "--window", "16", "--shapes", "2x8@24,2x8@40", "--quick"]
+        _, record = run(tmp_path / "first", *options, "--implementations", "chunked,chunked-plain,sdpa,chunks")
     again = ["benchmark", "--redraw", str(tmp_path / "first" / "record.json"), "--output", str(tmp_path / "second")]
     assert cli.main(again) == 0
     for name in ("record.json", "table.md"):
         assert (tmp_path / "first" / name).read_text() == (tmp_path / "second" / name).read_text()
     assert (tmp_path / "second" / "table.md").read_text() == format_record(record)
-    for folder in (tmp_path / "first", tmp_path / "second"):
-        assert {path.name for path in folder.glob("*.png")} == PLOTS
-        assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in PLOTS)
+    assert [(json.loads(json.dumps(given[0])), given[1]) for given in drawn] == [(record, tmp_path / "first")]
+    plots_there = {path.name: path.read_bytes() for path in (tmp_path / "second").glob("*.png")}
+    assert plots_there.keys() == PLOTS
+    assert all(content.startswith(b"\x89PNG") for content in plots_there.values())
 
 
 def drops_post(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
@@ -258,6 +269,7 @@ def test_cases_after_the_end_are_left_out_by_name(tmp_path: Path, register: Call
     assert "No time was left for: attention, forward: 2x8" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_machine_without_matplotlib_measures_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,7 +373,7 @@ def test_shapes() -> None:
     [
         (
             ["--subjects", "speed"],
-            "unknown subject 'speed'; choose from attention, block, training, prefill, decode, step, relative, long",
+            "unknown subject 'speed'; choose from attention, block, training, prefill, decode, step, relative, long, ",
         ),
         (["--implementations", "magic"], "unknown implementation 'magic'; choose from eager, "),
         (["--shapes", "16x64"], "shape '16x64' is not HEADSxWIDTH@LENGTH"),

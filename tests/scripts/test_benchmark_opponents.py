@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
-from dynattn.scripts.benchmark import relative
+from dynattn.scripts.benchmark import models, relative
 from dynattn.scripts.benchmark.arguments import Settings
 from dynattn.scripts.benchmark.flops import attention_flops, composition_flops, decode_flops
 from dynattn.scripts.benchmark.opponents import (
@@ -34,7 +34,7 @@ from dynattn.scripts.benchmark.problem import (
     truth_in,
 )
 from dynattn.scripts.benchmark.relative_opponent import OfficialRelativeAttention, as_official, from_official
-from dynattn.scripts.benchmark.shapes import Shape
+from dynattn.scripts.benchmark.shapes import Shape, visible_pairs
 from dynattn.scripts.flops import projection_flops
 
 CPU = torch.device("cpu")
@@ -164,3 +164,17 @@ def test_operations_of_a_model_are_those_that_pytorch_counts(function: str) -> N
     assert counted(lambda: model(torch.ones(1, length, dtype=torch.long), use_cache=False)) == expected
     visible = attention_flops(Shape(heads, width, length), None, function)
     assert visible == heads * length * (length + 1) // 2 * (of_a_pair + gates)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("step", "logits"), [(models.prefill_step, 1), (models.training_step, 24)])
+def test_operations_of_a_step_are_those_that_pytorch_counts(step: models.Step, logits: int, window: int | None) -> None:
+    batch, layers, heads, width, length = 2, 3, 4, 8, 24
+    settings = Settings(torch.float32, CPU, window, batch, 0, 1, 0.01, False, (), vocabulary=64)
+    problem = models.make_problem(Shape(heads, width, length), settings, step, layers)
+    with FlopCounterMode(display=False) as counter:
+        step(problem.model(PLAIN, "eager"), problem.tokens)()
+    # The reference op computes hidden pairs, too.
+    hidden = batch * layers * heads * (length**2 - visible_pairs(length, window)) * 4 * width
+    passes = 3 if step is models.training_step else 1
+    assert passes * (problem.flops(PLAIN, logits) + hidden) == counter.get_total_flops()

@@ -1,6 +1,8 @@
 """The command line's frame: jobs, arguments from YAML and options, the built-in corpus, the quickstart's table."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,11 +122,22 @@ def test_the_quickstarts_table_and_plot_come_from_the_runs(finished_runs: Path) 
     assert (finished_runs / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_quickstart_does_not_repeat_what_is_done(finished_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_does_not_repeat_what_is_done(
+    finished_runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 2)
+
+    monkeypatch.setattr(subprocess, "run", start)
     quickstart.run_once(finished_runs / "dcformer" / "result.json", ["pretrain", "--no-such-option"])
     assert "done before" in capsys.readouterr().out
+    assert not started
     with pytest.raises(UserError, match="'dynattn pretrain' ended with status 2"):
         quickstart.run_once(finished_runs / "missing.json", ["pretrain", "--no-such-option"])
+    assert started == [[sys.executable, "-m", "dynattn.scripts.cli", "pretrain", "--no-such-option"]]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
+from lm_eval import tasks as lm_eval_tasks
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -16,6 +17,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.cli import main
 from dynattn.scripts.corpus import builtin_documents
 from dynattn.scripts.errors import UserError
+from dynattn.scripts.evaluate import catalog as catalog_module
 from dynattn.scripts.evaluate.catalog import SUITES, TASKS, TaskCatalog
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
@@ -24,6 +26,7 @@ from dynattn.scripts.evaluate.results import Results, format_table, write_result
 CONTEXT = 384
 VOCABULARY = 384
 TASK = "dynattn_owner"
+SUITE_FOLDERS = ("arc", "hellaswag", "lambada", "logiqa", "piqa", "sciq", "super_glue/wsc", "winogrande")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator(builtin_documents("train")[:5], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+
+
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lm-eval's own thousands of task files, which take many seconds to read, only those of the Pythia suite."""
+    theirs = Path(str(lm_eval_tasks.__file__)).parent
+
+    def read(folders: tuple[Path, ...], *, include_defaults: bool) -> lm_eval_tasks.TaskManager:
+        suite = [theirs / name for name in SUITE_FOLDERS if include_defaults]
+        return lm_eval_tasks.TaskManager(include_path=[*folders, *suite], include_defaults=False)
+
+    monkeypatch.setattr(catalog_module, "_task_manager", read)
 
 
 @pytest.fixture(params=["llama", "dcformer"])
@@ -132,7 +147,7 @@ def test_impossible_strides(stride: int, tokenizer: PreTrainedTokenizerFast) -> 
 
 def test_scores_do_not_depend_on_the_batch_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     names = ["builtin_heldout", "dynattn_k*"]
-    options: dict[str, Any] = {"limit": 12, "max_length": 128, "truncate": True, "log_samples": True}
+    options: dict[str, Any] = {"limit": 9, "max_length": 128, "truncate": True, "log_samples": True}
     one, eight = (evaluate_model(model, tokenizer, names, batch_size=size, **options) for size in (1, 8))
     assert one.warnings == eight.warnings == []
     for first, second in zip(one.samples, eight.samples, strict=True):
@@ -214,12 +229,18 @@ def test_a_suite_without_network_says_what_is_missing_and_runs_the_rest(
     assert "not available: piqa: needs a package" in format_table(results).splitlines()
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_the_pythia_suite_offline(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
     assert main(["evaluate", str(checkpoint), "--suite", "pythia", "--output", str(output)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == list(SUITES["pythia"])
     assert list(output.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_lm_eval_knows_the_whole_pythia_suite() -> None:
+    assert TaskCatalog(SUITES["pythia"]).names == list(SUITES["pythia"])
 
 
 def test_command_line_writes_complete_results(
@@ -334,12 +355,12 @@ def test_damaged_checkpoints(how: str, message: str, checkpoint: Path, capsys: p
         (["--tokenizer", "./nowhere"], "there is no folder ./nowhere"),
     ],
 )
+@pytest.mark.usefixtures("few_tasks")
 def test_bad_options(
     options: list[str],
     message: str,
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main(["evaluate", str(checkpoint), *options]) == 2
     assert_one_line(capsys, message)
