@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Type checkers cannot follow the import hook of an editable install; links that mirror the package serve them instead.
 TYPES := $(VENV)/types
+WORKERS ?= 2
 
 .PHONY: test test-slow lint quickstart clean
 
+# Two processes of one thread each; a file's tests stay together, since they share models.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

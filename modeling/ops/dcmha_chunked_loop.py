@@ -216,8 +216,8 @@ def _spans(inputs: Inputs, structure: Structure, composer: Composer) -> list[sli
     batch, heads = inputs.query.shape[:2]
     rows = min(_rows(structure, heads, composer), structure.queries)
     reach = structure.reach(slice(structure.queries - rows, structure.queries))
-    most = ITEMS_IN_PLACE // (rows * heads * max(1, reach.stop - reach.start)) if composer.in_place else 1
-    count = -(-batch // min(max(1, most), batch))  # of spans, which share the items evenly
+    most = ITEMS_IN_PLACE // max(1, rows * heads * (reach.stop - reach.start)) if composer.in_place else 1
+    count = -(-batch // max(1, min(most, batch)))  # of spans, which share the items evenly
     return [slice(index * batch // count, (index + 1) * batch // count) for index in range(count)]
 
 
@@ -270,7 +270,7 @@ def _chunks(
     rows = _rows(structure, heads // items.number, composer)
     spans = [slice(start, min(start + rows, structure.queries)) for start in range(0, structure.queries, rows)]
     reaches = [_reach(structure, span, items.first_keys, composer) for span in spans]
-    widest = max(reach.stop - reach.start for reach in reaches)
+    widest = max((reach.stop - reach.start for reach in reaches), default=0)
     order = buffers[composer.in_place]
     if composer.in_place and all(stage is None or stage.static is None for stage in (items.pre, items.post)):
         order = [*order[:-1], 0]  # only static matrices need scratch
