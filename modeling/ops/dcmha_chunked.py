@@ -4,6 +4,7 @@ A chunk of queries is composed, normalised and composed again over the keys that
 reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,9 @@ def dcmha_chunked(
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] == 1:
-        with torch.autocast(query.device.type, enabled=False):
+        # Entering a context takes a good part of a short step, so that only autocast itself pays for leaving it.
+        autocasts = torch.is_autocast_enabled(query.device.type)
+        with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
             return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
     inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]

@@ -1,6 +1,7 @@
 """`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read as they lie in the cache.
 
-Maps are `[B, S, H]`, as those factors are. All of it is ordinary differentiable PyTorch, which compilers see through.
+On a CPU it is one call of C code where that serves. Everything else is ordinary differentiable PyTorch, which compilers
+see through; its maps are `[B, S, H]`, as the factors are.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dcmha_chunked_choice import choose_composer
-from .dcmha_chunked_decode_native import compose_in_place, serves
+from .dcmha_chunked_decode_native import attend, serves
 from .dcmha_chunked_native import NATIVE
 from .dcmha_chunked_stepwise import same_group
 from .dcmha_eager import masked_softmax
@@ -34,24 +35,27 @@ def attend_to_cache(
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
+    if _choose_native(query, key, value, pre, post, mask):
+        return attend(query, key, value, pre, post, scaling, mask)
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
-    probs = _map(scores, pre, post, None if mask is None else mask.squeeze(2))
+    probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2))
     return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
 
 
-def _map(scores: Tensor, pre: "Composition | None", post: "Composition | None", mask: Tensor | None) -> Tensor:
-    """`map_scores`, in place and in C code where that serves; compilers see the definition."""
-    if torch.compiler.is_compiling() or not serves(scores, pre, post):
-        return map_scores(scores, pre, post, mask)
-    if choose_composer(scores.device, scores.dtype, scores.numel()) is not NATIVE:
-        return map_scores(scores, pre, post, mask)
-    if pre is not None:
-        compose_in_place(scores, pre)
-    probs = _softmax(scores, mask, dim=2)
-    if post is not None:
-        compose_in_place(probs, post)
-    return probs
+def _choose_native(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: "Composition | None",
+    post: "Composition | None",
+    mask: Tensor | None,
+) -> bool:
+    """Whether C code does all of it; compilers see the definition."""
+    if torch.compiler.is_compiling() or not serves(query, key, value, pre, post, mask):
+        return False
+    pairs = query.shape[0] * query.shape[1] * key.shape[2]
+    return choose_composer(query.device, torch.float32, pairs) is NATIVE
 
 
 def map_scores(scores: Tensor, pre: "Composition | None", post: "Composition | None", mask: Tensor | None) -> Tensor:

@@ -1,138 +1,114 @@
-"""Composition of a decoding step's maps on a CPU: in place, in C code that reads each factor once, as the cache has it.
-
-A few keys at a time are turned so that their heads are contiguous, as they are in the factors, and back.
-"""
+"""A decoding step of `dcmha_chunked` on a CPU in one call of C code, which reads the cache once, as it lies there."""
 
 import functools
-from collections.abc import Callable
-from ctypes import c_long, c_void_p
+from array import array
+from ctypes import CDLL, c_float, c_long, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .dcmha_chunked_decode_source import SOURCE
 from .native_library import lanes, load_library
 
 if TYPE_CHECKING:
     from .dcmha import Composition
 
-# One thread does it all: more maps than this are worth several.
-MOST_ELEMENTS = 1 << 18
-FACTORS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "static")
-# Compiled with `-D`: `LANES` numbers a register, `HEADS`, `GROUPS`, `QUERY_RANK`, `KEY_RANK`.
-SOURCE = r"""
-#include <string.h>
-
-#define KEYS 16
-#define GROUP (HEADS / GROUPS)
-#define INLINE static inline __attribute__((always_inline))
-#define HEAD_VECTORS(h) for (int h = 0; h < HEADS; h += LANES)
-#define AT(rows, h) (*(const vec *)((rows) + (h)))
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-
-INLINE float total(vec sums) {
-    float parts[LANES];
-    memcpy(parts, &sums, sizeof(sums));
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
-}
-
-/* Adds a key's maps `[HEADS]`, weighted by `down` and summed inside each group, times `up`. */
-INLINE void add_hidden(vec *sum, const float *maps, const float *down, const float *up) {
-    for (int first = 0; first < HEADS; first += GROUP) {
-        vec hidden = {0};
-        for (int h = first; h < first + GROUP; h += LANES) hidden += AT(maps, h) * AT(down, h);
-        float of_group = total(hidden);
-        for (int h = first; h < first + GROUP; h += LANES) sum[h / LANES] += of_group * AT(up, h);
-    }
-}
-
-/* Rows of one factor, and how many numbers lie between items, keys and ranks. */
-typedef struct {
-    const float *at;
-    long item, key, rank;
-} factor;
-
-#define ROW(factor, s, r) ((factor).at + item * (factor).item + (s) * (factor).key + (r) * (factor).rank)
-
-/* Composes maps [items, HEADS, length]. */
-void compose(float *maps, long items, long length, const factor *factors, const float *mixing) {
-    factor query_down = factors[0], query_up = factors[1], query_gate = factors[2];
-    factor key_down = factors[3], key_up = factors[4], key_gate = factors[5];
-    float tile[KEYS][HEADS];
-    for (long item = 0; item < items; item++, maps += HEADS * length)
-        for (long start = 0; start < length; start += KEYS) {
-            int count = length - start < KEYS ? length - start : KEYS;
-            for (int h = 0; h < HEADS; h++)
-                for (int k = 0; k < count; k++) tile[k][h] = maps[h * length + start + k];
-            for (int k = 0; k < count; k++) {
-                vec sum[HEADS / LANES];
-                const float *here = tile[k];
-                long s = start + k;
-                HEAD_VECTORS(h) {
-                    sum[h / LANES] = AT(here, h);
-                    if (query_gate.at) sum[h / LANES] += AT(here, h) * AT(ROW(query_gate, 0, 0), h);
-                    if (key_gate.at) sum[h / LANES] += AT(here, h) * AT(ROW(key_gate, s, 0), h);
-                }
-                for (int r = 0; r < QUERY_RANK; r++) add_hidden(sum, here, ROW(query_down, 0, r), ROW(query_up, 0, r));
-                for (int r = 0; r < KEY_RANK; r++) add_hidden(sum, here, ROW(key_down, s, r), ROW(key_up, s, r));
-                if (mixing)
-                    for (int from = 0; from < HEADS; from++)
-                        HEAD_VECTORS(h) sum[h / LANES] += here[from] * AT(mixing + from * HEADS, h);
-                memcpy(tile[k], sum, sizeof(sum));
-            }
-            for (int h = 0; h < HEADS; h++)
-                for (int k = 0; k < count; k++) maps[h * length + start + k] = tile[k][h];
-        }
-}
-"""
+DTYPES = (torch.float32, torch.bfloat16)
+FACTORS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate")
+# A further thread is worth starting for that many numbers of keys.
+NUMBERS_OF_A_THREAD = 1 << 15
 
 
-def serves(maps: Tensor, *stages: "Composition | None") -> bool:
-    """Whether `compose_in_place` can do this: real tensors, float32 throughout, heads contiguous, no gradients."""
-    if type(maps) is not Tensor or maps.dtype != torch.float32:
+def serves(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: "Composition | None",
+    post: "Composition | None",
+    mask: Tensor | None,
+) -> bool:
+    """Whether `attend` can do this: real tensors on a CPU, all of one dtype, rows contiguous, no gradients."""
+    stages = [stage for stage in (pre, post) if stage is not None]
+    factors = [getattr(stage, name) for stage in stages for name in (*FACTORS, "static")]
+    tensors = [query, key, value, *(factor for factor in factors if factor is not None)]
+    dtype = query.dtype
+    if dtype not in DTYPES or key.numel() == 0 or query.shape[3] * dtype.itemsize < 4:  # C code reads 4 bytes at once
         return False
-    if maps.numel() > MOST_ELEMENTS and torch.get_num_threads() > 1:
+    if any(one.dtype != dtype or one.stride(-1) != 1 for one in tensors) or len({stage.groups for stage in stages}) > 1:
         return False
-    factors = [factor for stage in stages if stage is not None for factor in _factors(stage) if factor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (maps, *factors)):
+    if mask is not None:
+        if mask.dtype not in (torch.bool, *DTYPES):
+            return False
+        tensors.append(mask)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return False
-    return all(factor.dtype == torch.float32 and factor.stride(-1) == 1 for factor in factors)
+    return all(type(one) is Tensor and one.is_cpu for one in tensors)
 
 
-def compose_in_place(maps: Tensor, composition: "Composition") -> None:
-    """Composes maps `[B, H, S]` of one query, contiguous."""
-    *factors, static = _factors(composition)
-    items, heads, length = maps.shape
-    ranks = (0 if down is None else down.shape[2] for down in (composition.query_down, composition.key_down))
-    places = [number for factor in factors for number in _place(factor)]
-    mixing = None if static is None else static.contiguous()
-    compose = _function(heads, composition.groups, *ranks)
-    addresses = (c_long * len(places))(*places)
-    compose(maps.data_ptr(), items, length, addresses, None if mixing is None else mixing.data_ptr())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: "Composition | None",
+    post: "Composition | None",
+    scaling: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """`attend_to_cache` where `serves` says so: `[B, 1, H, D]`. Maps and sums are float32, whatever the dtype.
+
+    Results do not depend on the number of threads.
+    """
+    batch, heads, _, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
+    library = _load(heads, kv_heads, groups, width, query.dtype.itemsize)
+    problem = [number for tensor in (query, key, value) for number in (tensor.data_ptr(), *tensor.stride()[:3])]
+    problem += (*_place_mask(mask), *_place_stage(pre), *_place_stage(post), batch, keys)
+    output = query.new_empty(batch, 1, heads, width)
+    room = torch.empty(library.room(batch, keys), dtype=torch.float32)
+    threads = min(torch.get_num_threads(), 1 + key.numel() // NUMBERS_OF_A_THREAD)
+    numbers = array("l", problem)
+    library.attend(output.data_ptr(), room.data_ptr(), numbers.buffer_info()[0], scaling, threads)
+    return output
 
 
-def _factors(composition: "Composition") -> list[Tensor | None]:
-    return [getattr(composition, name) for name in FACTORS]
+def _place_mask(mask: Tensor | None) -> tuple[int, ...]:
+    """The members of C's `mask`; what broadcasts has no distance."""
+    if mask is None:
+        return (0,) * 6
+    item, head, key = (0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 1, 3))
+    return mask.data_ptr(), mask.dtype == torch.bool, mask.dtype.itemsize, item, head, key
 
 
-def _place(factor: Tensor | None) -> tuple[int, int, int, int]:
-    """Address and distances of `[B, S, H]` or `[B, S, R, H]`; the last distance of the first is never used."""
+def _place_stage(composition: "Composition | None") -> list[int]:
+    """The members of C's `stage`."""
+    numbers = [int(composition is not None)]
+    for name in FACTORS:
+        numbers += _place_factor(getattr(composition, name, None))
+    static = getattr(composition, "static", None)
+    return numbers + ([0, 0] if static is None else [static.data_ptr(), static.stride(0)])
+
+
+def _place_factor(factor: Tensor | None) -> tuple[int, ...]:
+    """The members of C's `factor` for `[B, T or S, H]` or `[B, T or S, R, H]`."""
     if factor is None:
-        return 0, 0, 0, 0
+        return (0,) * 5
     item, key, rank, *_ = factor.stride()
-    return factor.data_ptr(), item, key, rank
+    return factor.data_ptr(), item, key, rank, factor.shape[2]
 
 
 @functools.cache
-def _function(heads: int, groups: int, query_rank: int, key_rank: int) -> Callable[..., None]:
-    """Compiled for the widest registers that the heads of a group fill."""
-    width = lanes()
-    while heads // groups % width:
-        width //= 2
-    macros = {"LANES": width, "HEADS": heads, "GROUPS": groups, "QUERY_RANK": query_rank, "KEY_RANK": key_rank}
-    compose = load_library(SOURCE, tuple(macros.items())).compose
-    compose.restype, compose.argtypes = None, (c_void_p, c_long, c_long, c_void_p, c_void_p)
-    return compose
+def _load(heads: int, kv_heads: int, groups: int, width: int, size: int) -> CDLL:
+    """Compiled for the widest registers that the heads of a group fill, and those that numbers of `size` bytes do."""
+    of_heads = of_width = lanes()
+    while heads // groups % of_heads:
+        of_heads //= 2
+    while of_width * 4 > width * size:
+        of_width //= 2
+    macros = {"LANES": of_heads, "WIDE": of_width, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
+    library = load_library(SOURCE, tuple((macros | {"WIDTH": width, "BYTES": size}).items()))
+    library.room.argtypes, library.room.restype = (c_long, c_long), c_long
+    library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
+    library.attend.restype = None
+    return library

@@ -9,10 +9,62 @@ Macros set by the compiler's command line: `LANES` (numbers in a register), `HEA
 `QUERY_GATE`, `KEY_RANK`, `KEY_GATE`.
 """
 
-SOURCE = r"""
+# Registers of `LANES` float32 numbers, and what is done with them. `FLOATS(n)` is a type of n numbers, `TOTAL(n)` sums
+# them: written as loops over the numbers it would not stay in registers.
+VECTORS = r"""
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
+#define INLINE static inline __attribute__((always_inline))
+#define PASTE(name, lanes) name##lanes
+#define FLOATS(lanes) PASTE(floats, lanes)
+#define TOTAL(lanes) PASTE(total, lanes)
+#define FOLD(lanes, half)                                                             \
+    typedef float floats##lanes __attribute__((vector_size(4 * lanes), aligned(4)));  \
+    INLINE float total##lanes(floats##lanes numbers) {                                \
+        floats##half low, high;                                                       \
+        memcpy(&low, &numbers, sizeof(low));                                          \
+        memcpy(&high, (char *)&numbers + sizeof(low), sizeof(high));                  \
+        return total##half(low + high);                                               \
+    }
+
+typedef float floats1 __attribute__((vector_size(4), aligned(4)));
+INLINE float total1(floats1 number) { return number[0]; }
+FOLD(2, 1)
+FOLD(4, 2)
+FOLD(8, 4)
+FOLD(16, 8)
+
+typedef FLOATS(LANES) vec;
+typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* e to the x, for x <= 0, by Cody and Waite's reduction and a polynomial: within 2 units in the last place; 0 below
+   the smallest normal number. */
+INLINE vec exponential(vec x) {
+    const float round = 12582912.0f;
+    ints tiny = x < (vec){0} - 87.33f;
+    vec power = (x * 1.44269504088896341f + round) - round;
+    vec rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * (rest * rest) + rest + 1.0f;
+    ints exponent = (__builtin_convertvector(power, ints) + 127) << 23;
+    return (vec)((ints)(sum * (vec)exponent) & ~tiny);
+}
+
+INLINE vec largest(vec a, vec b) {
+    ints greater = a > b;
+    return (vec)(((ints)a & greater) | ((ints)b & ~greater));
+}
+"""
+
+SOURCE = (
+    VECTORS
+    + r"""
 #define ROWS (LANES == 16 ? 4 : 2) /* with 16 lanes there are 32 registers */
 #define KEYS 64
 #define GROUP (HEADS / GROUPS)
@@ -25,10 +77,7 @@ int omp_get_thread_num(void);
 #else
 #define THREAD 0
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float key_tile[SOME(KEY_ROWS)][HEADS][KEYS];
 typedef vec hidden_maps[SOME(QUERY_RANK + KEY_RANK)][ROWS];
 
@@ -124,12 +173,6 @@ INLINE void differentiate_block(block grad, block maps, block base, const float 
                 for (int r = 0; r < QUERY_ROWS; r++) SUM(query_sums, t, r, h) = for_query[t][r];
         }
     }
-}
-
-static float total(vec numbers) {
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) numbers[i] += numbers[i + half];
-    return numbers[0];
 }
 
 static void read_keys(key_tile tile, const float *rows, long stride, long width) {
@@ -230,30 +273,8 @@ void differentiate(float *grad, const float *maps, const float *base, const floa
             vec sum = {0};
             for (long thread = 0; thread < threads; thread++)
                 sum += ((vec *)parts)[(thread * items + item) * all_rows + row];
-            query_sums[item * query_item + row] += total(sum);
+            query_sums[item * query_item + row] += TOTAL(LANES)(sum);
         }
-}
-
-/* e to the x, for x <= 0, by Cody and Waite's reduction and a polynomial: within 2 units in the last place; 0 below
-   the smallest normal number. */
-INLINE vec exponential(vec x) {
-    const float round = 12582912.0f;
-    ints tiny = x < (vec){0} - 87.33f;
-    vec power = (x * 1.44269504088896341f + round) - round;
-    vec rest = x - power * 0.693359375f + power * 2.12194440e-4f;
-    vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    sum = sum * rest + 8.3334519073e-3f;
-    sum = sum * rest + 4.1665795894e-2f;
-    sum = sum * rest + 1.6666665459e-1f;
-    sum = sum * rest + 5.0000001201e-1f;
-    sum = sum * (rest * rest) + rest + 1.0f;
-    ints exponent = (__builtin_convertvector(power, ints) + 127) << 23;
-    return (vec)((ints)(sum * (vec)exponent) & ~tiny);
-}
-
-INLINE vec largest(vec a, vec b) {
-    ints greater = a > b;
-    return (vec)(((ints)a & greater) | ((ints)b & ~greater));
 }
 
 /* The last numbers of a row, which do not fill a register, and `rest` behind them. */
@@ -290,7 +311,7 @@ static void normalize(float *row, long count) {
     }
     vec power = exponential(tail(row + even, left, -INFINITY) - most);
     memcpy(row + even, &power, sizeof(float) * left);
-    float sum = total(sums + power);
+    float sum = TOTAL(LANES)(sums + power);
     float factor = sum == 0 ? 0 : 1 / sum;
     for (long s = 0; s < count; s++) row[s] *= factor;
 }
@@ -314,7 +335,7 @@ static void denormalize(float *grad, const float *probs, long count) {
     long even = count / LANES * LANES;
     vec sums = tail(grad + even, count - even, 0) * tail(probs + even, count - even, 0);
     for (long s = 0; s < even; s += LANES) sums += *(vec *)(grad + s) * *(vec *)(probs + s);
-    float sum = total(sums);
+    float sum = TOTAL(LANES)(sums);
     for (long s = 0; s < count; s++) grad[s] = (grad[s] - sum) * probs[s];
 }
 
@@ -333,3 +354,4 @@ void softmax_backward(float *grad, const float *probs, const long *first_keys, l
         }
 }
 """
+)

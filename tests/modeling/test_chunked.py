@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -21,12 +20,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.ops import (
-    dcmha_chunked_decode,
-    dcmha_chunked_decode_native,
-    dcmha_chunked_fused,
-    dcmha_chunked_native,
-)
+from dynattn.modeling.ops import dcmha_chunked_fused
 from dynattn.modeling.ops.dcmha_chunked_loop import Inputs, Settings, attend, attend_backward
 
 ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate", "static"})
@@ -274,107 +268,6 @@ def test_no_map_over_all_pairs_is_ever_in_memory(window: int | None) -> None:
         attend_backward(output, inputs, settings, mask_needs_grad=False)
     pairs = heads * length * (length if window is None else 2 * window)
     assert largest.elements < pairs * (0.5 if window is None else 1.0)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A decoding step in float32; `keys` of them are in a cache that has room for some more."""
-
-    keys: int
-    heads: tuple[int, int] = (4, 4)
-    terms: frozenset[str] = ALL
-    stages: tuple[str, ...] = ("pre", "post")
-    rank: int = 2
-    groups: int = 1
-    window: int | None = None
-    mask: str | None = None
-
-
-STEPS = [
-    Step(1),
-    Step(100),
-    Step(63, heads=(32, 8), terms=DYNAMIC),
-    Step(100, heads=(16, 16), groups=2, mask="padding"),
-    Step(63, heads=(12, 4), groups=3, rank=1, mask="bias"),
-    Step(100, heads=(6, 1), rank=4, window=9, mask="padding"),
-    Step(63, terms=frozenset({"query_low_rank", "key_gate"}), stages=("post",)),
-    Step(63, terms=frozenset({"key_low_rank", "query_gate"}), stages=("pre",), mask="pairs of heads"),
-    Step(63, heads=(8, 8), terms=frozenset({"static"}), groups=2),
-]
-
-
-def step_inputs(step: Step) -> tuple[list[Tensor], dict[str, Any]]:
-    """Query, key and value, and the op's keywords; keys and their factors are slices of something longer."""
-    heads, kv_heads = step.heads
-    query = torch.randn(2, heads, 1, 8)
-    key, value = (torch.randn(2, kv_heads, step.keys + 5, 8)[:, :, : step.keys] for _ in range(2))
-    keywords: dict[str, Any] = {"sliding_window": step.window}
-    for stage in step.stages:
-        factors = random_composition(step.terms, 2, 1, step.keys + 5, heads, step.rank, groups=step.groups)
-        changed = {}
-        for field in fields(Composition):
-            factor = getattr(factors, field.name)
-            if isinstance(factor, Tensor):
-                factor = factor.detach().float()
-                in_cache = factor.transpose(1, 2).contiguous().transpose(1, 2) if factor.ndim == 4 else factor
-                changed[field.name] = in_cache[:, : step.keys] if field.name.startswith("key") else in_cache
-        keywords[stage] = replace(factors, **changed)
-    if step.mask is not None:
-        mask = MASKS[step.mask](2, heads, 1, step.keys)
-        keywords["attention_mask"] = mask if mask.dtype == torch.bool else mask.detach().float()
-    return [query, key, value], keywords
-
-
-def doubled(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The same keywords in float64."""
-    result = dict(keywords)
-    for stage in ("pre", "post"):
-        if stage in keywords:
-            present = {field.name: getattr(keywords[stage], field.name) for field in fields(Composition)}
-            tensors = {name: factor.double() for name, factor in present.items() if isinstance(factor, Tensor)}
-            result[stage] = replace(keywords[stage], **tensors)
-    mask = keywords.get("attention_mask")
-    return result if mask is None or mask.dtype == torch.bool else result | {"attention_mask": mask.double()}
-
-
-@pytest.mark.parametrize("mode", ["0", "auto"])
-@pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_decoding_step_in_float32_equals_the_reference(
-    step: Step, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_c: list[Tensor] = []
-
-    def counted(maps: Tensor, composition: Composition) -> None:
-        in_c.append(maps)
-        dcmha_chunked_decode_native.compose_in_place(maps, composition)
-
-    monkeypatch.setenv("DYNATTN_COMPILE", mode)
-    monkeypatch.setattr(dcmha_chunked_decode, "compose_in_place", counted)
-    tensors, keywords = step_inputs(step)
-    output = dcmha_attention(*tensors, **keywords, implementation="chunked")
-    expected = dcmha_attention(*(one.double() for one in tensors), **doubled(keywords), implementation="eager")
-    torch.testing.assert_close(output.double(), expected, atol=3e-6, rtol=3e-6)
-    assert len(in_c) == (len(step.stages) if mode == "auto" and dcmha_chunked_native.available() else 0)
-
-
-@pytest.mark.parametrize("mode", ["0", "auto"])
-def test_no_step_holds_a_matrix_of_heads_for_every_key(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYNATTN_COMPILE", mode)
-    tensors, keywords = step_inputs(Step(500, heads=(16, 16), terms=DYNAMIC))
-    with torch.no_grad(), Largest() as largest:
-        dcmha_attention(*tensors, **keywords, implementation="chunked")
-    assert largest.elements <= tensors[1].numel() < 2 * 500 * 16 * 16
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_step_leaves_its_products_to_the_library_of_products() -> None:
-    """Written as loops, with what made their input inside, they would compose once for every few columns of values."""
-    tensors, keywords = step_inputs(Step(200, heads=(16, 16), terms=DYNAMIC))
-    run_step = torch.compile(lambda: dcmha_attention(*tensors, **keywords, implementation="chunked"))
-    output, (code,) = run_and_get_code(run_step)
-    assert code.count("extern_kernels.baddbmm(") == 2
-    torch.testing.assert_close(output, dcmha_attention(*tensors, **keywords, implementation="eager"))
 
 
 def make(family: str) -> PreTrainedModel:

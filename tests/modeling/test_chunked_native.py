@@ -91,6 +91,14 @@ def test_any_number_of_items_share_a_chunk(
     assert cut[-2 * len(items) :] == 2 * items  # forward and backward
 
 
+@pytest.mark.parametrize("case", [Case(7, 7, batch=0), Case(0, 7), Case(0, 0)], ids=str)
+def test_nothing_to_attend_with_gives_nothing(case: Case) -> None:
+    inputs = in_dtype(torch.float32, *random_inputs(case))
+    for ours, reference in zip(*(run(*inputs, name) for name in ("chunked", "eager")), strict=True):
+        assert ours.shape == reference.shape
+        assert not ours.any()
+
+
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 @pytest.mark.parametrize("case", [Case(130, 130, heads=(16, 16)), Case(77, 200, mask="padding")], ids=str)
 def test_lesser_processors_get_the_same(
