@@ -225,16 +225,20 @@ def attend_chunk_backward(
 def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Tensor) -> None:
     """`out[h] = left[h] @ right[h // repeats] * scaling`: `[H, a, b]` by `[H_kv, b, d]`, without repeating `right`."""
     repeats = left.shape[0] // right.shape[0]
-    for first in range(repeats):
-        part = out[first::repeats]
-        torch.baddbmm(part, left[first::repeats], right, beta=0, alpha=scaling, out=part)
+    for rows, product in zip(_every(left, repeats), _every(out, repeats), strict=True):
+        torch.baddbmm(product, rows, right, beta=0, alpha=scaling, out=product)
 
 
 def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:
     """`total[j] +=` the sum of `left[h] @ right[h] * scaling` over the heads `h` that share `j`."""
     repeats = left.shape[0] // total.shape[0]
-    for first in range(repeats):
-        total.baddbmm_(left[first::repeats], right[first::repeats], alpha=scaling)
+    for one, other in zip(_every(left, repeats), _every(right, repeats), strict=True):
+        total.baddbmm_(one, other, alpha=scaling)
+
+
+def _every(heads: Tensor, step: int) -> list[Tensor]:
+    """Every `step`th head, from each of the first ones on."""
+    return [heads] if step == 1 else [heads[first::step] for first in range(step)]
 
 
 def split_rows(rows: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:

@@ -112,21 +112,20 @@ def attend(inputs: Inputs, settings: Settings) -> Tensor:
     composer = _composer(inputs, structure, dtype)
     for span in _spans(inputs, structure, composer):
         items = _items(inputs, settings, span, dtype)
-        # Each is read for many chunks.
-        query, key_columns, value = items.query.contiguous(), _columns(items.key), items.value.contiguous()
+        key_columns, value = _columns(items.key), items.value.contiguous()
         for chunk in _chunks(structure, items, composer, FORWARD_BUFFERS):
             sight = chunk.sight
             rows = output.new_empty(items.query.shape[0], sight.queries.stop - sight.queries.start, width)
             attend_chunk(
                 rows,
-                query[:, sight.queries],
+                items.query[:, sight.queries].contiguous(),
                 key_columns[:, :, sight.keys],
                 value[:, sight.keys],
                 settings.scaling,
                 chunk.mixing(items),
                 chunk.buffers,
             )
-            output[span, sight.queries] = rows.unflatten(0, (-1, heads)).transpose(1, 2)
+            output[span, sight.queries] = rows.view(items.number, heads, -1, width).transpose(1, 2)
     return output.to(inputs.query.dtype)
 
 
@@ -138,16 +137,14 @@ def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mas
     sums = _Sums(inputs, settings, dtype, mask_needs_grad)
     for span in _spans(inputs, structure, composer):
         items = _items(inputs, settings, span, dtype)
-        # Each is read for many chunks.
-        query, key = items.query.contiguous(), items.key.contiguous()
-        key_columns, value_columns = _columns(items.key), _columns(items.value)
+        key, key_columns, value_columns = items.key.contiguous(), _columns(items.key), _columns(items.value)
         for chunk in _chunks(structure, items, composer, BACKWARD_BUFFERS):
             sight = chunk.sight
             attend_chunk_backward(
                 sums.products(span, chunk),
                 sums.gradients(span, chunk),
                 grad_output[span, sight.queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
-                query[:, sight.queries],
+                items.query[:, sight.queries].contiguous(),
                 key[:, sight.keys],
                 key_columns[:, :, sight.keys],
                 value_columns[:, :, sight.keys],
