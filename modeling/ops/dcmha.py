@@ -152,7 +152,7 @@ def _check_composition(stage: str, composition: Composition, batch: int, queries
     for side in ("query", "key"):
         if (getattr(composition, f"{side}_down") is None) != (getattr(composition, f"{side}_up") is None):
             raise ValueError(f"{stage}: {side}_down and {side}_up come together or not at all")
-    for field in fields(Composition):
+    for field in fields(composition):
         factor = getattr(composition, field.name)
         if not isinstance(factor, torch.Tensor):
             continue

@@ -1,7 +1,7 @@
 """`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read as they lie in the cache.
 
-On a CPU it is one call of C code where that serves. Everything else is ordinary differentiable PyTorch, which compilers
-see through; its maps are `[B, S, H]`, as the factors are.
+On a CPU it is one call of C code where that serves, one node in a compiled graph. Everything else is ordinary
+differentiable PyTorch, which compilers see through; its maps are `[B, S, H]`, as the factors are.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dcmha_chunked_choice import choose_composer
-from .dcmha_chunked_decode_native import attend, serves
+from .dcmha_chunked_decode_native import attend, attend_op, serves
 from .dcmha_chunked_native import NATIVE
 from .dcmha_chunked_stepwise import same_group
 from .dcmha_eager import masked_softmax
@@ -35,27 +35,19 @@ def attend_to_cache(
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
-    if _choose_native(query, key, value, pre, post, mask):
-        return attend(query, key, value, pre, post, scaling, mask)
+    if serves(query, key, value, pre, post, mask) and _compiles_c():
+        call = attend_op if torch.compiler.is_compiling() else attend
+        return call(query, key, value, pre, post, scaling, mask)
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
     probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2))
     return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
 
 
-def _choose_native(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: "Composition | None",
-    post: "Composition | None",
-    mask: Tensor | None,
-) -> bool:
-    """Whether C code does all of it; compilers see the definition."""
-    if torch.compiler.is_compiling() or not serves(query, key, value, pre, post, mask):
-        return False
-    pairs = query.shape[0] * query.shape[1] * key.shape[2]
-    return choose_composer(query.device, torch.float32, pairs) is NATIVE
+@torch.compiler.assume_constant_result
+def _compiles_c() -> bool:
+    """Whether C code composes float32 maps on a CPU, as those of all dtypes are here."""
+    return choose_composer(torch.device("cpu"), torch.float32, 0) is NATIVE
 
 
 def map_scores(scores: Tensor, pre: "Composition | None", post: "Composition | None", mask: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 import functools
 from array import array
+from collections.abc import Sequence
 from ctypes import CDLL, c_float, c_long, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16)
 FACTORS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate")
+# In the order of `Composition`.
+TERMS = ("query_down", "query_up", "key_down", "key_up", "query_gate", "key_gate", "static")
 # A further thread is worth starting for that many numbers of keys.
 NUMBERS_OF_A_THREAD = 1 << 15
 
@@ -30,7 +33,7 @@ def serves(
 ) -> bool:
     """Whether `attend` can do this: real tensors on a CPU, all of one dtype, rows contiguous, no gradients."""
     stages = [stage for stage in (pre, post) if stage is not None]
-    factors = [getattr(stage, name) for stage in stages for name in (*FACTORS, "static")]
+    factors = [getattr(stage, name) for stage in stages for name in TERMS]
     tensors = [query, key, value, *(factor for factor in factors if factor is not None)]
     dtype = query.dtype
     if dtype not in DTYPES or key.numel() == 0 or query.shape[3] * dtype.itemsize < 4:  # C code reads 4 bytes at once
@@ -71,6 +74,45 @@ def attend(
     numbers = array("l", problem)
     library.attend(output.data_ptr(), room.data_ptr(), numbers.buffer_info()[0], scaling, threads)
     return output
+
+
+def attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: "Composition | None",
+    post: "Composition | None",
+    scaling: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """`attend` as an operator that compilers know."""
+    terms = [getattr(stage, name, None) for stage in (pre, post) for name in TERMS]
+    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
+    return _attend_op(query, key, value, terms, mask, [pre is not None, post is not None], groups, scaling)
+
+
+@torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
+def _attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: Sequence[Tensor | None],
+    mask: Tensor | None,
+    composes: Sequence[bool],
+    groups: int,
+    scaling: float,
+) -> Tensor:
+    from .dcmha import Composition
+
+    stages = zip(composes, (terms[: len(TERMS)], terms[len(TERMS) :]), strict=True)
+    pre, post = (Composition(*factors, groups) if composed else None for composed, factors in stages)
+    return attend(query, key, value, pre, post, scaling, mask)
+
+
+@_attend_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    batch, heads, _, width = query.shape
+    return query.new_empty(batch, 1, heads, width)
 
 
 def _place_mask(mask: Tensor | None) -> tuple[int, ...]:
