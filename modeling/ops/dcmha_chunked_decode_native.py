@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16)
 FACTORS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate")
-# In the order of `Composition`.
 TERMS = ("query_down", "query_up", "key_down", "key_up", "query_gate", "key_gate", "static")
 # A further thread is worth starting for that many numbers of keys.
 NUMBERS_OF_A_THREAD = 1 << 15
@@ -104,15 +103,18 @@ def _attend_op(
 ) -> Tensor:
     from .dcmha import Composition
 
-    stages = zip(composes, (terms[: len(TERMS)], terms[len(TERMS) :]), strict=True)
-    pre, post = (Composition(*factors, groups) if composed else None for composed, factors in stages)
+    def stage(given: Sequence[Tensor | None]) -> Composition:
+        named: dict[str, Any] = dict(zip(TERMS, given, strict=True))
+        return Composition(**named, groups=groups)
+
+    pre = stage(terms[: len(TERMS)]) if composes[0] else None
+    post = stage(terms[len(TERMS) :]) if composes[1] else None
     return attend(query, key, value, pre, post, scaling, mask)
 
 
 @_attend_op.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
-    batch, heads, _, width = query.shape
-    return query.new_empty(batch, 1, heads, width)
+    return query.new_empty(query.transpose(1, 2).shape)
 
 
 def _place_mask(mask: Tensor | None) -> tuple[int, ...]:
