@@ -38,16 +38,19 @@ class MapSettings(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none."""
+    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none.
 
-    pre_query: Tensor | None  # [items, rows, H, c of T]
-    pre_key: Tensor | None  # [items, rows, H, n of S]
+    They lie in panels of a few positions each, float32.
+    """
+
+    pre_query: Tensor | None  # [items, H, panels of c of T, rows, PANEL]
+    pre_key: Tensor | None  # [items, H, panels of n of S, rows, PANEL]
     post_query: Tensor | None
     post_key: Tensor | None
 
 
 class Sizes(NamedTuple):
-    """Lengths; `keys` and `all_keys` are multiples of 16, so that rows are aligned."""
+    """Lengths, all of them of whole patches."""
 
     queries: int  # c
     keys: int  # n
@@ -64,6 +67,7 @@ class Visibility(NamedTuple):
     distance: int  # from the chunk's first key to its first query
     behind: int
     ahead: int
+    real_queries: int
     real_keys: int
     groups: int
     mask: Tensor | None  # [rows of the batch, c, n], 8 bits

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from .dcmha_triton_arguments import Chunk, MapInputs, MapSettings, Statics
-from .dcmha_triton_workspace import Workspace, multiply
+from .dcmha_triton_workspace import Workspace, multiply, padded
 
 
 def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
     work = Workspace(inputs, settings, ("scores", *_static_maps(inputs, backward=False)))
-    batch, heads, queries, width = inputs.query.shape
+    batch, heads, queries, width = work.query.shape
     output = work.query.new_zeros(batch, queries, heads, width)
-    lse = work.query.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
+    lse = work.query.new_zeros(batch, heads, queries, dtype=torch.float32)
     for chunk in work.chunks():
         scores, probs = work.scores(chunk), work.map("scores", chunk)
         plain = None if inputs.post_static is None else work.map("plain", chunk)
@@ -26,14 +26,16 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
             work.mix(inputs.post_static.t(), plain, probs, out=probs)
         mixed = torch.bmm(work.grouped(probs), work.of_keys(work.value, chunk)).view(*scores.shape[:3], width)
         output[chunk.items, chunk.queries] = mixed.transpose(1, 2)
-    return output, lse
+    real = inputs.query.shape[2]
+    return output[:, :real].contiguous(), lse[..., :real].contiguous()
 
 
 def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> dict[str, Tensor]:
     """Returns the gradients of all `inputs` that are there, but of what hides keys, by name; sums are float32."""
     maps = ("scores", "grad_composed", "result", *_static_maps(inputs, backward=True))
     work = Workspace(inputs, settings, maps)
-    grad_output, delta = grad_output.transpose(1, 2), torch.zeros_like(lse)
+    grad_output, lse = (padded(rows, 2, work.queries) for rows in (grad_output.transpose(1, 2), lse))
+    delta = torch.zeros_like(lse)
     sums = _Sums(work, inputs)
     for chunk in work.chunks():
         scores, grad_composed = work.scores(chunk), work.map("grad_composed", chunk)
@@ -46,7 +48,8 @@ def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, setting
         rows, delta_rows = (tensor[chunk.items, :, chunk.queries] for tensor in (lse, delta))
         probs = _backward_post(work, sums, chunk, inputs.post_static, statics, scores, grad_composed, delta_rows, rows)
         sums.add(sums.value, chunk, probs, grad_chunk)
-        grads = _backward_pre(work, sums, chunk, inputs.pre_static, statics, scores, grad_composed, delta_rows, rows)
+        grad_probs = _grad_probs(statics, grad_composed)
+        grads = _backward_pre(work, sums, chunk, inputs.pre_static, statics, scores, grad_probs, delta_rows, rows)
         sums.add(sums.key, chunk, grads, work.of_queries(work.query, chunk), work.scaling)
         sums.set_query(chunk, grads)
     return sums.results(inputs)
@@ -63,11 +66,12 @@ def _backward_post(
     delta: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """The first sweep; sets `delta`, adds gradients of factors, returns the composed probabilities, `grouped`."""
+    """The first sweep: sets `delta` and `_grad_probs`, adds gradients of factors, returns composed probabilities."""
     probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
     partial_delta = work.partial_of_queries("dcmha_backward_post", chunk)
     partial = sums.partial("dcmha_backward_post", chunk, "post")
-    tensors = (scores, grad_composed, probs, partial_delta, *partial, lse)
+    written = probs.view(scores.dtype), probs, _grad_probs(statics, grad_composed), partial_delta
+    tensors = (scores, grad_composed, *written, *partial, lse)
     work.launch("dcmha_backward_post", chunk, statics._replace(plain=plain), *tensors)
     torch.sum(partial_delta, dim=1, out=delta)
     sums.add_factors(chunk, "post", partial)
@@ -84,20 +88,25 @@ def _backward_pre(
     static: Tensor | None,
     statics: Statics,
     scores: Tensor,
-    grad_composed: Tensor,
+    grad_probs: Tensor,
     delta: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """The second sweep; adds gradients of factors, returns the gradients of the scores, `grouped`."""
+    """The second sweep; adds gradients of factors, returns the gradients of the scores."""
     grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
     partial = sums.partial("dcmha_backward_pre", chunk, "pre")
-    tensors = (scores, grad_composed, grads, delta, *partial, lse)
+    tensors = (scores, grad_probs, grads, delta, *partial, lse)
     work.launch("dcmha_backward_pre", chunk, statics._replace(plain=plain), *tensors)
     sums.add_factors(chunk, "pre", partial)
     if static is not None and plain is not None:
         work.mix(static, plain, grads, out=grads)
         sums.add_static("pre", scores, plain)
     return work.grouped(grads)
+
+
+def _grad_probs(statics: Statics, grad_composed: Tensor) -> Tensor:
+    """Where the first sweep leaves the gradients of the probabilities: over what it alone needs."""
+    return grad_composed if statics.grads is None else statics.grads
 
 
 def _static_maps(inputs: MapInputs, *, backward: bool) -> list[str]:
@@ -127,7 +136,7 @@ class _Sums:
         self.query = torch.zeros_like(work.query)
         self.key, self.value = (torch.zeros_like(rows, dtype=torch.float32) for rows in (work.key, work.value))
         self.factors = {
-            name: torch.zeros_like(rows, dtype=torch.float32)
+            name: rows.new_zeros(*rows.shape[:2], rows.shape[3], rows.shape[2] * rows.shape[4])  # [B, H, rows, length]
             for name, rows in work.factors._asdict().items()
             if rows is not None
         }
@@ -139,23 +148,26 @@ class _Sums:
         }
 
     def partial(self, kernel: str, chunk: Chunk, stage: str) -> list[Tensor | None]:
-        """Room for the gradients of a stage's rows of queries and of keys, for each block of the other side."""
-        key_blocks, query_blocks, items = self.work.grid(kernel, chunk)
-        _, queries, keys = chunk.counts
+        """Room for what each patch adds to the gradients of a stage's rows of queries and of keys.
+
+        It is `[items, patches along the queries, patches along the keys, H, rows, queries or keys of a patch]`.
+        """
+        patches = self.work.grid(kernel, chunk)[::-1]
         partial: list[Tensor | None] = []
-        for side, blocks, length in (("query", key_blocks, queries), ("key", query_blocks, keys)):
+        for side, block in zip(("query", "key"), self.work.tiles[kernel], strict=False):
             sums = self.factors.get(f"{stage}_{side}")
-            shape = () if sums is None else (items, blocks, *sums.shape[1:3], length)
-            partial.append(None if sums is None else sums.new_empty(shape))
+            partial.append(None if sums is None else sums.new_empty(*patches, *sums.shape[1:3], block))
         return partial
 
     def add_factors(self, chunk: Chunk, stage: str, partial: list[Tensor | None]) -> None:
         """Adds the sums of `partial`, or sets them for queries: no other chunk has these."""
         of_queries, of_keys = partial
         if of_queries is not None:
-            torch.sum(of_queries, dim=1, out=self.factors[f"{stage}_query"][chunk.items, :, :, chunk.queries])
+            sums = self.factors[f"{stage}_query"][chunk.items, :, :, chunk.queries]
+            torch.sum(of_queries, dim=2, out=_in_blocks(sums, of_queries.shape[-1]))
         if of_keys is not None:
-            self.factors[f"{stage}_key"][chunk.items, :, :, chunk.keys].add_(of_keys.sum(1))
+            sums = self.factors[f"{stage}_key"][chunk.items, :, :, chunk.keys]
+            _in_blocks(sums, of_keys.shape[-1]).add_(of_keys.sum(1))
 
     def add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
         """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
@@ -186,13 +198,18 @@ class _Sums:
         grad.copy_(rows.view(grad.shape))
 
     def results(self, inputs: MapInputs) -> dict[str, Tensor]:
-        keys = inputs.key.shape[2]
-        sums = {"query": self.query}
+        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+        sums = {"query": self.query[:, :, :queries]}
         sums |= {"key": self.key[:, :keys].view_as(inputs.key)}
         sums |= {"value": self.value[:, :keys].view_as(inputs.value)}
         for name, total in self.factors.items():
-            sums[name] = total.permute(0, 3, 1, 2)[:, : getattr(inputs, name).shape[1]]
+            sums[name] = total.permute(0, 3, 2, 1)[:, : getattr(inputs, name).shape[1]]
         return sums | self.statics
+
+
+def _in_blocks(sums: Tensor, block: int) -> Tensor:
+    """`[items, H, rows, length]` to `[items, length / block, H, rows, block]`, a view."""
+    return sums.unflatten(3, (-1, block)).movedim(3, 1)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

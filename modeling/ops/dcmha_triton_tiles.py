@@ -14,6 +14,9 @@ except ImportError as error:
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How many partial results are read at once where all are read: with fewer, programs would wait for memory more often.
 PARTS = tl.constexpr(64)
+# Positions whose factors lie side by side in each of their rows.
+PANEL = tl.constexpr(8)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Patch(NamedTuple):
@@ -22,8 +25,6 @@ class Patch(NamedTuple):
     item: tl.tensor
     t: tl.tensor  # [block_t]
     s: tl.tensor  # [block_s]
-    in_queries: tl.tensor  # [block_t], whether there is such a query
-    in_keys: tl.tensor  # [block_s]
     heads: tl.tensor
     sizes: tuple  # `Sizes`
 
@@ -33,31 +34,26 @@ def make_patch(sizes, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.co
     """The patch of this program."""
     t = tl.program_id(1) * block_t + tl.arange(0, block_t)
     s = tl.program_id(0) * block_s + tl.arange(0, block_s)
-    return Patch(tl.program_id(2).to(tl.int64), t, s, t < sizes.queries, s < sizes.keys, heads, sizes)
+    return Patch(tl.program_id(2).to(tl.int64), t, s, heads, sizes)
 
 
 @triton.jit
-def make_visible(where, patch):
-    """`[block_t, block_s]`, whether a query sees a key."""
+def make_penalty(where, patch):
+    """`[block_t, block_s]`, what to add to scores in base 2: an additive mask; minus infinity hides a key."""
     t, s = patch.t[:, None], patch.s[None, :]
     back = t + where.distance - s
-    visible = (back <= where.behind) & (back >= -where.ahead) & (s < where.real_keys) & patch.in_queries[:, None]
+    visible = (back <= where.behind) & (back >= -where.ahead) & (s < where.real_keys) & (t < where.real_queries)
     if where.first_keys is not None:
-        first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + patch.t
-        visible = visible & (s + where.start >= tl.load(first, mask=patch.in_queries, other=0)[:, None])
+        first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + t
+        visible = visible & (s + where.start >= tl.load(first, mask=t < where.real_queries, other=0))
     if where.mask is not None:
         mask = where.mask + _offsets(where.mask_strides, where, patch)
         visible = visible & (tl.load(mask, mask=visible, other=0) != 0)
-    return visible
-
-
-@triton.jit
-def biased(composed, where, visible, patch):
-    """Composed scores plus what an additive mask has for them, which is read again for each head."""
+    penalty = tl.where(visible, 0.0, float("-inf"))
     if where.bias is not None:
-        bias = where.bias + _offsets(where.bias_strides, where, patch)
-        composed += tl.load(bias, mask=visible, other=0.0).to(tl.float32)
-    return composed
+        bias = tl.load(where.bias + _offsets(where.bias_strides, where, patch), mask=visible, other=0.0)
+        penalty += bias.to(tl.float32) * LOG2_E
+    return penalty
 
 
 @triton.jit
@@ -69,20 +65,26 @@ def _offsets(strides, where, patch):
 @triton.jit
 def make_stage(query_side, key_side, patch, query_rows: tl.constexpr, key_rows: tl.constexpr):
     """One stage as (down, up, gate), each of them (rows of queries, rows of keys)."""
-    queries = (query_side, patch.t, patch.in_queries, patch.sizes.all_queries)
-    keys = (key_side, patch.s, patch.in_keys, patch.sizes.all_keys)
+    queries = _side(query_side, patch, 1, patch.t.shape[0], patch.sizes.all_queries, query_rows)
+    keys = _side(key_side, patch, 0, patch.s.shape[0], patch.sizes.all_keys, key_rows)
     query_rank: tl.constexpr = query_rows // 2
     key_rank: tl.constexpr = key_rows // 2
-    down = (_rows(queries, patch, query_rows, 0, query_rank), _rows(keys, patch, key_rows, 0, key_rank))
-    up = (
-        _rows(queries, patch, query_rows, query_rank, 2 * query_rank),
-        _rows(keys, patch, key_rows, key_rank, 2 * key_rank),
-    )
-    gate = (
-        _rows(queries, patch, query_rows, 2 * query_rank, query_rows),
-        _rows(keys, patch, key_rows, 2 * key_rank, key_rows),
-    )
+    down = (_rows(queries, 0, query_rank), _rows(keys, 0, key_rank))
+    up = (_rows(queries, query_rank, 2 * query_rank), _rows(keys, key_rank, 2 * key_rank))
+    gate = (_rows(queries, 2 * query_rank, query_rows), _rows(keys, 2 * key_rank, key_rows))
     return (down, up, gate)
+
+
+@triton.jit
+def _side(panels, patch, axis: tl.constexpr, block: tl.constexpr, length, rows: tl.constexpr):
+    """The patch's panels of one side: those of the item's first head, the offsets of positions, heads' distance."""
+    side = ()
+    if rows > 0:
+        positions = tl.arange(0, block)
+        offsets = positions // PANEL * (rows * PANEL) + positions % PANEL
+        first = (patch.item * patch.heads * length + tl.program_id(axis) * block) * rows
+        side = (panels + first, offsets, rows * length)
+    return side
 
 
 @triton.jit
@@ -92,18 +94,19 @@ def transposed(stage):
 
 
 @triton.jit
-def _rows(side, patch, count: tl.constexpr, first: tl.constexpr, last: tl.constexpr):
-    """Rows `first` up to `last` of a side `[items, count, H, length]`; positions and length stay with each pointer."""
+def _rows(side, first: tl.constexpr, last: tl.constexpr):
+    """Rows `first` up to `last` of a side, each of them the side and the row's place in a panel."""
     rows = ()
     for row in tl.static_range(first, last):
-        rows += ((side[0] + (patch.item * count + row) * patch.heads * side[3], side[1], side[2], side[3]),)
+        rows += ((side, row * PANEL),)
     return rows
 
 
 @triton.jit
 def _factor(row, head):
     """One head's number for each query, `[block_t]`, or for each key, `[block_s]`."""
-    return tl.load(row[0] + head * row[3] + row[1], mask=row[2], other=0.0).to(tl.float32)
+    side, place = row
+    return tl.load(side[0] + head * side[2] + side[1] + place)
 
 
 @triton.jit
@@ -162,48 +165,63 @@ def compose(tile, base, hidden, stage, head):
 
 @triton.jit
 def probability(score, hidden, pre, softmax, statics, patch, head):
-    """One head of the softmax over composed scores; `softmax` is (log-sum-exp, visible, where)."""
-    lse, visible, where = softmax
+    """One head of the softmax over composed scores; `softmax` is (log-sum-exp, penalty)."""
+    lse, penalty = softmax
     composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
-    composed = biased(composed, where, visible, patch)
-    return tl.where(visible, tl.exp(composed - load_of_queries(lse, patch, head)[:, None]), 0.0)
+    return exp2(composed * LOG2_E + (penalty - load_of_queries(lse, patch, head)[:, None] * LOG2_E))
+
+
+@triton.jit
+def exp2(exponent):
+    """Two to a power in the one instruction that a GPU has for it; zero below 2^-126."""
+    if INTERPRETED:
+        power = tl.exp2(exponent)
+    else:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return power
 
 
 @triton.jit
 def load(maps, patch, head):
-    """One head's tile of maps `[items, H, c, n]`; zero outside."""
-    base = maps + (patch.item * patch.heads + head) * patch.sizes.queries * patch.sizes.keys
-    inside = patch.in_queries[:, None] & patch.in_keys[None, :]
-    return tl.load(base + patch.t[:, None] * patch.sizes.keys + patch.s[None, :], mask=inside, other=0.0).to(tl.float32)
+    """One head's tile of maps `[items, H, c, n]`."""
+    return tl.load(_tile(maps, patch, head)).to(tl.float32)
 
 
 @triton.jit
 def store(maps, tile, patch, head):
     """Writes what `load` reads."""
+    tl.store(_tile(maps, patch, head), rounded(tile, maps.dtype.element_ty))
+
+
+@triton.jit
+def rounded(tile, dtype: tl.constexpr):
+    """To the nearest number of another dtype, also in Triton's interpreter, which would cut bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = tile.to(tl.int32, bitcast=True)
+        tile = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _tile(maps, patch, head):
+    """Where one head's tile lies."""
     base = maps + (patch.item * patch.heads + head) * patch.sizes.queries * patch.sizes.keys
-    inside = patch.in_queries[:, None] & patch.in_keys[None, :]
-    tl.store(base + patch.t[:, None] * patch.sizes.keys + patch.s[None, :], tile.to(maps.dtype.element_ty), mask=inside)
+    return base + (patch.t[:, None] * patch.sizes.keys + patch.s[None, :])
 
 
 @triton.jit
 def load_of_queries(numbers, patch, head):
     """`[block_t]` of one head, from the chunk's part of `[B, H, T]`."""
-    base = numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries
-    return tl.load(base + patch.t, mask=patch.in_queries, other=0.0)
+    return tl.load(numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t)
 
 
 @triton.jit
 def store_of_queries(partial, numbers, index, count, patch):
     """Writes `[block_t]` as number `index` of the `count` that this block of keys says about its queries."""
     block = patch.item * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial + (block * count + index) * patch.sizes.queries + patch.t, numbers, mask=patch.in_queries)
-
-
-@triton.jit
-def store_of_keys(partial, numbers, index, count, patch):
-    """Writes `[block_s]` as number `index` of the `count` that this block of queries says about its keys."""
-    block = patch.item * tl.num_programs(1) + tl.program_id(1)
-    tl.store(partial + (block * count + index) * patch.sizes.keys + patch.s, numbers, mask=patch.in_keys)
+    tl.store(partial + (block * count + index) * patch.sizes.queries + patch.t, numbers)
 
 
 @triton.jit
@@ -223,21 +241,37 @@ def store_of_factors(
     query_rank: tl.constexpr = query_rows // 2
     key_rank: tl.constexpr = key_rows // 2
     for rank in tl.static_range(query_rank):
-        down = tl.sum(tile * hidden_grads[rank], axis=1)
-        store_of_queries(partial_query, down, rank * patch.heads + head, query_rows * patch.heads, patch)
-        up = tl.sum(grad * hidden[rank], axis=1)
-        store_of_queries(partial_query, up, (query_rank + rank) * patch.heads + head, query_rows * patch.heads, patch)
+        pair = tl.sum(tl.join(tile * hidden_grads[rank], grad * hidden[rank]), axis=1)
+        _store_pair(partial_query, pair, patch, head, rank, query_rank, query_rows)
     for rank in tl.static_range(key_rank):
-        down = tl.sum(tile * hidden_grads[query_rank + rank], axis=0)
-        store_of_keys(partial_key, down, rank * patch.heads + head, key_rows * patch.heads, patch)
-        up = tl.sum(grad * hidden[query_rank + rank], axis=0)
-        store_of_keys(partial_key, up, (key_rank + rank) * patch.heads + head, key_rows * patch.heads, patch)
+        pair = tl.sum(tl.join(tile * hidden_grads[query_rank + rank], grad * hidden[query_rank + rank]), axis=0)
+        _store_pair(partial_key, pair, patch, head, rank, key_rank, key_rows)
     if query_rows % 2:
-        gate = tl.sum(tile * grad, axis=1)
-        store_of_queries(partial_query, gate, (query_rows - 1) * patch.heads + head, query_rows * patch.heads, patch)
+        _store_gate(partial_query, tl.sum(tile * grad, axis=1), patch, head, query_rows)
     if key_rows % 2:
-        gate = tl.sum(tile * grad, axis=0)
-        store_of_keys(partial_key, gate, (key_rows - 1) * patch.heads + head, key_rows * patch.heads, patch)
+        _store_gate(partial_key, tl.sum(tile * grad, axis=0), patch, head, key_rows)
+
+
+@triton.jit
+def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, rows: tl.constexpr):
+    """Writes `[block, 2]` as the rows `down` and `up` of a rank in this patch's `[H, rows, block]`: one exchange."""
+    block: tl.constexpr = pair.shape[0]
+    row = _patch_index(patch) * (patch.heads * rows * block) + head * (rows * block)
+    tl.store(partial + row + tl.arange(0, block)[:, None] + (rank + ranks * tl.arange(0, 2)[None, :]) * block, pair)
+
+
+@triton.jit
+def _store_gate(partial, gate, patch, head, rows: tl.constexpr):
+    """Writes `[block]` as the last row of this patch's `[H, rows, block]`."""
+    block: tl.constexpr = gate.shape[0]
+    row = _patch_index(patch) * (patch.heads * rows * block) + head * (rows * block)
+    tl.store(partial + row + tl.arange(0, block) + (rows - 1) * block, gate)
+
+
+@triton.jit
+def _patch_index(patch):
+    """Patches count along the keys, then along the queries, then along the items."""
+    return (patch.item * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
 
 
 @triton.jit

@@ -4,9 +4,13 @@ A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` 
 queries and the `n` keys that they can reach. They live in memory that all chunks share, so that it does not grow with
 the number of pairs.
 
+Lengths are padded to whole patches, so that the kernels need no bounds. Padding is zero and adds nothing to gradients:
+keys in it are hidden, and the gradients of the output of queries in it are zero.
+
 Scores are kept in float32 for inputs of that dtype. For half precision they are kept in float16 even where inputs are
-bfloat16: three more bits of the logits for the same traffic, at the price of a limit of 65504 on their magnitude.
-Probabilities and gradients have the dtype of the inputs; sums over several chunks are float32.
+bfloat16: three more bits of the logits for the same traffic, at the price of a limit of 65504 on their magnitude, also
+where they are hidden.
+Composed probabilities and gradients have the dtype of the inputs; sums over several chunks are float32.
 """
 
 import os
@@ -24,7 +28,7 @@ from .masking import Structure, split_mask
 ROWS = 128
 # Items of the batch share a chunk, and where all of them do it has more queries, while a map has no more elements than
 # this: 128 MiB in half precision. Python and PyTorch need about 100 us to launch a chunk forward and 200 us backward,
-# in which memory of 4.3 TB/s moves the 10 and 22 bytes per element of 40 million; under a causal mask the average chunk
+# in which memory of 4.3 TB/s moves the 10 and 24 bytes per element of 40 million; under a causal mask the average chunk
 # has half of what the largest has. Smaller maps would stay in the device's cache, at most 1.3 times as fast, and leave
 # it waiting. Chosen on paper.
 LARGEST_MAP = 1 << 26
@@ -33,19 +37,20 @@ LARGEST_MAP = 1 << 26
 # channels 128 queries move the fewest bytes, 10 (c + W) + 8 D n / c for a query and a head; for wider windows chunks of
 # `ROWS` queries of a block keep the first term low, and longer blocks the second. Chosen on paper.
 BLOCK = 128
-# Keys are padded to a multiple of this, and chunks start and stop at one: rows of maps are aligned for wide loads.
+# The keys of a block are a multiple of this.
 ALIGNMENT = 16
-# Queries and keys of a program's patch, and its warps: 8 entries a thread, which is one wide load in half precision and
-# the most that the hidden maps leave registers for. The backward kernels write partial sums for each patch, so theirs
-# are larger; with more than 5 rows on a side (rank 2 and a gate), a static matrix or an additive mask they only have
-# registers for 4 entries.
-TILES = {
-    "dcmha_statistics": (16, 64, 4),
-    "dcmha_probs": (16, 64, 4),
-    "dcmha_backward_post": (32, 64, 8),
-    "dcmha_backward_pre": (32, 64, 8),
-}
-TILES_OF_MANY_ROWS = TILES | {"dcmha_backward_post": (16, 64, 8), "dcmha_backward_pre": (16, 64, 8)}
+# Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
+PANEL = 8
+# Queries and keys of a program's patch, and its warps: 16 entries a thread, whose hidden maps (8 at rank 2) take half
+# of the registers that it can have. Compiled for sm_90 and counted, not run: with 8 entries the kernels need 1.10,
+# 1.12, 1.30 and 1.31 times the instructions, as what is loaded for a key or a query serves fewer of them, and registers
+# leave room for no more entries on a multiprocessor: two programs of 16 (three of `dcmha_statistics`), or three to five
+# of 8.
+# The shape matters little (95 to 103 instructions in `dcmha_backward_post` from 32 x 32 to 8 x 256), so that it is one
+# with little traffic of factors and partial sums. More than 5 rows on a side (rank 2 and a gate), or a static matrix in
+# float32, leave registers for 8 entries.
+TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
+TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
 
@@ -59,23 +64,27 @@ class Workspace:
         self.kernels = load_kernels(inputs.query.device)
         self.structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
         self.scaling, self.groups = settings.scaling, settings.groups
-        self.padded_keys = aligned(keys)
-        self.query, self.key, self.value = inputs.query, self._padded(inputs.key), self._padded(inputs.value)
+        self.rows = tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
+        has_static = inputs.pre_static is not None or inputs.post_static is not None
+        self.tiles = tiles_for(self.rows, wide_static=has_static and inputs.query.dtype == torch.float32)
+        self.patch = tuple(map(max, zip(*(tile[:2] for tile in self.tiles.values()), strict=True)))
+        self.queries, self.keys = map(aligned, (queries, keys), self.patch)
+        self.query = padded(inputs.query, 2, self.queries)
+        self.key, self.value = (
+            padded(rows, 2, self.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value)
+        )
         dtype = torch.float32 if self.query.dtype == torch.float32 else torch.float16
         self.score_query, self.score_key = self.query.to(dtype), self.key.to(dtype)
-        lengths = (queries, self.padded_keys, queries, self.padded_keys)
-        self.factors = Factors(*map(self._kernel_rows, inputs.rows, lengths))
-        self.rows = tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
+        self.factors = Factors(*map(as_panels, inputs.rows, (self.queries, self.keys) * 2))
         self.mask, self.bias = self._masks(inputs.mask)
-        has_static = inputs.pre_static is not None or inputs.post_static is not None
-        self.tiles = tiles_for(self.rows, reads_more=has_static or self.bias is not None)
         rows_of_chunk = self._rows_of_chunk()
         self.spans = self._spans(rows_of_chunk, inputs.first_keys)
         self.first_keys = None
         if inputs.first_keys is not None:
-            self.first_keys = inputs.first_keys.to(self.query.device, torch.int32).contiguous()
+            first_keys = inputs.first_keys.to(self.query.device, torch.int32)
+            self.first_keys = padded(first_keys, 1, self.queries).contiguous()
         widest = max((keys.stop - keys.start for _, keys in self.spans), default=0)
-        item = self.heads * min(rows_of_chunk, queries) * widest
+        item = self.heads * min(rows_of_chunk, self.queries) * widest
         rows = max(1, min(self.batch // self.groups, LARGEST_MAP // max(1, item * self.groups)))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, self.query.new_empty(len(maps), self.items * item), strict=True))
@@ -148,7 +157,7 @@ class Workspace:
             lse,
             loop_bound(partial_lse.shape[1]),
             queries,
-            self.structure.queries,
+            self.queries,
             block_t=block_t,
             num_warps=warps,
         )
@@ -166,9 +175,9 @@ class Workspace:
 
     def _arguments(self, items: slice, queries: slice, keys: slice) -> tuple[Factors, Sizes, Visibility]:
         cut = zip(self.factors, (queries, keys, queries, keys), strict=True)
-        factors = Factors(*(None if rows is None else rows[items, :, :, side] for rows, side in cut))
+        factors = Factors(*(None if rows is None else panels_of(rows, side)[items] for rows, side in cut))
         lengths = (queries.stop - queries.start, keys.stop - keys.start)
-        sizes = Sizes(*lengths, self.structure.queries, self.padded_keys)
+        sizes = Sizes(*lengths, self.queries, self.keys)
         return factors, sizes, self._visibility(slice(items.start // self.groups, None), queries, keys)
 
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
@@ -179,6 +188,7 @@ class Workspace:
             distance=queries.start + structure.keys - structure.queries - keys.start,
             behind=window - 1,
             ahead=0 if structure.is_causal else window - 1,
+            real_queries=structure.queries - queries.start,
             real_keys=structure.keys - keys.start,
             groups=self.groups,
             mask=mask,
@@ -186,7 +196,7 @@ class Workspace:
             bias=bias,
             bias_strides=(0, 0, 0) if bias is None else bias.stride(),
             first_keys=None if self.first_keys is None else self.first_keys[rows, queries],
-            row_of_first_keys=structure.queries,
+            row_of_first_keys=self.queries,
             start=keys.start,
         )
 
@@ -198,7 +208,7 @@ class Workspace:
 
     def _rows_of_chunk(self) -> int:
         """How many queries a chunk has."""
-        queries, rows = self.structure.queries, ROWS
+        queries, rows = self.structure.queries, aligned(ROWS, self.patch[0])
         while rows < queries:
             keys = self.structure.reach(slice(max(0, queries - 2 * rows), queries))
             if not fits_in_a_chunk(self.batch * self.heads * 2 * rows * (keys.stop - keys.start)):
@@ -207,31 +217,21 @@ class Workspace:
         return rows
 
     def _spans(self, rows: int, first_keys: Tensor | None) -> list[tuple[slice, slice]]:
-        """The queries and the keys of all chunks; keys start and stop at a multiple of `ALIGNMENT`.
+        """The queries and the keys of all chunks, whole patches of both.
 
         First keys shorten them where they are known without waiting for a device.
         """
         spans = []
         known = first_keys if first_keys is not None and first_keys.device.type == "cpu" else None
         for start in range(0, self.structure.queries, rows):
-            queries = slice(start, min(start + rows, self.structure.queries))
-            keys = self.structure.reach(queries)
-            first = keys.start if known is None else max(keys.start, int(known[:, queries].min()))
+            real = slice(start, min(start + rows, self.structure.queries))
+            keys = self.structure.reach(real)
+            first = keys.start if known is None else max(keys.start, int(known[:, real].min()))
             if first < keys.stop:
-                spans.append((queries, slice(first // ALIGNMENT * ALIGNMENT, aligned(keys.stop))))
+                block = self.patch[1]
+                queries = slice(start, min(start + rows, self.queries))
+                spans.append((queries, slice(first // block * block, aligned(keys.stop, block))))
         return spans
-
-    def _padded(self, rows: Tensor) -> Tensor:
-        """`[B, H_kv, S, D]` to `[B * H_kv, S padded, D]`, contiguous; padding is zero."""
-        missing = self.padded_keys - rows.shape[2]
-        return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).contiguous().flatten(0, 1)
-
-    def _kernel_rows(self, rows: Tensor | None, length: int) -> Tensor | None:
-        """`[B, T or S, rows, H]` to `[B, rows, H, length]`, contiguous; padding is zero."""
-        if rows is None:
-            return None
-        rows, missing = rows.permute(0, 2, 3, 1), length - rows.shape[1]
-        return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 
 
 def load_kernels(device: torch.device) -> dict[str, Any]:
@@ -259,14 +259,14 @@ def block_of(window: int) -> int:
     return max(BLOCK, window // 2)
 
 
-def tiles_for(rows: tuple[int, ...], *, reads_more: bool) -> dict[str, tuple[int, int, int]]:
+def tiles_for(rows: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each kernel.
 
     Args:
         rows: the number of packed rows on each side of each stage.
-        reads_more: whether a static matrix or an additive mask adds tiles to those that a thread holds.
+        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
     """
-    return TILES_OF_MANY_ROWS if max(rows) > 5 or reads_more else TILES
+    return TILES_OF_MANY_ROWS if max(rows) > 5 or wide_static else TILES
 
 
 def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
@@ -274,6 +274,30 @@ def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) 
     torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
 
 
-def aligned(keys: int) -> int:
-    """Returns the next multiple of `ALIGNMENT`."""
-    return -(-keys // ALIGNMENT) * ALIGNMENT
+def aligned(length: int, multiple: int | None = None) -> int:
+    """Returns the next multiple, of `ALIGNMENT` if of nothing else."""
+    multiple = multiple or ALIGNMENT
+    return -(-length // multiple) * multiple
+
+
+def padded(rows: Tensor, axis: int, length: int) -> Tensor:
+    """Returns `rows` with zeros after the end of an axis, so that it has this length; as they are if it has."""
+    missing = length - rows.shape[axis]
+    return F.pad(rows, (0, 0) * (rows.ndim - 1 - axis) + (0, missing)) if missing else rows
+
+
+def as_panels(rows: Tensor | None, length: int) -> Tensor | None:
+    """`[B, T or S, rows, H]` to panels `[B, H, length / PANEL, rows, PANEL]` in the float32 that kernels compute in.
+
+    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All rows
+    of a panel lie at fixed distances, so that a kernel keeps one address for a side.
+    """
+    if rows is None:
+        return None
+    panels = padded(rows, 1, length).unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
+    return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def panels_of(rows: Tensor, positions: slice) -> Tensor:
+    """The panels of these positions, which start and stop at one."""
+    return rows[:, :, positions.start // PANEL : positions.stop // PANEL]

@@ -1,6 +1,7 @@
 """The Triton kernels compiled for GPUs that need not be there: every configuration fits, without spilling registers.
 
-`python tests/modeling/test_triton_compile.py 90` prints what each kernel takes on that compute capability.
+`python tests/modeling/test_triton_compile.py 90` prints what each kernel takes on that compute capability; names of
+`CONFIGURATIONS` after it choose some of them.
 """
 
 import json
@@ -15,12 +16,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
 
 # Bytes of shared memory that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes that a thread may spill: a few values outside of the loops.
 SPILLED, SPILLED_IN_DECODING = 4, 16
+# Instructions of threads in the main configuration for a (head, query, key), with ten percent to spare.
+MAIN = "all terms, 16 heads"
+INSTRUCTIONS = {"dcmha_statistics": 32, "dcmha_probs": 42, "dcmha_backward_post": 110, "dcmha_backward_pre": 97}
 
 
 class Configuration(NamedTuple):
@@ -48,8 +54,16 @@ class Decoding(NamedTuple):
     is_short: bool = False
 
 
+class Compiled(NamedTuple):
+    """A kernel and, if its loops are over heads, what a program of it works on."""
+
+    kernel: Any
+    entries: float = 0  # of a thread in each head's tile
+    heads: int = 1
+
+
 CONFIGURATIONS: dict[str, Configuration | Decoding] = {
-    "all terms, 16 heads": Configuration(),
+    MAIN: Configuration(),
     "all terms, 32 heads": Configuration(32),
     "all terms, 64 heads": Configuration(64),
     "all terms, 12 heads, float16": Configuration(12, "fp16"),
@@ -85,21 +99,39 @@ KNOWN = {"none": None, "one": 1}
 OWN = {
     "dcmha_statistics": ("scores", "fp32"),
     "dcmha_probs": ("scores", "map", "fp32"),
-    "dcmha_backward_post": ("scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
+    "dcmha_backward_post": ("scores", "map", "scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
     "dcmha_backward_pre": ("scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
 }
 
 
 @pytest.fixture(scope="module", params=sorted(SHARED_MEMORY))
-def compiled(request: pytest.FixtureRequest) -> tuple[int, dict[str, dict[str, dict[str, int]]]]:
-    """A compute capability and, by configuration and kernel, what was compiled for it.
+def compiled(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    """A compute capability and, by configuration and kernel, what was compiled for it."""
+    return request.param, compile_elsewhere(request.param)
 
-    Another process compiles: where this one interprets kernels, it cannot.
-    """
+
+def compile_elsewhere(capability: int, *names: str) -> dict[str, Any]:
+    """What this module prints: where this process interprets kernels, it cannot compile them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(request.param)]
+    command = [sys.executable, __file__, str(capability), *names]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return request.param, dict(map(json.loads, result.stdout.splitlines()))
+    return dict(map(json.loads, result.stdout.splitlines()))
+
+
+def test_the_instructions_of_a_known_loop_are_counted() -> None:
+    taken = compile_elsewhere(90, "axpy")["axpy"]["axpy"]
+    assert taken["by_class"]["float"] == 1  # a multiplication and an addition in one
+    assert taken["by_class"]["memory"] == 3 / 4  # four entries to a load or a store
+    assert sum(taken["by_class"].values()) == pytest.approx(taken["instructions"], abs=0.1)
+    assert 1.75 < taken["instructions"] < 4
+
+
+@pytest.mark.slow
+def test_the_main_configuration_has_few_instructions(compiled: tuple[int, Any]) -> None:
+    capability, takes = compiled
+    if capability == 90:
+        for name, limit in INSTRUCTIONS.items():
+            assert takes[MAIN][name]["instructions"] + takes[MAIN][name]["outside"] <= limit
 
 
 @pytest.mark.slow
@@ -113,7 +145,26 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
         assert kernel["spilled"] <= (SPILLED_IN_DECODING if decodes else SPILLED)
 
 
-def compile_all(configuration: Configuration | Decoding, capability: int) -> dict[str, Any]:
+@triton.jit
+def axpy(x, y, factor, stride, rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
+    """A kernel with a loop whose instructions are known."""
+    for row in range(rows):
+        places = row * stride + tl.arange(0, block)
+        tl.store(y + places, tl.load(x + places) * factor + tl.load(y + places))
+
+
+def compile_axpy(capability: int) -> dict[str, Compiled]:
+    source = triton.compiler.ASTSource(
+        axpy,
+        {"x": "*fp32", "y": "*fp32", "factor": "fp32", "stride": "i32", "rows": "constexpr", "block": "constexpr"},
+        {(4,): 1024, (5,): 512},
+        {(index,): [["tt.divisibility", 16]] for index in (0, 1, 3)},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    return {"axpy": Compiled(kernel, entries=4, heads=1024)}
+
+
+def compile_all(configuration: Configuration | Decoding, capability: int) -> dict[str, Compiled]:
     """Compiles with the specialisations that Triton would choose for aligned tensors."""
     if isinstance(configuration, Decoding):
         return compile_decoding(configuration, capability)
@@ -127,27 +178,26 @@ def compile_all(configuration: Configuration | Decoding, capability: int) -> dic
     strides = ("i32", "i32", "one")
     masks = ("*u8", strides, "*fp32" if is_additive else "none", strides)
     common = (
-        Factors(*(f"*{dtype}" if count else "none" for count in rows)),
+        Factors(*("*fp32" if count else "none" for count in rows)),
         Sizes("i32", "i32", "i32", "i32"),
-        Visibility("i32", "i32", "i32", "i32", "one", *masks, "*i32" if has_documents else "none", "i32", "i32"),
+        Visibility("i32", "i32", "i32", "i32", "i32", "one", *masks, "*i32" if has_documents else "none", "i32", "i32"),
         Statics(*statics),
     )
     compiled = {}
     for name, own in OWN.items():
-        block_t, block_s, warps = tiles_for(rows, reads_more=has_static or is_additive)[name]
+        block_t, block_s, warps = tiles_for(rows, wide_static=has_static and dtype == "fp32")[name]
         kinds = (*("*" + {"scores": scores, "map": dtype}.get(kind, kind) for kind in own), *common)
         constants = {"heads": heads, "rows": rows, "block_t": block_t, "block_s": block_s}
         # Lengths of rows are multiples of 16; what is visible starts and ends anywhere.
-        compiled[name] = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
+        kernel = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
+        compiled[name] = Compiled(kernel, block_t * block_s / (32 * warps), heads)
     block_t, warps = MERGED
     kinds = ("*fp32", "*fp32", "i32", "i32", "i32")
-    compiled["dcmha_merge"] = compile_kernel(
-        "dcmha_merge", kinds, {"block_t": block_t}, capability, {2}, num_warps=warps
-    )
-    return compiled
+    merge = compile_kernel("dcmha_merge", kinds, {"block_t": block_t}, capability, {2}, num_warps=warps)
+    return compiled | {"dcmha_merge": Compiled(merge)}
 
 
-def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Any]:
+def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Compiled]:
     from dynattn.modeling.ops.dcmha_triton_decode import (
         STAGES,
         WARPS,
@@ -183,7 +233,8 @@ def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Any]
     unaligned = {"dcmha_decode_scores": {6}, "dcmha_decode_outputs": {5}, "dcmha_decode_sum": {2}}
     options = {"num_warps": WARPS, "num_stages": STAGES}
     return {
-        name: compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options) for name in kinds
+        name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
+        for name in kinds
     }
 
 
@@ -192,8 +243,6 @@ def compile_kernel(
 ) -> Any:
     """Compiles for these kinds of arguments, of which all but the `unaligned` ones are divisible by 16."""
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
 
     from dynattn.modeling.ops.dcmha_triton_workspace import load_kernels
 
@@ -224,29 +273,44 @@ def leaves(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple
             yield (*path, index), kind
 
 
-def takes_of(kernel: Any, capability: int) -> dict[str, int]:
-    """Bytes of shared memory, registers of a thread, and bytes that it spills, from the assembler's report."""
-    import triton
+def takes_of(compiled: Compiled, capability: int) -> dict[str, Any]:
+    """Bytes of shared memory, registers of a thread, bytes that it spills, and instructions if loops are over heads."""
+    taken = {"shared": compiled.kernel.metadata.shared, **report_of(compiled.kernel.asm["ptx"], capability)}
+    return taken | (instructions_of(compiled) if compiled.entries else {})
 
+
+def instructions_of(compiled: Compiled) -> dict[str, Any]:
+    """What a thread does for an entry of a head's tile, in loops by class; and outside of them, over all heads."""
+    from sass import disassemble, parse
+
+    program = parse(disassemble(compiled.kernel.asm["cubin"]))
+    by_class = {kind: round(count / compiled.entries, 2) for kind, count in sorted(program.counts.items())}
+    return {
+        "instructions": round(sum(program.counts.values()) / compiled.entries, 1),
+        "by_class": by_class,
+        "outside": round(program.straight / (compiled.entries * compiled.heads), 1),
+    }
+
+
+def report_of(ptx: str, capability: int) -> dict[str, int]:
+    """The registers of a thread and the bytes that it spills, as the assembler says."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(kernel.asm["ptx"])
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
         command = [str(assembler), "-v", f"-arch=sm_{capability}{'a' if capability >= 90 else ''}", str(source)]
-        report = subprocess.run(
-            [*command, "-o", str(Path(folder, "kernel.cubin"))], capture_output=True, text=True, check=True
-        ).stderr
+        report = subprocess.run([*command, "-o", str(cubin)], capture_output=True, text=True, check=True).stderr
     patterns = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
     found = {name: re.search(pattern, report) for name, pattern in patterns.items()}
-    return {"shared": kernel.metadata.shared, **{name: int(match[1]) for name, match in found.items() if match}}
+    return {name: int(match[1]) for name, match in found.items() if match}
 
 
-def main(capability: int) -> None:
-    for name, configuration in CONFIGURATIONS.items():
-        kernels = compile_all(configuration, capability)
+def main(capability: int, *names: str) -> None:
+    for name in names or CONFIGURATIONS:
+        kernels = compile_axpy(capability) if name == "axpy" else compile_all(CONFIGURATIONS[name], capability)
         takes = {kernel: takes_of(compiled, capability) for kernel, compiled in kernels.items()}
         print(json.dumps([name, takes]), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])
