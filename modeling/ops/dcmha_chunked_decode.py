@@ -1,7 +1,7 @@
 """`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read as they lie in the cache.
 
-On a CPU it is one call of C code where that serves, one node in a compiled graph. Everything else is ordinary
-differentiable PyTorch, which compilers see through; its maps are `[B, S, H]`, as the factors are.
+On a CPU it is one call of C code where that serves. Everything else is ordinary differentiable PyTorch, which compilers
+see through; its maps are `[B, S, H]`, as the factors are.
 """
 
 from typing import TYPE_CHECKING
@@ -35,9 +35,10 @@ def attend_to_cache(
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
-    if serves(query, key, value, pre, post, mask) and _compiles_c():
-        call = attend_op if torch.compiler.is_compiling() else attend
-        return call(query, key, value, pre, post, scaling, mask)
+    compiles = torch.compiler.is_compiling()
+    # What Inductor makes of a float32 step is no slower than C code with an operator's overhead.
+    if not (compiles and query.dtype == torch.float32) and serves(query, key, value, pre, post, mask) and _has_c():
+        return (attend_op if compiles else attend)(query, key, value, pre, post, scaling, mask)
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
     probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2))
@@ -45,7 +46,7 @@ def attend_to_cache(
 
 
 @torch.compiler.assume_constant_result
-def _compiles_c() -> bool:
+def _has_c() -> bool:
     """Whether C code composes float32 maps on a CPU, as those of all dtypes are here."""
     return choose_composer(torch.device("cpu"), torch.float32, 0) is NATIVE
 
