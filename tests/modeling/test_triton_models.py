@@ -1,5 +1,6 @@
 """Models with `attn_implementation="triton"`, in Triton's interpreter or on a GPU, against the same with `eager`."""
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -60,9 +61,12 @@ def test_gradients_of_all_parameters_with_checkpointing(
 ) -> None:
     ours, theirs = pair(make_model, device, **fields)
     ours.train().gradient_checkpointing_enable()
-    expected = gradients(theirs)
+    truths = gradients(copy.deepcopy(theirs).double())
+    references = gradients(theirs)
     for name, gradient in gradients(ours).items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
+        truth = truths[name]
+        error, noise = ((one - truth).abs().max() for one in (gradient, references[name]))
+        assert error <= 4 * noise + 1e-6 * truth.abs().max(), name
 
 
 @on_every_device

@@ -445,4 +445,9 @@ def test_compiled_contestants_in_a_process_that_pins_itself(tmp_path: Path) -> N
     assert not [row["failure"] for row in rows if "failure" in row]
     compiled = [row for row in rows if row["name"].endswith("-compiled")]
     assert {row["name"] for row in compiled} == names
-    assert all(row["first_seconds"] > 3 * row["timing"]["median"] for row in compiled)
+    # Chunks of float32 on a CPU stay C code, which is compiled once for all processes.
+    in_c = ("attention", "chunked-compiled")
+    named = [(case["subject"], row) for case in record["cases"] for row in case["rows"] if row in compiled]
+    slow_at_first = [row for subject, row in named if (subject, row["name"]) != in_c]
+    assert len(slow_at_first) == len(compiled) - 2  # forward, and with backward
+    assert all(row["first_seconds"] > 3 * row["timing"]["median"] for row in slow_at_first)
