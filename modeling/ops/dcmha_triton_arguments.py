@@ -79,6 +79,18 @@ class Visibility(NamedTuple):
     start: int  # the chunk's first key
 
 
+class Matrices(NamedTuple):
+    """What composes the heads, one matrix [out, in] for each position of one chunk; None where a side composes nothing.
+
+    Heads are filled up with zeros to 16 or 32. The identity and a static matrix are in those of a stage's queries.
+    """
+
+    pre_query: Tensor | None  # [items, c of T, padded, padded]
+    pre_key: Tensor | None  # [items, n of S, padded, padded]
+    post_query: Tensor | None
+    post_key: Tensor | None
+
+
 class Statics(NamedTuple):
     """Maps `[items, H, c, n]` between the kernels and the products with static matrices; None without a matrix."""
 
@@ -94,4 +106,5 @@ class Chunk(NamedTuple):
     queries: slice
     keys: slice
     counts: tuple[int, int, int]  # of items, queries and keys
-    arguments: tuple[Factors, Sizes, Visibility]  # of all kernels
+    sizes: Sizes
+    where: Visibility

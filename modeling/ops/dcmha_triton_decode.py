@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .dcmha_triton_workspace import load_kernels
+from .dcmha_triton_workspace import load_kernels, loop_bound
 from .masking import split_mask
 
 if TYPE_CHECKING:
@@ -171,8 +171,6 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
 
 def _loopable(sizes: CacheSizes) -> CacheSizes:
     """Sizes as kernels take them; their module is imported where it is needed, as `load_kernels` does."""
-    from .dcmha_triton_tiles import loop_bound
-
     return sizes._replace(blocks=loop_bound(sizes.blocks), splits=loop_bound(sizes.splits))
 
 

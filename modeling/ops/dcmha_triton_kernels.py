@@ -1,4 +1,6 @@
-"""The kernels of `dcmha_triton`: everything between the matrix products, for all heads of a patch of scores at once.
+"""Kernels of `dcmha_triton` that go through the heads: all between the matrix products, for a patch of scores.
+
+They serve where those of `dcmha_triton_matrix_kernels` do not: in float32, and for few or many heads.
 
 A patch is `block_t` queries by `block_s` keys of one batch item. Composition mixes heads for each (query, key) pair on
 its own, so a program that sees a patch of *every* head needs nothing from its neighbours. For one stage, with factors
@@ -51,7 +53,7 @@ Head groups, whose low-rank terms are apart, come as items of the batch; `groups
 
 Tiles are 2-D, and a thread holds the same entries of each, so that sums over heads stay in a thread. Sums over keys
 and over queries do not; larger patches make them rarer, and registers bound the patches: `TILES` in
-`dcmha_triton_workspace` has their sizes. Two sums leave at once where they can, so that threads wait for each other
+`dcmha_triton_choice` has their sizes. Two sums leave at once where they can, so that threads wait for each other
 half as often. Gradients of factors leave as one partial sum for each patch and are added up in a fixed order: no
 atomics, the same result every time.
 """

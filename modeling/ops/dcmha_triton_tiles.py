@@ -1,6 +1,6 @@
 """What the kernels of `dcmha_triton` are made of: tiles `[block_t, block_s]` of one head, and what composes them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -293,8 +293,3 @@ def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
 def finite(highest):
     """What can be subtracted from minus infinity."""
     return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-def loop_bound(count: int) -> Any:
-    """`count` as an argument that kernels loop up to: Triton's interpreter needs it as a constant."""
-    return tl.constexpr(count) if INTERPRETED else count

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .dcmha_triton_arguments import MapInputs, MapSettings
+from .dcmha_triton_choice import block_of, fits_in_a_chunk
 from .dcmha_triton_sweeps import attend, attend_backward
-from .dcmha_triton_workspace import aligned, block_of, fits_in_a_chunk
+from .dcmha_triton_workspace import aligned
 
 # Where the sequence runs in each of the inputs.
 QUERY_AXES = {"query": 2, "pre_query": 1, "post_query": 1}

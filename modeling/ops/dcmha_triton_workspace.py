@@ -21,61 +21,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dcmha_triton_arguments import Chunk, Factors, MapInputs, MapSettings, Sizes, Statics, Visibility
+from .dcmha_triton_arguments import Chunk, MapInputs, MapSettings, Sizes, Visibility
+from .dcmha_triton_choice import fewest_rows, fits_in_a_chunk, items_of_a_chunk, tile_of_merge
 from .masking import Structure, split_mask
 
-# Queries of a chunk, at least: more make better matrix products, fewer waste less on the triangle of hidden keys.
-ROWS = 128
-# Items of the batch share a chunk, and where all of them do it has more queries, while a map has no more elements than
-# this: 128 MiB in half precision. Python and PyTorch need about 100 us to launch a chunk forward and 200 us backward,
-# in which memory of 4.3 TB/s moves the 10 and 24 bytes per element of 40 million; under a causal mask the average chunk
-# has half of what the largest has. Smaller maps would stay in the device's cache, at most 1.3 times as fast, and leave
-# it waiting. Chosen on paper.
-LARGEST_MAP = 1 << 26
-# A causal window is cut into blocks of half as many queries as it has keys, but of at least this many. Chunks compute
-# (c + W) / W of the pairs that are visible, and n / c copies of each key are made, about 3 at most. For 256 keys and 64
-# channels 128 queries move the fewest bytes, 10 (c + W) + 8 D n / c for a query and a head; for wider windows chunks of
-# `ROWS` queries of a block keep the first term low, and longer blocks the second. Chosen on paper.
-BLOCK = 128
 # The keys of a block are a multiple of this.
 ALIGNMENT = 16
-# Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
-PANEL = 8
-# Queries and keys of a program's patch, and its warps: 16 entries a thread, whose hidden maps (8 at rank 2) take half
-# of the registers that it can have. Compiled for sm_90 and counted, not run: with 8 entries the kernels need 1.10,
-# 1.12, 1.30 and 1.31 times the instructions, as what is loaded for a key or a query serves fewer of them, and registers
-# leave room for no more entries on a multiprocessor: two programs of 16 (three of `dcmha_statistics`), or three to five
-# of 8.
-# The shape matters little (95 to 103 instructions in `dcmha_backward_post` from 32 x 32 to 8 x 256), so that it is one
-# with little traffic of factors and partial sums. More than 5 rows on a side (rank 2 and a gate), or a static matrix in
-# float32, leave registers for 8 entries.
-TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
-TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
-# Queries of a program of `dcmha_merge`, and its warps.
-MERGED = (32, 4)
 
 
 class Workspace:
-    """The inputs as kernels and matrix products take them, and `maps` buffers that all chunks share."""
+    """The inputs as kernels and matrix products take them, and `maps` buffers that all chunks share.
 
-    def __init__(self, inputs: MapInputs, settings: MapSettings, maps: tuple[str, ...]) -> None:
+    Args:
+        patch: queries and keys that lengths are multiples of.
+    """
+
+    def __init__(self, inputs: MapInputs, settings: MapSettings, maps: tuple[str, ...], patch: tuple[int, int]) -> None:
         self.batch, self.heads, queries, _ = inputs.query.shape
         self.kv_heads, keys = inputs.key.shape[1:3]
         self.kernels = load_kernels(inputs.query.device)
         self.structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
-        self.scaling, self.groups = settings.scaling, settings.groups
-        self.rows = tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
-        has_static = inputs.pre_static is not None or inputs.post_static is not None
-        self.tiles = tiles_for(self.rows, wide_static=has_static and inputs.query.dtype == torch.float32)
-        self.patch = tuple(map(max, zip(*(tile[:2] for tile in self.tiles.values()), strict=True)))
-        self.queries, self.keys = map(aligned, (queries, keys), self.patch)
+        self.scaling, self.groups, self.patch = settings.scaling, settings.groups, patch
+        self.queries, self.keys = map(aligned, (queries, keys), patch)
         self.query = padded(inputs.query, 2, self.queries)
         self.key, self.value = (
             padded(rows, 2, self.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value)
         )
         dtype = torch.float32 if self.query.dtype == torch.float32 else torch.float16
         self.score_query, self.score_key = self.query.to(dtype), self.key.to(dtype)
-        self.factors = Factors(*map(as_panels, inputs.rows, (self.queries, self.keys) * 2))
         self.mask, self.bias = self._masks(inputs.mask)
         rows_of_chunk = self._rows_of_chunk()
         self.spans = self._spans(rows_of_chunk, inputs.first_keys)
@@ -85,7 +58,7 @@ class Workspace:
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
         widest = max((keys.stop - keys.start for _, keys in self.spans), default=0)
         item = self.heads * min(rows_of_chunk, self.queries) * widest
-        rows = max(1, min(self.batch // self.groups, LARGEST_MAP // max(1, item * self.groups)))
+        rows = max(1, min(self.batch // self.groups, items_of_a_chunk(item * self.groups)))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, self.query.new_empty(len(maps), self.items * item), strict=True))
 
@@ -95,7 +68,9 @@ class Workspace:
             for first in range(0, self.batch, self.items):
                 items = slice(first, min(first + self.items, self.batch))
                 counts = items.stop - first, queries.stop - queries.start, keys.stop - keys.start
-                yield Chunk(items, queries, keys, counts, self._arguments(items, queries, keys))
+                sizes = Sizes(*counts[1:], self.queries, self.keys)
+                where = self._visibility(slice(items.start // self.groups, None), queries, keys)
+                yield Chunk(items, queries, keys, counts, sizes, where)
 
     def map(self, name: str, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
         """Returns one of the shared buffers as `[items, H, c, n]`; in the dtype of the values if in no other."""
@@ -132,26 +107,10 @@ class Workspace:
         multiply(query, key.transpose(1, 2), out=self.grouped(scores), scaling=self.scaling)
         return scores
 
-    def launch(self, name: str, chunk: Chunk, statics: Statics, *tensors: Tensor | None) -> None:
-        """Runs a kernel on all patches of a chunk."""
-        block_t, block_s, warps = self.tiles[name]
-        self.kernels[name][self.grid(name, chunk)](
-            *tensors,
-            *chunk.arguments,
-            statics,
-            heads=self.heads,
-            rows=self.rows,
-            block_t=block_t,
-            block_s=block_s,
-            num_warps=warps,
-        )
-
     def merge(self, chunk: Chunk, partial_lse: Tensor, lse: Tensor) -> None:
         """Sets the log-sum-exp of whole rows, `[items, H, c of T]`, from that of their patches."""
-        from .dcmha_triton_tiles import loop_bound
-
         items, queries, _ = chunk.counts
-        block_t, warps = MERGED
+        block_t, warps = tile_of_merge()
         self.kernels["dcmha_merge"][-(-queries // block_t), self.heads, items](
             partial_lse,
             lse,
@@ -162,23 +121,10 @@ class Workspace:
             num_warps=warps,
         )
 
-    def grid(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
-        """Returns the number of patches along the keys, along the queries, and of items."""
-        items, queries, keys = chunk.counts
-        block_t, block_s, _ = self.tiles[name]
-        return -(-keys // block_s), -(-queries // block_t), items
-
-    def partial_of_queries(self, name: str, chunk: Chunk) -> Tensor:
+    def partial_of_queries(self, chunk: Chunk, block: int) -> Tensor:
         """Room for a number of each head and query from each block of keys: `[items, blocks, H, c]`."""
-        blocks, _, items = self.grid(name, chunk)
-        return self.query.new_empty(items, blocks, self.heads, chunk.counts[1], dtype=torch.float32)
-
-    def _arguments(self, items: slice, queries: slice, keys: slice) -> tuple[Factors, Sizes, Visibility]:
-        cut = zip(self.factors, (queries, keys, queries, keys), strict=True)
-        factors = Factors(*(None if rows is None else panels_of(rows, side)[items] for rows, side in cut))
-        lengths = (queries.stop - queries.start, keys.stop - keys.start)
-        sizes = Sizes(*lengths, self.queries, self.keys)
-        return factors, sizes, self._visibility(slice(items.start // self.groups, None), queries, keys)
+        items, queries, keys = chunk.counts
+        return self.query.new_empty(items, -(-keys // block), self.heads, queries, dtype=torch.float32)
 
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
         structure = self.structure
@@ -208,7 +154,7 @@ class Workspace:
 
     def _rows_of_chunk(self) -> int:
         """How many queries a chunk has."""
-        queries, rows = self.structure.queries, aligned(ROWS, self.patch[0])
+        queries, rows = self.structure.queries, aligned(fewest_rows(), self.patch[0])
         while rows < queries:
             keys = self.structure.reach(slice(max(0, queries - 2 * rows), queries))
             if not fits_in_a_chunk(self.batch * self.heads * 2 * rows * (keys.stop - keys.start)):
@@ -245,28 +191,16 @@ def load_kernels(device: torch.device) -> dict[str, Any]:
         raise ValueError(f"implementation='triton' runs on CUDA devices, not on {device.type!r}; use 'chunked'")
     from .dcmha_triton_decode_kernels import DECODE_KERNELS
     from .dcmha_triton_kernels import KERNELS
+    from .dcmha_triton_matrix_kernels import MATRIX_KERNELS
 
-    return KERNELS | DECODE_KERNELS
-
-
-def fits_in_a_chunk(elements: int) -> bool:
-    """Whether a chunk may have maps of so many elements."""
-    return elements <= LARGEST_MAP
+    return KERNELS | MATRIX_KERNELS | DECODE_KERNELS
 
 
-def block_of(window: int) -> int:
-    """Returns how many queries of a causal window are a block."""
-    return max(BLOCK, window // 2)
+def loop_bound(count: int) -> Any:
+    """`count` as an argument that kernels loop up to: Triton's interpreter needs it as a constant."""
+    from .dcmha_triton_tiles import INTERPRETED, tl
 
-
-def tiles_for(rows: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
-    """Returns the patch and the warps of each kernel.
-
-    Args:
-        rows: the number of packed rows on each side of each stage.
-        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
-    """
-    return TILES_OF_MANY_ROWS if max(rows) > 5 or wide_static else TILES
+    return tl.constexpr(count) if INTERPRETED else count
 
 
 def multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
@@ -284,20 +218,3 @@ def padded(rows: Tensor, axis: int, length: int) -> Tensor:
     """Returns `rows` with zeros after the end of an axis, so that it has this length; as they are if it has."""
     missing = length - rows.shape[axis]
     return F.pad(rows, (0, 0) * (rows.ndim - 1 - axis) + (0, missing)) if missing else rows
-
-
-def as_panels(rows: Tensor | None, length: int) -> Tensor | None:
-    """`[B, T or S, rows, H]` to panels `[B, H, length / PANEL, rows, PANEL]` in the float32 that kernels compute in.
-
-    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All rows
-    of a panel lie at fixed distances, so that a kernel keeps one address for a side.
-    """
-    if rows is None:
-        return None
-    panels = padded(rows, 1, length).unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
-    return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-
-
-def panels_of(rows: Tensor, positions: slice) -> Tensor:
-    """The panels of these positions, which start and stop at one."""
-    return rows[:, :, positions.start // PANEL : positions.stop // PANEL]

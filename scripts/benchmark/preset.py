@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dynattn.modeling.ops import dcmha_triton_workspace
+from dynattn.modeling.ops import dcmha_triton_choice
 
 from ..errors import UserError
 from .accuracy import judge
@@ -26,11 +26,22 @@ from .measuring import sample
 from .shapes import parse_shape
 from .tuning import Knob, Tuning, tune, using
 
-SECONDS, TUNING_SECONDS = 570.0, 100.0
+SECONDS, TUNING_SECONDS = 570.0, 170.0
 # Tuned for the long ones of both widths and for a window, forward and backward.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
 TUNED_BY, TRIAL_SAMPLES = "triton", 5
+# Queries and keys of a patch, warps, and stages of loading in the kernels that hold all heads.
 TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
+FORWARD_TILES = (
+    (8, 32, 4, 1),
+    (8, 32, 4, 2),
+    (16, 32, 8, 1),
+    (16, 16, 4, 1),
+    (8, 16, 4, 1),
+    (8, 32, 8, 1),
+    (8, 64, 8, 1),
+)
+BACKWARD_TILES = ((16, 32, 8, 1), (16, 32, 8, 2), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 2))
 
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
@@ -83,11 +94,22 @@ GPU = (
     ),
 )
 
-KNOBS = (
-    Knob("ROWS", (64, 256, 512)),
+# Which kernels serve: with the candidate those that go through the heads, for any number of them.
+FAMILY = Knob("FEWEST_HEADS", (dcmha_triton_choice.MOST_HEADS + 1,))
+CUTS = (
     Knob("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
+    Knob("ROWS", (64, 256, 512)),
     Knob("BLOCK", (64, 256)),
-    *(Knob("TILES", TILES, name) for name in dcmha_triton_workspace.TILES),
+)
+LOOP_KNOBS = (*CUTS, *(Knob("TILES", TILES, name) for name in dcmha_triton_choice.TILES))
+MATRIX_KNOBS = (
+    *CUTS,
+    Knob("TURNS", (4, 16)),
+    *(
+        Knob(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
+        for name in dcmha_triton_choice.MATRIX_KERNELS
+        for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
+    ),
 )
 
 
@@ -111,7 +133,7 @@ def run_preset(
     *,
     parts: tuple[Part, ...] = GPU,
     find: Callable[[BenchmarkArguments, float], Tuning] | None = None,
-    module: ModuleType = dcmha_triton_workspace,
+    module: ModuleType = dcmha_triton_choice,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether all that was measured is right.
@@ -139,10 +161,18 @@ def run_preset(
 
 
 def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
-    """Tunes the Triton path for bfloat16."""
+    """Tunes the Triton path for bfloat16: first which kernels serve, then theirs."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=1))
-    trial = make_trial(settings, TUNED_SHAPES, TUNED_BY)
-    return tune(dcmha_triton_workspace, KNOBS, trial, lambda: time.monotonic() < end)
+    return tune_the_faster(make_trial(settings, TUNED_SHAPES, TUNED_BY), lambda: time.monotonic() < end)
+
+
+def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
+    """Finds the faster kind of kernels, and the best constants of that kind."""
+    family = tune(dcmha_triton_choice, (FAMILY,), trial, has_time)
+    knobs = LOOP_KNOBS if family.best[FAMILY] in FAMILY.candidates else MATRIX_KNOBS
+    with using(dcmha_triton_choice, family.best):
+        rest = tune(dcmha_triton_choice, knobs, trial, has_time)
+    return Tuning(family.best | rest.best, family.trials + rest.trials, rest.finished)
 
 
 def make_trial(settings: Settings, shapes: tuple[tuple[str, int | None], ...], name: str) -> Callable[[], float]:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops import dcmha_triton_decode, dcmha_triton_workspace
+from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_decode, dcmha_triton_sweeps
 from dynattn.modeling.ops.dcmha_chunked import dcmha_chunked
 from dynattn.modeling.ops.dcmha_eager import dcmha_eager
 from dynattn.modeling.ops.dcmha_triton import _forward_op, dcmha_triton
 from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha_triton_decode import _decode_op, _side, _tensors
+from dynattn.modeling.ops.dcmha_triton_loops import LoopComposer
+from dynattn.modeling.ops.dcmha_triton_matrices import MatrixComposer
+from dynattn.modeling.ops.dcmha_triton_sweeps import choose_composer
 from dynattn.modeling.ops.dcmha_triton_workspace import Workspace
 
 pytest.importorskip("triton")
@@ -88,11 +91,14 @@ DECODING = [
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks and patches in a few tokens; buffers start as NaN."""
-    tiles = dict.fromkeys(dcmha_triton_workspace.TILES, (8, 16, 4))
-    monkeypatch.setattr(dcmha_triton_workspace, "ROWS", 8)
-    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 1)
-    monkeypatch.setattr(dcmha_triton_workspace, "TILES", tiles)
-    monkeypatch.setattr(dcmha_triton_workspace, "TILES_OF_MANY_ROWS", tiles)
+    tiles = dict.fromkeys(dcmha_triton_choice.TILES, (8, 16, 4))
+    monkeypatch.setattr(dcmha_triton_choice, "ROWS", 8)
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
+    monkeypatch.setattr(dcmha_triton_choice, "TILES", tiles)
+    monkeypatch.setattr(dcmha_triton_choice, "TILES_OF_MANY_ROWS", tiles)
+    matrix_tiles = dict.fromkeys(dcmha_triton_choice.MATRIX_TILES_16, (16, 16, 4, 1))
+    monkeypatch.setattr(dcmha_triton_choice, "MATRIX_TILES_16", matrix_tiles)
+    monkeypatch.setattr(dcmha_triton_choice, "TURNS", 2)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -185,8 +191,15 @@ def assert_equal_to_the_reference(case: Case) -> None:
         torch.testing.assert_close(ours.double(), true, atol=2e-5, rtol=1e-5)
 
 
+@pytest.fixture(params=["loops", "matrices"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels compose, whatever the dtype and the number of heads."""
+    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: request.param == "matrices")
+    return str(request.param)
+
+
 @interpreted
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "family")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_all_gradients_equal_the_reference(case: Case) -> None:
     assert_equal_to_the_reference(case)
@@ -199,10 +212,45 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 
 
 @interpreted
-@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("heads", [12, 18])
+def test_the_shipped_patches_of_all_heads_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: True)
+    assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
     assert_no_noisier_than_the_reference(Case(17, 17), dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
+    assert_no_noisier_than_the_reference(Case(40, 40, heads=(16, 4), terms=STATIC, batch=2, mask="padding"), dtype)
+
+
+@pytest.mark.parametrize(
+    ("expected", "dtype", "heads", "groups", "parts"),
+    [
+        (MatrixComposer, torch.bfloat16, 16, 1, {"pre_key", "post_query"}),
+        (MatrixComposer, torch.float16, 32, 2, {"pre_key"}),
+        (MatrixComposer, torch.bfloat16, 12, 1, {"post_static"}),
+        (LoopComposer, torch.float32, 16, 1, {"pre_key"}),
+        (LoopComposer, torch.bfloat16, 8, 1, {"pre_key"}),
+        (LoopComposer, torch.bfloat16, 64, 1, {"pre_key"}),
+        (LoopComposer, torch.bfloat16, 16, 2, {"pre_key", "pre_static"}),
+        (LoopComposer, torch.bfloat16, 16, 1, set()),
+    ],
+)
+def test_tensor_cores_compose_what_they_can(
+    expected: type, dtype: torch.dtype, heads: int, groups: int, parts: set[str]
+) -> None:
+    rows = torch.empty(2, heads, 9, 4, dtype=dtype)
+    inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
+    inputs = inputs._replace(**{part: torch.empty(1) for part in parts})
+    assert choose_composer(inputs, MapSettings(1.0, True, None, groups)) is expected
 
 
 @interpreted
@@ -250,11 +298,11 @@ def test_the_operator_says_what_it_returns() -> None:
 @interpreted
 @pytest.mark.parametrize("window", [None, 256])
 def test_memory_and_work_grow_with_the_reach_of_queries(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 1)
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
     heads, length = 4, 2048
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
     inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
-    work = Workspace(inputs, MapSettings(1.0, True, window, groups=1), ("a", "b", "c"))
+    work = Workspace(inputs, MapSettings(1.0, True, window, groups=1), ("a", "b", "c"), (32, 64))
     reach = length if window is None else window + 128 + 16
     assert sum(memory.numel() for memory in work.memory.values()) <= 3 * heads * 128 * reach
     pairs = sum(items * queries * keys for items, queries, keys in (chunk.counts for chunk in work.chunks()))
@@ -267,10 +315,10 @@ def test_chunks_take_more_items_and_then_more_queries(
     fitting: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, length = 4, 2048
-    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", fitting * heads * length)
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", fitting * heads * length)
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
     inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
-    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("a",))
+    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("a",), (32, 64))
     assert next(work.chunks()).counts[:2] == expected
     assert work.memory["a"].numel() <= fitting * heads * length
 
@@ -292,11 +340,13 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 
 @interpreted
 def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 1)
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
     query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))
     none = (None for _ in MapInputs._fields[3:-1])
     first_keys = (torch.arange(1024) // 256 * 256)[None]
-    work = Workspace(MapInputs(query, key, value, *none, first_keys), MapSettings(1.0, True, None, groups=1), ("a",))
+    work = Workspace(
+        MapInputs(query, key, value, *none, first_keys), MapSettings(1.0, True, None, groups=1), ("a",), (32, 64)
+    )
     pairs = sum(queries * keys for _, queries, keys in (chunk.counts for chunk in work.chunks()))
     assert pairs == 4 * 128 * (128 + 256)
 

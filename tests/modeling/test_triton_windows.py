@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_triton_workspace
+from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_workspace
 from dynattn.modeling.ops.dcmha_eager import dcmha_eager
 from dynattn.modeling.ops.dcmha_triton import dcmha_triton
 from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
@@ -35,7 +35,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a few tokens."""
-    monkeypatch.setattr(dcmha_triton_workspace, "BLOCK", 8)
+    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 8)
 
 
 class Recorder(NamedTuple):
@@ -84,8 +84,8 @@ def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, l
 
 @interpreted
 def test_many_chunks_of_blocks_equal_the_reference(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
-    monkeypatch.setattr(dcmha_triton_workspace, "ROWS", 8)
-    monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", 2 * 2 * 10 * 32)
+    monkeypatch.setattr(dcmha_triton_choice, "ROWS", 8)
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 2 * 2 * 10 * 32)
     tensors, keywords = random_inputs(Case(40, 40, window=20, rank=1))
     truth = run(dcmha_eager, tensors, keywords)
     assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
@@ -140,7 +140,7 @@ def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_launches_do_not_grow_with_the_sequence(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = record(monkeypatch, run=False)
-    monkeypatch.setattr(dcmha_triton_workspace, "BLOCK", 128)
+    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 128)
     run(dcmha_triton, *cast(*random_inputs(Case(length, length, rank=1, window=256, width=4)), torch.float32))
     assert len(names) == LAUNCHES
 
@@ -187,5 +187,5 @@ def test_a_batch_that_fills_chunks_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
     query, settings = torch.empty(4, 2, 32, 4), MapSettings(1.0, True, 5, groups=1)
     inputs = MapInputs(query, query, query, *(None for _ in MapInputs._fields[3:]))
     for room, is_cut in ((2, True), (1, False)):
-        monkeypatch.setattr(dcmha_triton_workspace, "LARGEST_MAP", room * 4 * 2 * 8 * 16)
+        monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 4 * 2 * 8 * 16)
         assert (choose_blocks(inputs, settings) is not None) == is_cut

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dynattn.modeling.ops import dcmha_triton_workspace
+from dynattn.modeling.ops import dcmha_triton_choice
 from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark import preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments, Settings, read_settings
-from dynattn.scripts.benchmark.preset import GPU, KNOBS, Part, make_trial, options_of, run_preset
+from dynattn.scripts.benchmark.preset import GPU, Part, make_trial, options_of, run_preset
 from dynattn.scripts.benchmark.shapes import parse_shape
 from dynattn.scripts.benchmark.tuning import Knob, Tuning, tune, using
 
@@ -67,12 +67,24 @@ def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
     assert len(tuning.trials) == 2
 
 
-def test_the_knobs_are_constants_that_the_kernels_have() -> None:
-    assert {knob.constant for knob in KNOBS} == {"ROWS", "LARGEST_MAP", "BLOCK", "TILES"}
-    for knob in KNOBS:
-        value = knob.value(dcmha_triton_workspace)
+@pytest.mark.parametrize("knobs", [preset.LOOP_KNOBS, preset.MATRIX_KNOBS])
+def test_the_knobs_are_constants_that_the_kernels_have(knobs: tuple[Knob, ...]) -> None:
+    for knob in (preset.FAMILY, *knobs):
+        value = knob.value(dcmha_triton_choice)
         assert all(type(value) is type(candidate) for candidate in knob.candidates)
-        assert knob.constant == "LARGEST_MAP" or not isinstance(value, tuple) or value in knob.candidates
+        assert not isinstance(value, tuple) or value in knob.candidates
+
+
+@pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
+def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> None:
+    def trial() -> float:
+        return of_loops if dcmha_triton_choice.FEWEST_HEADS > 32 else 1.0
+
+    tuning = preset.tune_the_faster(trial, lambda: True)
+    assert tuning.finished and (tuning.best[preset.FAMILY] > 32) == (of_loops < 1)
+    tried = {one["constant"] for one in tuning.trials}
+    assert expected in tried
+    assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
 
 
 def test_the_trial_runs_the_contestant_with_the_constants_and_refuses_wrong_results(
@@ -94,7 +106,7 @@ def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: py
     monkeypatch.setattr(preset, "TRIAL_SAMPLES", 1)
     trial = make_trial(settings, (("2x16@40", 8),), "triton")
     knobs = (Knob("ROWS", (16,)), Knob("BLOCK", (8,)), Knob("TILES", ((8, 16, 4),), "dcmha_probs"))
-    tuning = tune(dcmha_triton_workspace, knobs, trial, lambda: True)
+    tuning = tune(dcmha_triton_choice, knobs, trial, lambda: True)
     assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
         "as it is",
         "ROWS",

@@ -1,0 +1,109 @@
+"""How `dcmha_triton` cuts its work and which kernels do it: constants of a GPU, and what follows from them.
+
+`dynattn benchmark --preset gpu` tries others and tells which are fastest. All of these were chosen on paper: from bytes
+moved, and from instructions and registers of kernels compiled for sm_90.
+"""
+
+import torch
+
+# Queries of a chunk, at least: more make better matrix products, fewer waste less on the triangle of hidden keys.
+ROWS = 128
+# Items of the batch share a chunk, and where all of them do it has more queries, while a map has no more elements than
+# this: 128 MiB in half precision. Python and PyTorch need about 100 us to launch a chunk forward and 200 us backward,
+# in which memory of 4.3 TB/s moves the 10 and 24 bytes per element of 40 million; under a causal mask the average chunk
+# has half of what the largest has. Smaller maps would stay in the device's cache, at most 1.3 times as fast, and leave
+# it waiting.
+LARGEST_MAP = 1 << 26
+# A causal window is cut into blocks of half as many queries as it has keys, but of at least this many. Chunks compute
+# (c + W) / W of the pairs that are visible, and n / c copies of each key are made, about 3 at most. For 256 keys and 64
+# channels 128 queries move the fewest bytes, 10 (c + W) + 8 D n / c for a query and a head; for wider windows chunks of
+# `ROWS` queries of a block keep the first term low, and longer blocks the second.
+BLOCK = 128
+
+# Heads of an item from here to there compose on the tensor cores, in half precision. Their number is filled up to 16 or
+# 32, which costs the tensor cores' kernels as much as real heads: with 10 heads they would need as many instructions as
+# the others forward. For more than 32, patches of all heads do not fit a multiprocessor.
+FEWEST_HEADS, MOST_HEADS = 11, 32
+
+# Queries and keys of a program's patch, and its warps, in the kernels that go through the heads: 16 entries a thread,
+# whose hidden maps (8 at rank 2) take half of the registers that it can have. With 8 entries the kernels need 1.10,
+# 1.12, 1.30 and 1.31 times the instructions, as what is loaded for a key or a query serves fewer of them, and registers
+# leave room for no more entries on a multiprocessor: two programs of 16 (three of `dcmha_statistics`), or three to five
+# of 8.
+# The shape matters little (95 to 103 instructions in `dcmha_backward_post` from 32 x 32 to 8 x 256), so that it is one
+# with little traffic of factors and partial sums. More than 5 rows on a side (rank 2 and a gate), or a static matrix in
+# float32, leave registers for 8 entries.
+TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
+TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
+# The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16
+# backward; all but the last two of 16 heads leave room for a second program on a multiprocessor, and those of 32 heads
+# spill up to 176 bytes of a thread: the gradients of 16 keys' matrices take a quarter of its registers.
+MATRIX_KERNELS = (
+    "dcmha_matrix_statistics",
+    "dcmha_matrix_probs",
+    "dcmha_matrix_backward_post",
+    "dcmha_matrix_backward_pre",
+)
+MATRIX_TILES_16 = dict(zip(MATRIX_KERNELS, [(8, 32, 4, 1)] * 2 + [(16, 32, 8, 1)] * 2, strict=True))
+MATRIX_TILES_32 = dict(zip(MATRIX_KERNELS, [(8, 32, 8, 1), (8, 16, 4, 1)] + [(16, 16, 8, 1)] * 2, strict=True))
+# Blocks of queries that a program goes through, at most: a power of two.
+TURNS = 8
+# Queries of a program of `dcmha_merge`, and its warps.
+MERGED = (32, 4)
+# Positions of a program that makes matrices, or rows of their gradients, and its warps.
+MATRICES = (8, 4)
+
+
+def fewest_rows() -> int:
+    """Returns how many queries a chunk has at least."""
+    return ROWS
+
+
+def fits_in_a_chunk(elements: int) -> bool:
+    """Whether a chunk may have maps of so many elements."""
+    return elements <= LARGEST_MAP
+
+
+def items_of_a_chunk(elements: int) -> int:
+    """Returns how many items of so many elements share a chunk."""
+    return LARGEST_MAP // max(1, elements)
+
+
+def block_of(window: int) -> int:
+    """Returns how many queries of a causal window are a block."""
+    return max(BLOCK, window // 2)
+
+
+def composes_by_matrices(heads: int, dtype: torch.dtype) -> bool:
+    """Whether kernels of the tensor cores compose these heads of an item."""
+    return dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
+
+
+def tiles_for(rows: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
+    """Returns the patch and the warps of each kernel that goes through the heads.
+
+    Args:
+        rows: the number of packed rows on each side of each stage.
+        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
+    """
+    return TILES_OF_MANY_ROWS if max(rows) > 5 or wide_static else TILES
+
+
+def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
+    """Returns the patch, the warps and the stages of each kernel that holds all heads, `padded` of them."""
+    return MATRIX_TILES_16 if padded == 16 else MATRIX_TILES_32
+
+
+def most_turns() -> int:
+    """Returns how many blocks of queries a program goes through at most."""
+    return TURNS
+
+
+def tile_of_merge() -> tuple[int, int]:
+    """Returns the queries of a program of `dcmha_merge`, and its warps."""
+    return MERGED
+
+
+def tile_of_matrices() -> tuple[int, int]:
+    """Returns the positions of a program that makes matrices, and its warps."""
+    return MATRICES
