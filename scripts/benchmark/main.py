@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,9 @@ def run(argv: Sequence[str], arguments: BenchmarkArguments, folder: Path, end: f
     """Measures what the arguments say and writes the record; returns whether nothing of it is wrong."""
     settings = replace(read_settings(arguments), end=end)
     entries, left_out = choose(arguments, settings)
-    record = measure(entries, settings, circumstances(argv, settings.device) | {"left_out": left_out})
     folder.mkdir(exist_ok=True)
+    about = circumstances(argv, settings.device) | {"left_out": left_out}
+    record = measure(entries, settings, about, partial(save, folder=folder))
     write_record(record, folder)
     print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
     return not any(blames(row) for case in record["cases"] for row in case["rows"])
@@ -104,8 +105,10 @@ def known(names: Sequence[str], choices: Sequence[str] | dict[str, Any], kind: s
     return names
 
 
-def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any]) -> dict[str, Any]:
-    """Runs all cases and returns the record."""
+def measure(
+    entries: Sequence[Entries], settings: Settings, about: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Runs all cases and returns the record; `keep` gets what there is of it after each of them."""
     machine = {
         "gemm_flops_per_second": gemm_rate(settings.dtype, settings.device),
         "copy_bytes_per_second": copy_rate(settings.device),
@@ -126,6 +129,7 @@ def measure(entries: Sequence[Entries], settings: Settings, about: dict[str, Any
                 if subject is PROFILE:
                     add_profiles(rows, case, shape, settings, machine)
                 record["cases"].append(result | {"rows": rows})
+                keep(record)
                 print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
     return record | {"load_average_after": os.getloadavg()}
 
@@ -201,9 +205,16 @@ def read_record(path: str) -> dict[str, Any]:
     return record
 
 
+def save(record: dict[str, Any], folder: Path) -> None:
+    """Writes the record whole: who is killed while it is written leaves the one before."""
+    unfinished = folder / f"{RECORD}.unfinished"
+    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(folder / RECORD)
+
+
 def write_record(record: dict[str, Any], folder: Path) -> None:
     """Writes record, table and plots."""
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(record, folder)
     (folder / TABLE).write_text(format_record(record), encoding="utf-8")
     draw_plots(record, folder)
 

@@ -25,8 +25,9 @@ INITIAL = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 UNCOMPOSED = {"compose_pre": False, "compose_post": False}
 # The last tokens, whose logits are compared with the truth.
 COMPARED = 256
-# The reference op keeps all maps for a backward pass; a deeper model's truth is that of a path checked against it.
-REFERENCE, REFERENCE_LAYERS, DEEP_REFERENCE = "eager", 4, "chunked"
+# The reference op keeps all maps for a backward pass, a dozen of them in float64. Where they have more entries in all
+# layers than this (6 GB), the truth is that of a path checked against it.
+REFERENCE, REFERENCE_ENTRIES, LARGE_REFERENCE = "eager", 1 << 26, "chunked"
 
 
 class ModelProblem(NamedTuple):
@@ -52,9 +53,11 @@ class ModelProblem(NamedTuple):
 
     def truth(self, function: str, dtype: torch.dtype) -> Results:
         """What the reference op gives in a dtype."""
-        deep = self.config["num_hidden_layers"] > REFERENCE_LAYERS
-        model = self.model(function, DEEP_REFERENCE if deep else REFERENCE, dtype)
-        if deep:
+        batch, length = self.tokens.shape
+        maps = batch * self.config["num_attention_heads"] * self.config["num_hidden_layers"]
+        is_large = maps * length**2 > REFERENCE_ENTRIES
+        model = self.model(function, LARGE_REFERENCE if is_large else REFERENCE, dtype)
+        if is_large:
             model.gradient_checkpointing_enable()
         return self.step(model, self.tokens)()
 

@@ -1,5 +1,6 @@
 """The benchmark's command: its record, its refusals, its errors. The opponents' own tests are in the file beside."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -75,6 +76,20 @@ def register(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return put
 
 
+def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: Callable[..., None]) -> None:
+    def attend(query: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if query.shape[2] == 24:
+            raise KeyboardInterrupt
+        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+
+    register("brittle", attend)
+    arguments = ("--quick", "--subjects", "attention", "--shapes", "2x8@16", "2x8@24")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *arguments, "--implementations", "eager", "brittle", "sdpa")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert {case["shape"]["length"] for case in record["cases"]} == {16}
+
+
 def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +99,7 @@ def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     assert {case["subject"] for case in record["cases"]} == set(benchmark.SUBJECTS)
     assert record["threads"] == 1
     assert record["allocator"] == process.ALLOCATOR
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
     for case in record["cases"]:
         assert len({row["name"] for row in case["rows"]}) == len(case["rows"])
         assert all(row["failure"].startswith("ValueError") for row in case["rows"] if "failure" in row)
