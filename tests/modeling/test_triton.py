@@ -89,8 +89,16 @@ DECODING = [
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several chunks and patches in a few tokens; buffers start as NaN."""
+def poisoned() -> Iterator[None]:
+    """Buffers start as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and patches in a few tokens."""
     tiles = dict.fromkeys(dcmha_triton_choice.TILES, (8, 16, 4))
     monkeypatch.setattr(dcmha_triton_choice, "ROWS", 8)
     monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
@@ -99,9 +107,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     matrix_tiles = dict.fromkeys(dcmha_triton_choice.MATRIX_TILES_16, (16, 16, 4, 1))
     monkeypatch.setattr(dcmha_triton_choice, "MATRIX_TILES_16", matrix_tiles)
     monkeypatch.setattr(dcmha_triton_choice, "TURNS", 2)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_composition(case: Case, groups: int, device: str) -> Composition:
@@ -212,6 +217,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, 18])
 def test_the_shipped_patches_of_all_heads_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: True)
@@ -254,7 +260,7 @@ def test_tensor_cores_compose_what_they_can(
 
 
 @interpreted
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "family")
 def test_rows_without_a_visible_key_give_zeros_and_finite_gradients() -> None:
     tensors, keywords = cast(*random_inputs(Case(12, 12, batch=2)), torch.float32)
     mask = torch.ones(2, 1, 12, 12, dtype=torch.bool)
@@ -262,6 +268,20 @@ def test_rows_without_a_visible_key_give_zeros_and_finite_gradients() -> None:
     output, *gradients = run(dcmha_triton, tensors, {**keywords, "attention_mask": mask})
     assert output[0, 0].abs().max() == 0 and output[1, 0].abs().min() > 0
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+def test_a_row_that_is_not_a_number_stays_alone() -> None:
+    tensors, keywords = cast(*random_inputs(Case(20, 20, heads=(4, 2), batch=2)), torch.float32)
+    expected, _ = dcmha_triton(*tensors[:3], **keywords)
+    with torch.no_grad():
+        tensors[0][1, 2, 7] = torch.nan
+    output, _ = dcmha_triton(*tensors[:3], **keywords)
+    assert output[1, 7].isnan().all()
+    output[1, 7] = expected[1, 7]
+    torch.testing.assert_close(output, expected)
 
 
 @interpreted
