@@ -71,9 +71,13 @@ class Visibility(NamedTuple):
     real_keys: int
     groups: int
     mask: Tensor | None  # [rows of the batch, c, n], 8 bits
-    mask_strides: tuple[int, ...]
+    mask_of_row: int  # strides, one by one: Triton 3.6 may lose constants in nested tuples
+    mask_of_query: int
+    mask_of_key: int
     bias: Tensor | None  # [rows of the batch, c, n]
-    bias_strides: tuple[int, ...]
+    bias_of_row: int
+    bias_of_query: int
+    bias_of_key: int
     first_keys: Tensor | None  # [rows of the batch, c of T]
     row_of_first_keys: int  # T
     start: int  # the chunk's first key

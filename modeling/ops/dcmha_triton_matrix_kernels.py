@@ -62,10 +62,15 @@ except ImportError as error:
 
 
 @triton.jit
-def make_patch(turn, turns: tl.constexpr, sizes, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """A block of queries of this program, and its block of keys."""
+def keys_of_program(block_s: tl.constexpr):
+    """`[block_s]`, counted from the chunk's first key."""
+    return tl.program_id(0) * block_s + tl.arange(0, block_s)
+
+
+@triton.jit
+def make_patch(turn, turns: tl.constexpr, s, sizes, heads: tl.constexpr, block_t: tl.constexpr):
+    """A block of queries of this program with its keys."""
     t = (tl.program_id(1) * turns + turn) * block_t + tl.arange(0, block_t)
-    s = tl.program_id(0) * block_s + tl.arange(0, block_s)
     return Patch(tl.program_id(2).to(tl.int64), t, s, heads, sizes)
 
 
@@ -216,11 +221,9 @@ def store_query_gradients(partial, grad, tiles, patch, padded: tl.constexpr):
 
 
 @triton.jit
-def add_key_gradients(gradients, grad, tiles):
-    """Adds `dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of this patch, if keys have matrices."""
-    if gradients is not None:
-        gradients += product(turned(grad), tl.permute(tiles, (2, 0, 1)))
-    return gradients
+def key_gradients(grad, tiles):
+    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of this patch."""
+    return product(turned(grad), tl.permute(tiles, (2, 0, 1)))
 
 
 @triton.jit
@@ -247,10 +250,10 @@ def dcmha_matrix_statistics(
     turns: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
-    patch = make_patch(0, turns, sizes, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, patch.s, sizes.all_keys, padded)
+    s = keys_of_program(block_s)
+    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, heads, block_t, block_s)
+        patch = make_patch(turn, turns, s, sizes, heads, block_t)
         if is_reached(where, turn, turns, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
@@ -276,11 +279,11 @@ def dcmha_matrix_probs(
     turns: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
-    patch = make_patch(0, turns, sizes, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, patch.s, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, patch.s, sizes.all_keys, padded)
+    s = keys_of_program(block_s)
+    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, s, sizes.all_keys, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, heads, block_t, block_s)
+        patch = make_patch(turn, turns, s, sizes, heads, block_t)
         composed = tl.zeros([block_t, padded, block_s], tl.float32)
         if is_reached(where, turn, turns, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
@@ -312,12 +315,12 @@ def dcmha_matrix_backward_post(
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
-    patch = make_patch(0, turns, sizes, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, patch.s, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, patch.s, sizes.all_keys, padded)
+    s = keys_of_program(block_s)
+    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, s, sizes.all_keys, padded)
     grad_key = no_gradients(matrices.post_key, block_s, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, heads, block_t, block_s)
+        patch = make_patch(turn, turns, s, sizes, heads, block_t)
         if is_reached(where, turn, turns, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
@@ -329,14 +332,14 @@ def dcmha_matrix_backward_post(
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
             store_query_gradients(partial_query, grad, rounded(prob, dtype), patch, padded)
-            grad_key = add_key_gradients(grad_key, grad, rounded(prob, dtype))
+            if grad_key is not None:
+                grad_key += key_gradients(grad, rounded(prob, dtype))
         else:
             leave_nothing(probs, partial_query, patch, padded)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
     if grad_key is not None:
-        store_matrices(
-            partial_key, grad_key, patch.s, patch.item * tl.num_programs(1) + tl.program_id(1), sizes.keys, padded
-        )
+        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        store_matrices(partial_key, grad_key, s, part, sizes.keys, padded)
 
 
 @triton.jit
@@ -359,11 +362,11 @@ def dcmha_matrix_backward_pre(
 ):
     """Second sweep of the backward pass: gradients of the scores and of what composes them."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
-    patch = make_patch(0, turns, sizes, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, patch.s, sizes.all_keys, padded)
+    s = keys_of_program(block_s)
+    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
     grad_key = no_gradients(matrices.pre_key, block_s, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, heads, block_t, block_s)
+        patch = make_patch(turn, turns, s, sizes, heads, block_t)
         if is_reached(where, turn, turns, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             score = load(scores, patch, padded)
@@ -373,13 +376,13 @@ def dcmha_matrix_backward_pre(
             store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
             score = rounded(score.to(tl.float32), dtype)
             store_query_gradients(partial_query, grad, score, patch, padded)
-            grad_key = add_key_gradients(grad_key, grad, score)
+            if grad_key is not None:
+                grad_key += key_gradients(grad, score)
         else:
             leave_nothing(grad_scores, partial_query, patch, padded)
     if grad_key is not None:
-        store_matrices(
-            partial_key, grad_key, patch.s, patch.item * tl.num_programs(1) + tl.program_id(1), sizes.keys, padded
-        )
+        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        store_matrices(partial_key, grad_key, s, part, sizes.keys, padded)
 
 
 @triton.jit

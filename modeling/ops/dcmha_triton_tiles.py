@@ -47,19 +47,15 @@ def make_penalty(where, patch):
         first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + t
         visible = visible & (s + where.start >= tl.load(first, mask=t < where.real_queries, other=0))
     if where.mask is not None:
-        mask = where.mask + _offsets(where.mask_strides, where, patch)
+        row = (patch.item // where.groups) * where.mask_of_row
+        mask = where.mask + row + t * where.mask_of_query + s * where.mask_of_key
         visible = visible & (tl.load(mask, mask=visible, other=0) != 0)
     penalty = tl.where(visible, 0.0, float("-inf"))
     if where.bias is not None:
-        bias = tl.load(where.bias + _offsets(where.bias_strides, where, patch), mask=visible, other=0.0)
-        penalty += bias.to(tl.float32) * LOG2_E
+        row = (patch.item // where.groups) * where.bias_of_row
+        bias = where.bias + row + t * where.bias_of_query + s * where.bias_of_key
+        penalty += tl.load(bias, mask=visible, other=0.0).to(tl.float32) * LOG2_E
     return penalty
-
-
-@triton.jit
-def _offsets(strides, where, patch):
-    """`[block_t, block_s]`, of a mask that all heads, and so all groups of them, share."""
-    return (patch.item // where.groups) * strides[0] + patch.t[:, None] * strides[1] + patch.s[None, :] * strides[2]
 
 
 @triton.jit

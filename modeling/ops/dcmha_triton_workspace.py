@@ -137,10 +137,8 @@ class Workspace:
             real_queries=structure.queries - queries.start,
             real_keys=structure.keys - keys.start,
             groups=self.groups,
-            mask=mask,
-            mask_strides=(0, 0, 0) if mask is None else mask.stride(),
-            bias=bias,
-            bias_strides=(0, 0, 0) if bias is None else bias.stride(),
+            **_strided("mask", mask),
+            **_strided("bias", bias),
             first_keys=None if self.first_keys is None else self.first_keys[rows, queries],
             row_of_first_keys=self.queries,
             start=keys.start,
@@ -178,6 +176,12 @@ class Workspace:
                 queries = slice(start, min(start + rows, self.queries))
                 spans.append((queries, slice(first // block * block, aligned(keys.stop, block))))
         return spans
+
+
+def _strided(name: str, part: Tensor | None) -> dict[str, Any]:
+    """A part of a mask `[rows of the batch, c, n]` and its strides, as `Visibility` has them."""
+    strides = (0, 0, 0) if part is None else part.stride()
+    return {name: part, **dict(zip((f"{name}_of_{axis}" for axis in ("row", "query", "key")), strides, strict=True))}
 
 
 def load_kernels(device: torch.device) -> dict[str, Any]:

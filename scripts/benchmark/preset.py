@@ -63,6 +63,11 @@ GPU = (
         | {"implementations": ["eager", *OURS, "sdpa"], "batch_size": 2},
     ),
     Part(
+        "correctness-tuned",
+        {"subjects": ["attention"], "shapes": ["8x64@500", "16x64@500", "32x128@300"], "rounds": 1, "batch_size": 2}
+        | {"implementations": ["eager", *OURS, "sdpa"]},
+    ),
+    Part(
         "attention",
         {"subjects": ["attention"], "implementations": ["triton", *FUSED_PLAIN]}
         | {"shapes": [f"{heads}@{length}" for length in (2048, 4096, 8192) for heads in ("16x64", "32x128")]},
