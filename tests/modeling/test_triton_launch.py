@@ -1,0 +1,102 @@
+"""What the Triton path launches, compiled for GPUs that need not be there from the arguments that it really gets.
+
+`python tests/modeling/test_triton_launch.py 90 bfloat16 0 3` does so for some of the cases of `test_triton`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "rows")}
+MATRICES |= {"dcmha_matrices", "dcmha_merge"}
+LOOPS = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
+DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
+
+
+class Warming(NamedTuple):
+    """A kernel that is compiled where it would be launched."""
+
+    name: str
+    kernel: Any
+    names: set[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:  # type: ignore[override]
+        self.names.add(self.name)
+        return partial(self.kernel.warmup, grid=grid)
+
+
+class Absent:
+    """As much of a GPU's driver as a compiler asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_elsewhere(capability: int, dtype: str, *cases: int) -> list[set[str]]:
+    """What this module prints: where this process interprets kernels, it cannot compile them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), dtype, *map(str, cases)]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [set(names) for names in map(json.loads, result.stdout.splitlines())]
+
+
+def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
+    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES, LOOPS, DECODING]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: str) -> None:
+    launched = compile_elsewhere(capability, dtype)
+    assert {frozenset(names) for names in launched} == (
+        {frozenset(LOOPS), frozenset(DECODING)} | (set() if dtype == "float32" else {frozenset(MATRICES)})
+    )
+
+
+def main(capability: int, dtype: str, *chosen: int) -> None:
+    import torch
+    from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
+
+    from dynattn.modeling.ops import dcmha_triton_decode, dcmha_triton_workspace
+    from dynattn.modeling.ops.dcmha_triton import dcmha_triton
+
+    names: set[str] = set()
+    kernels = {
+        name: Warming(name, kernel, names)
+        for name, kernel in dcmha_triton_workspace.load_kernels(torch.device("cuda")).items()
+    }
+    for module in (dcmha_triton_workspace, dcmha_triton_decode):
+        module.load_kernels = lambda device: kernels
+    triton.runtime.driver.set_active(Absent(capability))
+    cases = [*LARGE, *LARGE_DECODING]
+    for index in chosen or range(len(cases)):
+        tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))
+        if cases[index].queries > 1:
+            run(dcmha_triton, tensors, keywords)
+        else:
+            with torch.no_grad():
+                dcmha_triton(*tensors[:3], **keywords)
+        print(json.dumps(sorted(names)), flush=True)
+        names.clear()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
