@@ -29,20 +29,15 @@ class MatrixComposer(Composer):
         return []
 
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
-        self.work, self.inputs = work, inputs
-        self.padded = _filled_up(work.heads)
+        self.work, self.padded = work, _filled_up(work.heads)
         self.tiles = matrix_tiles_for(self.padded)
-        self.rows = {
-            name: rows.contiguous() for name, rows in zip(Factors._fields, inputs.rows, strict=True) if rows is not None
-        }
-        self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
-        self.sums = {name: torch.zeros_like(rows, dtype=torch.float32) for name, rows in self.rows.items() if backward}
+        named = zip(Factors._fields, inputs.rows, strict=True)
+        self.rows = {name: rows.contiguous() for name, rows in named if rows is not None}
         statics = {"pre_static": inputs.pre_static, "post_static": inputs.post_static}
-        self.statics = {
-            name: torch.zeros_like(static, dtype=torch.float32)
-            for name, static in statics.items()
-            if backward and static is not None
-        }
+        self.statics = {name: static for name, static in statics.items() if static is not None}
+        self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
+        summed = self.rows | self.statics if backward else {}
+        self.sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in summed.items()}
 
     def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
         probs = self.work.map("scores", chunk)
@@ -71,19 +66,20 @@ class MatrixComposer(Composer):
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.sums | self.statics
+        return self.sums
 
     def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
-        static = getattr(self.inputs, f"{stage}_static")
-        has_query, has_key = f"{stage}_query" in self.rows or static is not None, f"{stage}_key" in self.rows
+        static, query, key = (f"{stage}_{part}" for part in ("static", "query", "key"))
         constant = torch.eye(self.work.heads, device=self.work.query.device)
-        if static is not None:
-            constant += static.t()
-        of_queries = self._side(f"{stage}_query", constant, self.work.queries) if has_query else None
-        return of_queries, self._side(
-            f"{stage}_key", None if has_query else constant, self.work.keys
-        ) if has_key else None
+        of_queries = of_keys = None
+        if static in self.statics:
+            constant += self.statics[static].t()
+        if query in self.rows or static in self.statics:
+            of_queries = self._side(query, constant, self.work.queries)
+        if key in self.rows:
+            of_keys = self._side(key, constant if of_queries is None else None, self.work.keys)
+        return of_queries, of_keys
 
     def _side(self, name: str, constant: Tensor | None, length: int) -> Tensor:
         """`[B, length, padded, padded]`, in the dtype of the scores."""
@@ -155,7 +151,7 @@ class MatrixComposer(Composer):
         if of_queries is not None and f"{stage}_static" in self.statics:
             heads = self.work.heads
             total = of_queries.sum((0, 1, 2), dtype=torch.float32)[:heads, :heads]
-            self.statics[f"{stage}_static"] += total.t()
+            self.sums[f"{stage}_static"] += total.t()
 
     def _add_rows(self, name: str, partial: Tensor, items: slice, positions: slice) -> None:
         """Adds to the gradients of packed rows what the partial sums of those of matrices make of them."""
