@@ -18,7 +18,8 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    # Wheels for a GPU do not always say in their metadata which build they are ("+cu130").
+    return found | {"torch": str(torch.__version__)}
 
 
 def hardware(device: torch.device, processes: int = 1) -> str:
