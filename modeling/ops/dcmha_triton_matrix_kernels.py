@@ -32,7 +32,7 @@ kernels that go through the heads, whatever the rank here:
 
                        16 heads    32 heads    rank 2, gates, head by head
     statistics         20          20          28
-    probs              24          22          36
+    probs              24          26          36
     backward_post      36          50          98
     backward_pre       33          45          86
 
