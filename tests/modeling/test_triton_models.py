@@ -70,6 +70,15 @@ def test_gradients_of_all_parameters_with_checkpointing(
 
 
 @on_every_device
+def test_in_half_precision_tensor_cores_learn_as_exactly_as_eager(make_model: MakeModel, device: str) -> None:
+    ours, theirs = pair(make_model, device, hidden_size=96, num_attention_heads=12)
+    truths = gradients(copy.deepcopy(theirs).double())
+    found = [gradients(model.bfloat16()) for model in (ours, theirs)]
+    errors = [sum((one[name] - truths[name]).square().sum() for name in truths) for one in found]
+    assert 0 < errors[0] <= 1.5**2 * errors[1]
+
+
+@on_every_device
 def test_packed_documents_do_not_see_each_other(make_model: MakeModel, device: str) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]], device=device)
     with torch.no_grad():
