@@ -1,7 +1,8 @@
 """How `dcmha_triton` cuts its work and which kernels do it: constants of a GPU, and what follows from them.
 
 `dynattn benchmark --preset gpu` tries others and tells which are fastest. All of these were chosen on paper: from bytes
-moved, and from instructions and registers of kernels compiled for sm_90.
+moved, and from instructions and registers of kernels compiled for sm_90. Other modules ask the functions, so that they
+see what a tuner sets.
 """
 
 import torch
@@ -21,8 +22,9 @@ LARGEST_MAP = 1 << 26
 BLOCK = 128
 
 # Heads of an item from here to there compose on the tensor cores, in half precision. Their number is filled up to 16 or
-# 32, which costs the tensor cores' kernels as much as real heads: with 10 heads they would need as many instructions as
-# the others forward. For more than 32, patches of all heads do not fit a multiprocessor.
+# 32, which costs these kernels as much as real heads: for each real one of 11 they need as many instructions forward as
+# those that go through the heads, and of 17 or 18 as many forward and backward together. For more than 32, patches of
+# all heads do not fit a multiprocessor.
 FEWEST_HEADS, MOST_HEADS = 11, 32
 
 # Queries and keys of a program's patch, and its warps, in the kernels that go through the heads: 16 entries a thread,
@@ -35,17 +37,21 @@ FEWEST_HEADS, MOST_HEADS = 11, 32
 # float32, leave registers for 8 entries.
 TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
 TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
-# The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16
-# backward; all but the last two of 16 heads leave room for a second program on a multiprocessor, and those of 32 heads
-# spill up to 176 bytes of a thread: the gradients of 16 keys' matrices take a quarter of its registers.
-MATRIX_KERNELS = (
-    "dcmha_matrix_statistics",
-    "dcmha_matrix_probs",
-    "dcmha_matrix_backward_post",
-    "dcmha_matrix_backward_pre",
-)
-MATRIX_TILES_16 = dict(zip(MATRIX_KERNELS, [(8, 32, 4, 1)] * 2 + [(16, 32, 8, 1)] * 2, strict=True))
-MATRIX_TILES_32 = dict(zip(MATRIX_KERNELS, [(8, 32, 8, 1), (8, 16, 4, 1)] + [(16, 16, 8, 1)] * 2, strict=True))
+# The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16 of
+# both backward. Forward there is room for two programs on a multiprocessor or more, backward for one; with 32 heads the
+# gradients of 16 keys' matrices take a quarter of a thread's registers, and it spills 144 to 352 bytes.
+MATRIX_TILES_16 = {
+    "dcmha_matrix_statistics": (8, 32, 4, 1),
+    "dcmha_matrix_probs": (8, 32, 4, 1),
+    "dcmha_matrix_backward_post": (16, 32, 8, 1),
+    "dcmha_matrix_backward_pre": (16, 32, 8, 1),
+}
+MATRIX_TILES_32 = {
+    "dcmha_matrix_statistics": (8, 32, 8, 1),
+    "dcmha_matrix_probs": (8, 16, 4, 1),
+    "dcmha_matrix_backward_post": (16, 16, 8, 1),
+    "dcmha_matrix_backward_pre": (16, 16, 8, 1),
+}
 # Blocks of queries that a program goes through, at most: a power of two.
 TURNS = 8
 # Queries of a program of `dcmha_merge`, and its warps.

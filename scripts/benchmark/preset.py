@@ -112,7 +112,7 @@ MATRIX_KNOBS = (
     Knob("TURNS", (4, 16)),
     *(
         Knob(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
-        for name in dcmha_triton_choice.MATRIX_KERNELS
+        for name in dcmha_triton_choice.MATRIX_TILES_16
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),
 )

@@ -60,9 +60,9 @@ def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callabl
 def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
     """One case; the operations counted are those of a whole prompt, less all but its last token's."""
     problem = make_problem(shape, settings, token_step, settings.layers)
-    whole = case(problem, settings, backward=False, logits=1)
+    whole = case(problem, settings, logits=1)
     shorter = make_problem(Shape(shape.heads, shape.width, shape.length - 1), settings, token_step, settings.layers)
-    before = case(shorter, settings, backward=False, logits=0)
+    before = case(shorter, settings, logits=0)
     yield Case(
         passes="forward",
         problem=problem,
