@@ -95,6 +95,21 @@ class Matrices(NamedTuple):
     post_key: Tensor | None
 
 
+class StageRows(NamedTuple):
+    """Packed rows of one stage of a chunk; None where a side has none."""
+
+    query: Tensor | None  # [items, c of T, rows, H]
+    key: Tensor | None  # [items, n of S, rows, H]
+
+
+class RowGradients(NamedTuple):
+    """What programs add to the gradients of one stage's rows and static matrix; None where nothing is."""
+
+    query: Tensor | None  # [items, blocks of n, c, rows, H]
+    key: Tensor | None  # [items, programs along c, n, rows, H], float32
+    static: Tensor | None  # [programs, padded, padded], float32
+
+
 class Statics(NamedTuple):
     """Maps `[items, H, c, n]` between the kernels and the products with static matrices; None without a matrix."""
 

@@ -5,14 +5,15 @@ them, both in work and memory that grow with the number of tokens.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dcmha_triton_arguments import Chunk, Factors, MapInputs, Matrices
+from .dcmha_triton_arguments import Chunk, Factors, MapInputs, Matrices, RowGradients, StageRows
 from .dcmha_triton_choice import matrix_tiles_for, most_turns, tile_of_matrices
 from .dcmha_triton_composer import Composer
-from .dcmha_triton_workspace import Workspace, loop_bound
+from .dcmha_triton_workspace import Workspace, padded
 
 
 class MatrixComposer(Composer):
@@ -31,13 +32,15 @@ class MatrixComposer(Composer):
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
         self.work, self.padded = work, _filled_up(work.heads)
         self.tiles = matrix_tiles_for(self.padded)
-        named = zip(Factors._fields, inputs.rows, strict=True)
-        self.rows = {name: rows.contiguous() for name, rows in named if rows is not None}
-        statics = {"pre_static": inputs.pre_static, "post_static": inputs.post_static}
-        self.statics = {name: static for name, static in statics.items() if static is not None}
+        named = dict(zip(Factors._fields, inputs.rows, strict=True))
+        self.lengths = {name: rows.shape[1] for name, rows in named.items() if rows is not None}
+        self.rows = {
+            name: None if rows is None else padded(rows, 1, length).contiguous()
+            for (name, rows), length in zip(named.items(), (work.queries, work.keys) * 2, strict=True)
+        }
+        self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
         self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
-        summed = self.rows | self.statics if backward else {}
-        self.sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in summed.items()}
+        self.sums = self._sums() if backward else {}
 
     def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
         probs = self.work.map("scores", chunk)
@@ -52,63 +55,66 @@ class MatrixComposer(Composer):
     ) -> tuple[Tensor, Tensor]:
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
         partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
-        partial = self._partial(name, chunk, "post")
-        self._launch(name, chunk, scores, grad_composed, probs, partial_delta, *partial, lse)
+        self._launch_backward(name, "post", chunk, scores, grad_composed, probs, partial_delta, lse=lse)
         torch.sum(partial_delta, dim=1, out=delta)
-        self._add(chunk, "post", *partial)
         return probs, grad_composed
 
     def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
-        partial = self._partial(name, chunk, "pre")
-        self._launch(name, chunk, scores, grad_probs, grads, delta, *partial, lse)
-        self._add(chunk, "pre", *partial)
+        self._launch_backward(name, "pre", chunk, scores, grad_probs, grads, delta, lse=lse)
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.sums
+        return {
+            name: total[:, : self.lengths[name]] if name in self.lengths else total for name, total in self.sums.items()
+        }
+
+    def _sums(self) -> dict[str, Tensor]:
+        """Zeros for the gradients of packed rows and of static matrices."""
+        of_rows = {name: rows for name, rows in self.rows.items() if rows is not None}
+        statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
+        return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_rows | statics).items()}
 
     def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
-        static, query, key = (f"{stage}_{part}" for part in ("static", "query", "key"))
+        static, (query, key) = self.statics[stage], (self.rows[f"{stage}_{side}"] for side in ("query", "key"))
         constant = torch.eye(self.work.heads, device=self.work.query.device)
         of_queries = of_keys = None
-        if static in self.statics:
-            constant += self.statics[static].t()
-        if query in self.rows or static in self.statics:
+        if static is not None:
+            constant += static.t()
+        if query is not None or static is not None:
             of_queries = self._side(query, constant, self.work.queries)
-        if key in self.rows:
+        if key is not None:
             of_keys = self._side(key, constant if of_queries is None else None, self.work.keys)
         return of_queries, of_keys
 
-    def _side(self, name: str, constant: Tensor | None, length: int) -> Tensor:
+    def _side(self, rows: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
         """`[B, length, padded, padded]`, in the dtype of the scores."""
-        work, rows = self.work, self.rows.get(name)
+        work = self.work
         matrices = work.score_key.new_empty(work.batch, length, self.padded, self.padded)
         block, warps = tile_of_matrices()
         work.kernels["dcmha_matrices"][length // block, work.batch](
             matrices,
             rows,
             constant,
-            0 if rows is None else rows.shape[1],
             length,
             heads=work.heads,
             padded=self.padded,
-            count=0 if rows is None else rows.shape[2],
+            count=_count(rows),
             block=block,
             num_warps=warps,
         )
         return matrices
 
-    def _launch(self, name: str, chunk: Chunk, *tensors: Tensor | None) -> None:
+    def _launch(self, name: str, chunk: Chunk, *arguments: Any, **constants: int) -> None:
         """Runs a kernel on all patches of a chunk."""
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
-        matrices = Matrices(*(None if part is None else part[chunk.items, side] for part, side in sides))
+        matrices = Matrices(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
         items, queries, keys = chunk.counts
         turns = self._turns(name, chunk)
         self.work.kernels[name][keys // block_s, queries // (block_t * turns), items](
-            *tensors,
+            *arguments,
             matrices,
             chunk.sizes,
             chunk.where,
@@ -117,6 +123,7 @@ class MatrixComposer(Composer):
             block_t=block_t,
             block_s=block_s,
             turns=turns,
+            **constants,
             num_warps=warps,
             num_stages=stages,
         )
@@ -125,52 +132,43 @@ class MatrixComposer(Composer):
         """How many blocks of queries a program goes through: as many as divide those of the chunk."""
         return math.gcd(chunk.counts[1] // self.tiles[name][0], most_turns())
 
-    def _partial(self, name: str, chunk: Chunk, stage: str) -> list[Tensor | None]:
-        """Room for what each program adds to the gradients of a stage's matrices of queries and of keys.
+    def _launch_backward(self, name: str, stage: str, chunk: Chunk, *maps: Tensor, lse: Tensor) -> None:
+        """Runs a kernel of the backward pass, and adds what it says about the rows and the static matrix of a stage."""
+        sides = {f"{stage}_query": chunk.queries, f"{stage}_key": chunk.keys}
+        rows = StageRows(*(_of_chunk(self.rows[side], chunk.items, where) for side, where in sides.items()))
+        partial = self._partial(name, chunk, rows, has_static=self.statics[stage] is not None)
+        counts = {"query_rows": _count(rows.query), "key_rows": _count(rows.key)}
+        self._launch(name, chunk, *maps, partial, rows, lse, **counts)
+        for (side, positions), gradients in zip(sides.items(), partial[:2], strict=True):
+            if gradients is not None:
+                self.sums[side][chunk.items, positions] += gradients.sum(1, dtype=torch.float32)
+        if partial.static is not None:
+            heads = self.work.heads
+            self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
+
+    def _partial(self, name: str, chunk: Chunk, rows: StageRows, *, has_static: bool) -> RowGradients:
+        """Room for what each program adds.
 
         Those of queries, of which there are as many as patches, are bfloat16 where the maps are.
         """
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
-        of_queries, of_keys = (getattr(self.matrices, f"{stage}_{side}") for side in ("query", "key"))
-        partial: list[Tensor | None] = [None, None]
-        if of_queries is not None:
-            dtype = torch.bfloat16 if self.work.value.dtype == torch.bfloat16 else torch.float32
-            shape = (items, keys // block_s, queries, *of_queries.shape[2:])
-            partial[0] = of_queries.new_empty(shape, dtype=dtype)
-        if of_keys is not None:
-            shape = (items, queries // (block_t * self._turns(name, chunk)), keys, *of_keys.shape[2:])
-            partial[1] = of_keys.new_empty(shape, dtype=torch.float32)
-        return partial
-
-    def _add(self, chunk: Chunk, stage: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
-        """Adds what a chunk says about a stage."""
-        for side, partial, positions in (("query", of_queries, chunk.queries), ("key", of_keys, chunk.keys)):
-            if partial is not None and f"{stage}_{side}" in self.sums:
-                self._add_rows(f"{stage}_{side}", partial, chunk.items, positions)
-        if of_queries is not None and f"{stage}_static" in self.statics:
-            heads = self.work.heads
-            total = of_queries.sum((0, 1, 2), dtype=torch.float32)[:heads, :heads]
-            self.sums[f"{stage}_static"] += total.t()
-
-    def _add_rows(self, name: str, partial: Tensor, items: slice, positions: slice) -> None:
-        """Adds to the gradients of packed rows what the partial sums of those of matrices make of them."""
-        rows = self.rows[name]
-        block, warps = tile_of_matrices()
-        self.work.kernels["dcmha_matrix_rows"][partial.shape[2] // block, partial.shape[0]](
-            self.sums[name][items, positions],
-            rows[items, positions],
-            partial,
-            loop_bound(partial.shape[1]),
-            partial.shape[2],
-            rows.shape[1],
-            rows.shape[1] - positions.start,
-            heads=self.work.heads,
-            padded=self.padded,
-            count=rows.shape[2],
-            block=block,
-            num_warps=warps,
+        blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
+        dtype = torch.bfloat16 if self.work.value.dtype == torch.bfloat16 else torch.float32
+        new = self.work.value.new_empty
+        return RowGradients(
+            None if rows.query is None else new(items, blocks, queries, *rows.query.shape[2:], dtype=dtype),
+            None if rows.key is None else new(items, programs, keys, *rows.key.shape[2:], dtype=torch.float32),
+            new(items * programs * blocks, self.padded, self.padded, dtype=torch.float32) if has_static else None,
         )
+
+
+def _count(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.shape[2]
+
+
+def _of_chunk(rows: Tensor | None, items: slice, positions: slice) -> Tensor | None:
+    return None if rows is None else rows[items, positions]
 
 
 def _filled_up(heads: int) -> int:

@@ -49,7 +49,31 @@ Precision: scores, probabilities and the matrices that compose them are float16,
 front of them bfloat16 for inputs of that dtype; all products add up in float32. In float32, for tests, all is float32.
 """
 
-from .dcmha_triton_tiles import INTERPRETED, LOG2_E, Patch, exp2, finite, make_penalty, rounded
+from .dcmha_triton_matrix_tiles import (
+    compose,
+    exponents,
+    gradients_of_keys,
+    gradients_of_queries,
+    is_reached,
+    keys_of_program,
+    load,
+    load_matrices,
+    load_of_queries,
+    load_row,
+    make_patch,
+    no_gradients,
+    probabilities,
+    rows_of,
+    store,
+    store_gradient_of_static,
+    store_gradients_of_key_rows,
+    store_gradients_of_query_rows,
+    store_matrices,
+    store_no_gradients_of_query_rows,
+    store_of_queries,
+    transposed,
+)
+from .dcmha_triton_tiles import LOG2_E, exp2, finite, rounded
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -59,181 +83,6 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
-
-
-@triton.jit
-def keys_of_program(block_s: tl.constexpr):
-    """`[block_s]`, counted from the chunk's first key."""
-    return tl.program_id(0) * block_s + tl.arange(0, block_s)
-
-
-@triton.jit
-def make_patch(turn, turns: tl.constexpr, s, sizes, heads: tl.constexpr, block_t: tl.constexpr):
-    """A block of queries of this program with its keys."""
-    t = (tl.program_id(1) * turns + turn) * block_t + tl.arange(0, block_t)
-    return Patch(tl.program_id(2).to(tl.int64), t, s, heads, sizes)
-
-
-@triton.jit
-def is_reached(where, turn, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """Whether distance alone lets any query of the patch see any key of it."""
-    back = (tl.program_id(1) * turns + turn) * block_t + where.distance - tl.program_id(0) * block_s
-    return (back + block_t > -where.ahead) & (back - block_s < where.behind)
-
-
-@triton.jit
-def load_matrices(matrices, positions, length, padded: tl.constexpr):
-    """`[block, padded, padded]` of a side's matrices, `[items, length, padded, padded]`; None if it has none."""
-    found = None
-    if matrices is not None:
-        first = matrices + tl.program_id(2).to(tl.int64) * length * (padded * padded)
-        found = tl.load(first + _entries(positions, padded))
-    return found
-
-
-@triton.jit
-def store_matrices(partial, gradients, positions, part, length, padded: tl.constexpr):
-    """Writes `[block, padded, padded]` as number `part` of `[.., length, padded, padded]`."""
-    first = partial + part * length * (padded * padded)
-    tl.store(first + _entries(positions, padded), rounded(gradients, partial.dtype.element_ty))
-
-
-@triton.jit
-def _entries(positions, padded: tl.constexpr):
-    """`[block, padded, padded]`, where the matrices of these positions lie."""
-    head = tl.arange(0, padded)
-    return positions[:, None, None] * (padded * padded) + head[None, :, None] * padded + head[None, None, :]
-
-
-@triton.jit
-def _tiles(maps, patch, padded: tl.constexpr):
-    """`[block_t, padded, block_s]`, where the patch lies in maps `[items, H, c, n]`."""
-    plane = patch.sizes.queries * patch.sizes.keys
-    first = maps + patch.item * patch.heads * plane
-    inside = patch.t[:, None, None] * patch.sizes.keys + patch.s[None, None, :]
-    return first + (tl.arange(0, padded)[None, :, None].to(tl.int64) * plane + inside)
-
-
-@triton.jit
-def load(maps, patch, padded: tl.constexpr):
-    """A patch, in the dtype of its maps; heads that only fill up are zero."""
-    if patch.heads == padded:
-        tiles = tl.load(_tiles(maps, patch, padded))
-    else:
-        real = (tl.arange(0, padded) < patch.heads)[None, :, None]
-        tiles = tl.load(_tiles(maps, patch, padded), mask=real, other=0.0)
-    return tiles
-
-
-@triton.jit
-def store(maps, tiles, patch, padded: tl.constexpr):
-    """Writes what `load` reads."""
-    tiles = rounded(tiles, maps.dtype.element_ty)
-    if patch.heads == padded:
-        tl.store(_tiles(maps, patch, padded), tiles)
-    else:
-        tl.store(_tiles(maps, patch, padded), tiles, mask=(tl.arange(0, padded) < patch.heads)[None, :, None])
-
-
-@triton.jit
-def load_of_queries(numbers, patch, padded: tl.constexpr, other: tl.constexpr):
-    """`[block_t, padded]` of the chunk's part of `[B, H, T]`; heads that only fill up have `other`."""
-    head = tl.arange(0, padded)[None, :]
-    place = numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t[:, None]
-    return tl.load(place, mask=head < patch.heads, other=other)
-
-
-@triton.jit
-def store_of_queries(partial, numbers, patch, padded: tl.constexpr):
-    """Writes `[block_t, padded]` as what this block of keys says about its queries, in `[items, blocks, H, c]`."""
-    head = tl.arange(0, padded)[None, :]
-    block = patch.item * tl.num_programs(0) + tl.program_id(0)
-    place = partial + (block * patch.heads + head) * patch.sizes.queries + patch.t[:, None]
-    tl.store(place, numbers, mask=head < patch.heads)
-
-
-@triton.jit
-def turned(tiles):
-    """`[a, padded, b]` as `[b, padded, a]`."""
-    return tl.permute(tiles, (2, 1, 0))
-
-
-@triton.jit
-def transposed(matrices, dtype: tl.constexpr):
-    """The transposed matrices of a side, in the dtype of what they compose; None stays None."""
-    found = None
-    if matrices is not None:
-        found = tl.permute(rounded(matrices.to(tl.float32), dtype), (0, 2, 1))
-    return found
-
-
-@triton.jit
-def product(left, right):
-    """A matrix product for each of the first axis, in float32; the interpreter would multiply bits of bfloat16."""
-    if INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def compose(tiles, of_queries, of_keys):
-    """`(Q[t] + K[s]) z[t, :, s]` in float32, of matrices in the dtype of the tiles; without any, the tiles."""
-    if of_queries is not None:
-        composed = product(of_queries, tiles)
-        if of_keys is not None:
-            composed += turned(product(of_keys, turned(tiles)))
-    elif of_keys is not None:
-        composed = turned(product(of_keys, turned(tiles)))
-    else:
-        composed = tiles.to(tl.float32)
-    return composed
-
-
-@triton.jit
-def exponents(score, of_queries, of_keys, where, patch):
-    """Composed and masked scores in base 2."""
-    return compose(score, of_queries, of_keys) * LOG2_E + make_penalty(where, patch)[:, None, :]
-
-
-@triton.jit
-def probabilities(score, of_queries, of_keys, lse, where, patch, padded: tl.constexpr):
-    """The softmax over composed scores; zero for heads that only fill up."""
-    reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
-    return exp2(exponents(score, of_queries, of_keys, where, patch) - reference[:, :, None])
-
-
-@triton.jit
-def no_gradients(matrices, block: tl.constexpr, padded: tl.constexpr):
-    """Zeros to add the gradients of a side's matrices to; None if it has none."""
-    gradients = None
-    if matrices is not None:
-        gradients = tl.zeros([block, padded, padded], tl.float32)
-    return gradients
-
-
-@triton.jit
-def store_query_gradients(partial, grad, tiles, patch, padded: tl.constexpr):
-    """Writes `dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T` of this patch, if queries have matrices."""
-    if partial is not None:
-        gradients = product(grad, tl.permute(tiles, (0, 2, 1)))
-        block = patch.item * tl.num_programs(0) + tl.program_id(0)
-        store_matrices(partial, gradients, patch.t, block, patch.sizes.queries, padded)
-
-
-@triton.jit
-def key_gradients(grad, tiles):
-    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of this patch."""
-    return product(turned(grad), tl.permute(tiles, (2, 0, 1)))
-
-
-@triton.jit
-def leave_nothing(maps, partial_query, patch, padded: tl.constexpr):
-    """What a backward pass leaves of a patch of hidden keys."""
-    store(maps, tl.zeros([patch.t.shape[0], padded, patch.s.shape[0]], tl.float32), patch, padded)
-    if partial_query is not None:
-        block = patch.item * tl.num_programs(0) + tl.program_id(0)
-        nothing = tl.zeros([patch.t.shape[0], padded, padded], tl.float32)
-        store_matrices(partial_query, nothing, patch.t, block, patch.sizes.queries, padded)
 
 
 @triton.jit
@@ -301,8 +150,8 @@ def dcmha_matrix_backward_post(
     grad_composed,  # [items, H, c, n], of the composed probabilities; written: those of the probabilities
     probs,  # [items, H, c, n], written: the composed probabilities
     partial_delta,  # [items, n / block_s, H, c], float32
-    partial_query,  # [items, n / block_s, c, padded, padded]
-    partial_key,  # [items, c / (block_t turns), n, padded, padded]
+    partial,  # `RowGradients`, written
+    rows,  # `StageRows` of what comes after the softmax
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -312,13 +161,16 @@ def dcmha_matrix_backward_post(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    query_rows: tl.constexpr,
+    key_rows: tl.constexpr,
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     s = keys_of_program(block_s)
     pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
     post_key = load_matrices(matrices.post_key, s, sizes.all_keys, padded)
-    grad_key = no_gradients(matrices.post_key, block_s, padded)
+    grad_key = no_gradients(rows.key, block_s, padded)
+    grad_static = no_gradients(partial.static, 1, padded)
     for turn in range(turns):
         patch = make_patch(turn, turns, s, sizes, heads, block_t)
         if is_reached(where, turn, turns, block_t, block_s):
@@ -331,15 +183,18 @@ def dcmha_matrix_backward_post(
             tl.debug_barrier()
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
-            store_query_gradients(partial_query, grad, rounded(prob, dtype), patch, padded)
+            prob = rounded(prob, dtype)
+            store_gradients_of_query_rows(partial.query, rows.query, grad, prob, patch, padded, query_rows)
             if grad_key is not None:
-                grad_key += key_gradients(grad, rounded(prob, dtype))
+                grad_key += gradients_of_keys(grad, prob)
+            if grad_static is not None:
+                grad_static += tl.sum(gradients_of_queries(grad, prob), axis=0, keep_dims=True)
         else:
-            leave_nothing(probs, partial_query, patch, padded)
+            store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    if grad_key is not None:
-        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        store_matrices(partial_key, grad_key, s, part, sizes.keys, padded)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, s, sizes, heads, padded, key_rows)
+    store_gradient_of_static(partial.static, grad_static, padded)
 
 
 @triton.jit
@@ -348,8 +203,8 @@ def dcmha_matrix_backward_pre(
     grad_probs,  # [items, H, c, n], of the probabilities
     grad_scores,  # [items, H, c, n], written
     delta,  # [items, H, c of T], float32
-    partial_query,  # [items, n / block_s, c, padded, padded]
-    partial_key,  # [items, c / (block_t turns), n, padded, padded]
+    partial,  # `RowGradients`, written
+    rows,  # `StageRows` of what comes before the softmax
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -359,12 +214,15 @@ def dcmha_matrix_backward_pre(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    query_rows: tl.constexpr,
+    key_rows: tl.constexpr,
 ):
     """Second sweep of the backward pass: gradients of the scores and of what composes them."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     s = keys_of_program(block_s)
     pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
-    grad_key = no_gradients(matrices.pre_key, block_s, padded)
+    grad_key = no_gradients(rows.key, block_s, padded)
+    grad_static = no_gradients(partial.static, 1, padded)
     for turn in range(turns):
         patch = make_patch(turn, turns, s, sizes, heads, block_t)
         if is_reached(where, turn, turns, block_t, block_s):
@@ -375,100 +233,49 @@ def dcmha_matrix_backward_pre(
             grad = rounded(prob * (load(grad_probs, patch, padded) - mean[:, :, None]), dtype)
             store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
             score = rounded(score.to(tl.float32), dtype)
-            store_query_gradients(partial_query, grad, score, patch, padded)
+            store_gradients_of_query_rows(partial.query, rows.query, grad, score, patch, padded, query_rows)
             if grad_key is not None:
-                grad_key += key_gradients(grad, score)
+                grad_key += gradients_of_keys(grad, score)
+            if grad_static is not None:
+                grad_static += tl.sum(gradients_of_queries(grad, score), axis=0, keep_dims=True)
         else:
-            leave_nothing(grad_scores, partial_query, patch, padded)
-    if grad_key is not None:
-        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        store_matrices(partial_key, grad_key, s, part, sizes.keys, padded)
+            store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, s, sizes, heads, padded, key_rows)
+    store_gradient_of_static(partial.static, grad_static, padded)
 
 
 @triton.jit
 def dcmha_matrices(
-    matrices,  # [items, all_positions, padded, padded], written
-    rows,  # [items, positions, rows, H], packed
+    matrices,  # [items, length, padded, padded], written
+    rows,  # [items, length, count, H], packed; None are none
     constant,  # [H, H], float32, [out, in]: what is the same for all positions; None is zero
-    positions,
-    all_positions,
+    length,
     heads: tl.constexpr,
     padded: tl.constexpr,
     count: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The matrices of one side of a stage; zero after the last position and head."""
-    item, position = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
+    """The matrices of one side of a stage; zero for heads that only fill up."""
+    item, positions = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
     rank: tl.constexpr = count // 2
-    head, first = tl.arange(0, padded), item * positions * (count * heads)
-    places = _places(first, position, positions, heads, padded, count)
+    head = tl.arange(0, padded)
     matrix = tl.zeros([block, padded, padded], tl.float32)
-    for index in tl.static_range(rank):
-        down, up = _row(rows, places, index, heads), _row(rows, places, rank + index, heads)
-        matrix += up[:, :, None] * down[:, None, :]
-    if count % 2:
-        gate = _row(rows, places, count - 1, heads)
-        matrix += tl.where((head[:, None] == head[None, :])[None, :, :], gate[:, :, None], 0.0)
+    if rows is not None:
+        places = rows_of(rows, item, length, positions, heads, padded, count)
+        for index in tl.static_range(rank):
+            down, up = load_row(places, index, heads), load_row(places, rank + index, heads)
+            matrix += tl.permute(up, (0, 2, 1)) * down
+        if count % 2:
+            matrix += tl.where((head[:, None] == head[None, :])[None, :, :], load_row(places, count - 1, heads), 0.0)
     if constant is not None:
         inside = (head < heads)[:, None] & (head < heads)[None, :]
         matrix += tl.load(constant + head[:, None] * heads + head[None, :], mask=inside, other=0.0)[None, :, :]
-    store_matrices(matrices, matrix, position, item, all_positions, padded)
-
-
-@triton.jit
-def _places(first, position, positions, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
-    """`[block, padded]`, where the first packed row of some positions lies, and what of it is there."""
-    head = tl.arange(0, padded)[None, :]
-    return first + position[:, None] * (count * heads) + head, (position < positions)[:, None] & (head < heads)
-
-
-@triton.jit
-def _row(rows, places, index: tl.constexpr, heads: tl.constexpr):
-    """`[block, padded]`, one of the packed rows of some positions."""
-    return tl.load(rows + places[0] + index * heads, mask=places[1], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _add_to_row(rows, places, index: tl.constexpr, heads: tl.constexpr, numbers):
-    """Adds `[block, padded]` to one of the packed rows of some positions."""
-    tl.store(rows + places[0] + index * heads, _row(rows, places, index, heads) + numbers, mask=places[1])
-
-
-@triton.jit
-def dcmha_matrix_rows(
-    gradients,  # [items, positions of all, rows, H], float32, those of a chunk; added to
-    rows,  # [items, positions of all, rows, H], packed
-    partial,  # [items, parts, positions of the chunk, padded, padded]
-    parts,
-    positions,
-    all_positions,
-    last,
-    heads: tl.constexpr,
-    padded: tl.constexpr,
-    count: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Adds what the partial sums of gradients of matrices say about the packed rows of one side of a stage."""
-    item, position = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
-    rank: tl.constexpr = count // 2
-    head, first = tl.arange(0, padded), item * all_positions * (count * heads)
-    places = _places(first, position, last, heads, padded, count)
-    total = tl.zeros([block, padded, padded], tl.float32)
-    for part in range(parts):
-        some = partial + (item * parts + part) * positions * (padded * padded)
-        total += tl.load(some + _entries(position, padded)).to(tl.float32)
-    for index in tl.static_range(rank):
-        down, up = _row(rows, places, index, heads), _row(rows, places, rank + index, heads)
-        _add_to_row(gradients, places, index, heads, tl.sum(total * up[:, :, None], axis=1))
-        _add_to_row(gradients, places, rank + index, heads, tl.sum(total * down[:, None, :], axis=2))
-    if count % 2:
-        diagonal = tl.where((head[:, None] == head[None, :])[None, :, :], total, 0.0)
-        _add_to_row(gradients, places, count - 1, heads, tl.sum(diagonal, axis=2))
+    store_matrices(matrices, matrix, item, positions, length, padded)
 
 
 MATRIX_KERNELS = {
     "dcmha_matrices": dcmha_matrices,
-    "dcmha_matrix_rows": dcmha_matrix_rows,
     "dcmha_matrix_statistics": dcmha_matrix_statistics,
     "dcmha_matrix_probs": dcmha_matrix_probs,
     "dcmha_matrix_backward_post": dcmha_matrix_backward_post,

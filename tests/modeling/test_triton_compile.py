@@ -60,6 +60,7 @@ class ByMatrices(NamedTuple):
     dtype: str = "bf16"
     sides: tuple[bool, bool, bool, bool] = (True,) * 4
     has_mask: bool = False
+    has_static: bool = False
 
     @property
     def padded(self) -> int:
@@ -114,6 +115,8 @@ CONFIGURATIONS: dict[str, AnyConfiguration] = {
     "matrices, 32 heads": ByMatrices(32),
     "matrices, 12 heads, float16": ByMatrices(12, "fp16"),
     "matrices, 24 heads, masks": ByMatrices(24, has_mask=True),
+    "matrices, static": ByMatrices(has_static=True),
+    "matrices, 32 heads, static": ByMatrices(32, has_static=True),
     "matrices, queries alone": ByMatrices(sides=(True, False, True, False)),
     "matrices, keys alone": ByMatrices(sides=(False, True, False, True)),
     "matrices, pre alone": ByMatrices(32, sides=(True, True, False, False)),
@@ -139,8 +142,8 @@ OWN = {
 OWN_OF_MATRICES = {
     "dcmha_matrix_statistics": ("fp16", "fp32"),
     "dcmha_matrix_probs": ("fp16", "map", "fp32"),
-    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "query", "key", "fp32"),
-    "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "query", "key", "fp32"),
+    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "rows", "fp32"),
+    "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "rows", "fp32"),
 }
 ROWS = 5
 
@@ -247,11 +250,11 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
 
 
 def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str, Compiled]:
-    from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, Sizes, Visibility
+    from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, RowGradients, Sizes, StageRows, Visibility
     from dynattn.modeling.ops.dcmha_triton_choice import MATRICES, TURNS, matrix_tiles_for
 
-    heads, dtype, sides, has_mask = configuration
-    padded = configuration.padded
+    heads, dtype, sides, has_mask, has_static = configuration
+    padded, static = configuration.padded, "*fp32" if has_static else "none"
     strides = ("i32", "i32", "one")
     masks = ("*u8", *strides, "*fp32", *strides) if has_mask else ("none", *strides, "none", *strides)
     documents = ("*i32", "i32", "i32") if has_mask else ("none", "i32", "i32")
@@ -267,20 +270,20 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
     for name, own in OWN_OF_MATRICES.items():
         block_t, block_s, warps, stages = matrix_tiles_for(padded)[name]
         of_query, of_key = sides[2:] if name.endswith("post") else sides[:2]
-        given = {"map": dtype, "query": partial if of_query else "none", "key": "fp32" if of_key else "none"}
-        kinds = (*(kind if kind == "none" else f"*{kind}" for kind in (given.get(one, one) for one in own)), *common)
+        given = {
+            "partial": RowGradients(f"*{partial}" if of_query else "none", "*fp32" if of_key else "none", static),
+            "rows": StageRows(*(f"*{dtype}" if side else "none" for side in (of_query, of_key))),
+            "map": f"*{dtype}",
+        }
+        kinds = (*(given.get(one, f"*{one}") for one in own), *common)
         tile = constants | {"block_t": block_t, "block_s": block_s}
+        tile |= {"query_rows": ROWS if of_query else 0, "key_rows": ROWS if of_key else 0}
         kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), TURNS)
     block, warps = MATRICES
-    side = {
-        "dcmha_matrices": ("*fp16", f"*{dtype}", "*fp32", "i32", "i32"),
-        "dcmha_matrix_rows": ("*fp32", f"*{dtype}", f"*{partial}", "i32", "i32", "i32", "i32"),
-    }
-    for name, kinds in side.items():
-        tile = constants | {"block": block}
-        compiled[name] = Compiled(compile_kernel(name, kinds, tile, capability, {3, 4, 5, 6}, num_warps=warps))
-    return compiled
+    name, kinds = "dcmha_matrices", ("*fp16", f"*{dtype}", "*fp32", "i32")
+    tile = constants | {"block": block}
+    return compiled | {name: Compiled(compile_kernel(name, kinds, tile, capability, set(), num_warps=warps))}
 
 
 def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Compiled]:

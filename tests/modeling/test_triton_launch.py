@@ -15,7 +15,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "rows")}
+MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
 MATRICES |= {"dcmha_matrices", "dcmha_merge"}
 LOOPS = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
 DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
