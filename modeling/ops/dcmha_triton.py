@@ -13,7 +13,7 @@ from .dcmha_chunked import dcmha_chunked, pack_factors
 from .dcmha_triton_arguments import MapInputs, MapSettings
 from .dcmha_triton_decode import decode
 from .dcmha_triton_groups import common_groups, join_groups, split_factors, split_heads, within_groups
-from .dcmha_triton_windows import attend_backward_in_blocks, attend_in_blocks
+from .dcmha_triton_sweeps import attend, attend_backward
 from .dcmha_triton_workspace import load_kernels
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _forward_op(
     inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
-        return attend_in_blocks(inputs, settings)
+        return attend(inputs, settings)
 
 
 @torch.library.custom_op("dynattn::dcmha_triton_backward", mutates_args=())
@@ -165,7 +165,7 @@ def _backward_op(
     inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
-        grads = attend_backward_in_blocks(grad_output, lse, inputs, settings)
+        grads = attend_backward(grad_output, lse, inputs, settings)
         return [grad.to(getattr(inputs, name).dtype).contiguous() for name, grad in grads.items()]
 
 

@@ -59,28 +59,32 @@ class Sizes(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Keys from `-ahead` to `behind` positions back are visible, if they are real and nothing else here hides them.
+    """Which key a column is, and which keys are visible.
 
-    A row of the batch is `groups` items.
+    Column `s` of row `t` is key `s + t // step * step` from `start` on (`dcmha_triton_cut`). Keys from `-ahead` to
+    `behind` positions back are visible, if they are real and nothing else here hides them. A row of the batch is
+    `groups` items.
     """
 
-    distance: int  # from the chunk's first key to its first query
+    position: int  # of the chunk's first query among the keys
+    start: int  # the chunk's first key; below zero if padding comes before the real ones
     behind: int
     ahead: int
-    real_queries: int
-    real_keys: int
+    step: int | None  # queries of each block of a band; None where a chunk is none
+    real_queries: int  # from the chunk's first one on
+    real_keys: int  # S
+    first_real_key: int | None  # 0 where padding comes before it; None otherwise
     groups: int
-    mask: Tensor | None  # [rows of the batch, c, n], 8 bits
+    mask: Tensor | None  # [rows of the batch, c, S], 8 bits
     mask_of_row: int  # strides, one by one: Triton 3.6 may lose constants in nested tuples
     mask_of_query: int
     mask_of_key: int
-    bias: Tensor | None  # [rows of the batch, c, n]
+    bias: Tensor | None  # [rows of the batch, c, S]
     bias_of_row: int
     bias_of_query: int
     bias_of_key: int
     first_keys: Tensor | None  # [rows of the batch, c of T]
     row_of_first_keys: int  # T
-    start: int  # the chunk's first key
 
 
 class Matrices(NamedTuple):

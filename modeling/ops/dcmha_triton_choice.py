@@ -15,11 +15,13 @@ ROWS = 128
 # has half of what the largest has. Smaller maps would stay in the device's cache, at most 1.3 times as fast, and leave
 # it waiting.
 LARGEST_MAP = 1 << 26
-# A causal window is cut into blocks of half as many queries as it has keys, but of at least this many. Chunks compute
-# (c + W) / W of the pairs that are visible, and n / c copies of each key are made, about 3 at most. For 256 keys and 64
-# channels 128 queries move the fewest bytes, 10 (c + W) + 8 D n / c for a query and a head; for wider windows chunks of
-# `ROWS` queries of a block keep the first term low, and longer blocks the second.
-BLOCK = 128
+# A causal window is cut into blocks of a quarter as many queries as it has keys, but of at least this many: maps have
+# (c + W) / W entries for each pair that is visible, 1.25, and products need tiles of 64 queries.
+BLOCK = 64
+# Queries and keys of a tile in the matrix products of a window, and warps of a program; in float32, which has no tensor
+# cores, registers leave room for a quarter.
+BAND_TILE = (64, 64, 4)
+BAND_TILE_OF_FLOAT32 = (32, 32, 4)
 
 # Heads of an item from here to there compose on the tensor cores, in half precision. Their number is filled up to 16 or
 # 32, which costs these kernels as much as real heads: for each real one of 11 they need as many instructions forward as
@@ -39,7 +41,8 @@ TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post",
 TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
 # The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16 of
 # both backward. Forward there is room for two programs on a multiprocessor or more, backward for one; with 32 heads the
-# gradients of 16 keys' matrices take a quarter of a thread's registers, and it spills 144 to 352 bytes.
+# gradients of 16 keys' matrices take a quarter of a thread's registers, and it spills 236 to 356 bytes, with a static
+# matrix up to 624.
 MATRIX_TILES_16 = {
     "dcmha_matrix_statistics": (8, 32, 4, 1),
     "dcmha_matrix_probs": (8, 32, 4, 1),
@@ -77,7 +80,17 @@ def items_of_a_chunk(elements: int) -> int:
 
 def block_of(window: int) -> int:
     """Returns how many queries of a causal window are a block."""
-    return max(BLOCK, window // 2)
+    return max(BLOCK, window // 4)
+
+
+def blocks_of_a_chunk(elements: int) -> int:
+    """Returns how many blocks of a window share a chunk, if each has so many elements in all maps of a row."""
+    return max(1, LARGEST_MAP // max(1, elements))
+
+
+def tile_of_band(dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns the queries and keys of a tile of a window's matrix products, and the warps of a program."""
+    return BAND_TILE_OF_FLOAT32 if dtype == torch.float32 else BAND_TILE
 
 
 def composes_by_matrices(heads: int, dtype: torch.dtype) -> bool:

@@ -104,7 +104,7 @@ def dcmha_statistics(
     block_s: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over one patch; minus infinity where it hides all keys."""
-    patch = make_patch(sizes, heads, block_t, block_s)
+    patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     penalty = make_penalty(where, patch)
     hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
@@ -177,7 +177,7 @@ def dcmha_probs(
     block_s: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
-    patch = make_patch(sizes, heads, block_t, block_s)
+    patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
     hidden = hidden_probabilities(scores, scores, lse, pre, post, where, statics, patch, heads, block_t, block_s)
@@ -211,7 +211,7 @@ def dcmha_backward_post(
     block_s: tl.constexpr,
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
-    patch = make_patch(sizes, heads, block_t, block_s)
+    patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
     hidden_probs = hidden_probabilities(scores, kept, lse, pre, post, where, statics, patch, heads, block_t, block_s)
@@ -251,7 +251,7 @@ def dcmha_backward_pre(
     block_s: tl.constexpr,
 ):
     """Second sweep of the backward pass: gradients of the scores and of the factors before the softmax."""
-    patch = make_patch(sizes, heads, block_t, block_s)
+    patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
     softmax = (lse, make_penalty(where, patch))
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)

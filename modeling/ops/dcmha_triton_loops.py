@@ -9,7 +9,7 @@ from torch import Tensor
 from .dcmha_triton_arguments import Chunk, Factors, MapInputs, Statics
 from .dcmha_triton_choice import tiles_for
 from .dcmha_triton_composer import Composer
-from .dcmha_triton_workspace import Workspace, padded
+from .dcmha_triton_workspace import Workspace
 
 # Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
 PANEL = 8
@@ -32,8 +32,13 @@ class LoopComposer(Composer):
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
         self.work, self.pre_static, self.post_static = work, inputs.pre_static, inputs.post_static
         self.rows, self.tiles = _counts(inputs), _tiles(inputs)
-        self.factors = Factors(*map(_as_panels, inputs.rows, (work.queries, work.keys) * 2))
-        self.lengths = {name: getattr(inputs, name).shape[1] for name, rows in self._factors() if rows is not None}
+        named = zip(Factors._fields, inputs.rows, strict=True)
+        self.factors = Factors(
+            *(
+                None if rows is None else _as_panels(work.with_padding(rows, 1, of_keys="key" in name))
+                for name, rows in named
+            )
+        )
         self.sums, self.statics = self._sums() if backward else ({}, {})
 
     def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
@@ -79,16 +84,19 @@ class LoopComposer(Composer):
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
-        rows = {name: total.permute(0, 3, 2, 1)[:, : self.lengths[name]] for name, total in self.sums.items()}
+        rows = {
+            name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
+            for name, total in self.sums.items()
+        }
         return rows | self.statics
 
     def _factors(self) -> list[tuple[str, Tensor | None]]:
         return list(zip(Factors._fields, self.factors, strict=True))
 
     def _sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros for packed rows, `[B, H, rows, length]`, and for static matrices."""
+        """Zeros for packed rows, `[B, length, H, rows]`, and for static matrices."""
         sums = {
-            name: rows.new_zeros(*rows.shape[:2], rows.shape[3], rows.shape[2] * rows.shape[4])
+            name: rows.new_zeros(rows.shape[0], rows.shape[2] * rows.shape[4], rows.shape[1], rows.shape[3])
             for name, rows in self._factors()
             if rows is not None
         }
@@ -132,18 +140,17 @@ class LoopComposer(Composer):
         partial: list[Tensor | None] = []
         for side, block in zip(("query", "key"), self.tiles[name], strict=False):
             sums = self.sums.get(f"{stage}_{side}")
-            partial.append(None if sums is None else sums.new_empty(*patches, *sums.shape[1:3], block))
+            partial.append(None if sums is None else sums.new_empty(*patches, *sums.shape[2:], block))
         return partial
 
     def _add_factors(self, chunk: Chunk, stage: str, partial: list[Tensor | None]) -> None:
-        """Adds the sums of `partial`, or sets them for queries: no other chunk has these."""
+        """Adds the sums of `partial`."""
         of_queries, of_keys = partial
         if of_queries is not None:
-            sums = self.sums[f"{stage}_query"][chunk.items, :, :, chunk.queries]
-            torch.sum(of_queries, dim=2, out=_in_blocks(sums, of_queries.shape[-1]))
+            parts = of_queries.sum(2).movedim(-1, 2).flatten(1, 2)
+            self.sums[f"{stage}_query"][chunk.items, chunk.queries] += parts
         if of_keys is not None:
-            sums = self.sums[f"{stage}_key"][chunk.items, :, :, chunk.keys]
-            _in_blocks(sums, of_keys.shape[-1]).add_(of_keys.sum(1))
+            self.work.add_keys(self.sums[f"{stage}_key"], of_keys.movedim(-1, 3).flatten(2, 3), chunk)
 
     def _add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
         """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
@@ -180,26 +187,19 @@ def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
     return tiles_for(_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
 
 
-def _as_panels(rows: Tensor | None, length: int) -> Tensor | None:
+def _as_panels(rows: Tensor) -> Tensor:
     """`[B, T or S, rows, H]` to panels `[B, H, length / PANEL, rows, PANEL]` in the float32 that kernels compute in.
 
     Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All rows
     of a panel lie at fixed distances, so that a kernel keeps one address for a side.
     """
-    if rows is None:
-        return None
-    panels = padded(rows, 1, length).unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
+    panels = rows.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
     return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
 def _panels_of(rows: Tensor, positions: slice) -> Tensor:
     """The panels of these positions, which start and stop at one."""
     return rows[:, :, positions.start // PANEL : positions.stop // PANEL]
-
-
-def _in_blocks(sums: Tensor, block: int) -> Tensor:
-    """`[items, H, rows, length]` to `[items, length / block, H, rows, block]`, a view."""
-    return sums.unflatten(3, (-1, block)).movedim(3, 1)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

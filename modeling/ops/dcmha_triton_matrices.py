@@ -4,6 +4,7 @@ All terms of a stage become matrices before the kernels, and the gradients of ma
 them, both in work and memory that grow with the number of tokens.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from .dcmha_triton_arguments import Chunk, Factors, MapInputs, Matrices, RowGradients, StageRows
 from .dcmha_triton_choice import matrix_tiles_for, most_turns, tile_of_matrices
 from .dcmha_triton_composer import Composer
-from .dcmha_triton_workspace import Workspace, padded
+from .dcmha_triton_workspace import Workspace
 
 
 class MatrixComposer(Composer):
@@ -33,10 +34,9 @@ class MatrixComposer(Composer):
         self.work, self.padded = work, _filled_up(work.heads)
         self.tiles = matrix_tiles_for(self.padded)
         named = dict(zip(Factors._fields, inputs.rows, strict=True))
-        self.lengths = {name: rows.shape[1] for name, rows in named.items() if rows is not None}
         self.rows = {
-            name: None if rows is None else padded(rows, 1, length).contiguous()
-            for (name, rows), length in zip(named.items(), (work.queries, work.keys) * 2, strict=True)
+            name: None if rows is None else work.with_padding(rows, 1, of_keys="key" in name).contiguous()
+            for name, rows in named.items()
         }
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
         self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
@@ -66,7 +66,8 @@ class MatrixComposer(Composer):
 
     def gradients(self) -> dict[str, Tensor]:
         return {
-            name: total[:, : self.lengths[name]] if name in self.lengths else total for name, total in self.sums.items()
+            name: total if "static" in name else self.work.without_padding(total, 1, of_keys="key" in name)
+            for name, total in self.sums.items()
         }
 
     def _sums(self) -> dict[str, Tensor]:
@@ -78,7 +79,7 @@ class MatrixComposer(Composer):
     def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
         static, (query, key) = self.statics[stage], (self.rows[f"{stage}_{side}"] for side in ("query", "key"))
-        constant = torch.eye(self.work.heads, device=self.work.query.device)
+        constant = torch.eye(self.work.heads, device=self.work.device)
         of_queries = of_keys = None
         if static is not None:
             constant += static.t()
@@ -91,7 +92,8 @@ class MatrixComposer(Composer):
     def _side(self, rows: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
         """`[B, length, padded, padded]`, in the dtype of the scores."""
         work = self.work
-        matrices = work.score_key.new_empty(work.batch, length, self.padded, self.padded)
+        shape = work.batch, length, self.padded, self.padded
+        matrices = torch.empty(shape, dtype=work.score_dtype, device=work.device)
         block, warps = tile_of_matrices()
         work.kernels["dcmha_matrices"][length // block, work.batch](
             matrices,
@@ -129,19 +131,20 @@ class MatrixComposer(Composer):
         )
 
     def _turns(self, name: str, chunk: Chunk) -> int:
-        """How many blocks of queries a program goes through: as many as divide those of the chunk."""
-        return math.gcd(chunk.counts[1] // self.tiles[name][0], most_turns())
+        """How many blocks of queries a program goes through: as many as divide those of a step."""
+        return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
 
     def _launch_backward(self, name: str, stage: str, chunk: Chunk, *maps: Tensor, lse: Tensor) -> None:
         """Runs a kernel of the backward pass, and adds what it says about the rows and the static matrix of a stage."""
-        sides = {f"{stage}_query": chunk.queries, f"{stage}_key": chunk.keys}
-        rows = StageRows(*(_of_chunk(self.rows[side], chunk.items, where) for side, where in sides.items()))
+        sides = ("query", chunk.queries), ("key", chunk.keys)
+        rows = StageRows(*(_of_chunk(self.rows[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, rows, has_static=self.statics[stage] is not None)
         counts = {"query_rows": _count(rows.query), "key_rows": _count(rows.key)}
         self._launch(name, chunk, *maps, partial, rows, lse, **counts)
-        for (side, positions), gradients in zip(sides.items(), partial[:2], strict=True):
-            if gradients is not None:
-                self.sums[side][chunk.items, positions] += gradients.sum(1, dtype=torch.float32)
+        if partial.query is not None:
+            self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
+        if partial.key is not None:
+            self.work.add_keys(self.sums[f"{stage}_key"], partial.key, chunk)
         if partial.static is not None:
             heads = self.work.heads
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
@@ -154,8 +157,8 @@ class MatrixComposer(Composer):
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
         blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
-        dtype = torch.bfloat16 if self.work.value.dtype == torch.bfloat16 else torch.float32
-        new = self.work.value.new_empty
+        dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
+        new = functools.partial(torch.empty, device=self.work.device)
         return RowGradients(
             None if rows.query is None else new(items, blocks, queries, *rows.query.shape[2:], dtype=dtype),
             None if rows.key is None else new(items, programs, keys, *rows.key.shape[2:], dtype=torch.float32),

@@ -7,24 +7,25 @@ Composition is linear in the heads of a (query, key) pair. All its terms, low ra
 with `[H, H]` matrices, `Q[t] = 1 + static + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` likewise but for 1 and static.
 For all heads of a patch of `block_t` queries by `block_s` keys that is a product `[H, H] @ [H, block_s]` for each query
 and a product `[H, H] @ [H, block_t]` for each key: `2 H` multiplications for each (head, query, key), where low rank
-needs about 10, on units that do 12 times as many. The gradients of matrices are products of the same size:
+needs about 10, on units that do 12 times as many. The gradients of matrices are products of the same size, and those of
+the rows that a matrix `M` is made of follow from them, for queries as for keys:
 
     dz[t, :, s] = (Q[t] + K[s])^T dy[t, :, s]
     dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T        dK[s] = sum_t dy[t, :, s] z[t, :, s]^T
+    d up = dM down^T        d down = up^T dM        d gate = diag(dM)        d static = sum_t dQ[t]
 
-Two kernels go between terms and matrices, and four have their counterparts in `dcmha_triton_kernels`:
+One kernel makes the matrices, and four have their counterparts in `dcmha_triton_kernels`:
 
     dcmha_matrices              Q or K of one side, from its packed rows
-    dcmha_matrix_rows           the gradients of packed rows, from partial sums of dQ or dK
     dcmha_matrix_statistics     x = pre(s); the log-sum-exp of a row over a block of keys
     dcmha_matrix_probs          p = exp(x - lse); a = post(p), written over s
-    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); dQ and dK of post
-    dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); dQ and dK of pre
+    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's rows
+    dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's rows
 
 A program holds a patch of all heads in registers, 16 or 32 of them; zeros make up for what is missing. It goes through
 `turns` blocks of queries for one block of keys, whose matrices and their gradients stay with it, and passes over
-patches that a causal mask or a window hides. The gradients of queries' matrices leave as one partial sum for each
-patch, those of keys' as one for each program, and are added up in a fixed order.
+patches that a causal mask or a window hides. The gradients of queries' rows leave as one partial sum for each patch,
+those of keys' as one for each program, and are added up in a fixed order.
 
 Instructions: a thread's for each (head, query, key) of a turn, at 16 and 32 heads in bfloat16 without a mask, compiled
 for sm_90 and counted in the assembly, not run (`python tests/modeling/test_triton_compile.py 90`), next to those of the
@@ -33,17 +34,19 @@ kernels that go through the heads, whatever the rank here:
                        16 heads    32 heads    rank 2, gates, head by head
     statistics         20          20          28
     probs              24          26          36
-    backward_post      36          50          98
-    backward_pre       33          45          86
+    backward_post      40          56          98
+    backward_pre       36          51          86
 
-At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.3 ps
+At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.6 ps
 backward if nothing waits: less than the memory's time. Between the product for queries and that for keys a patch turns
-through shared memory, which takes more of them than arithmetic does.
+through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with rows of queries
+alone, 16 heads need 16, 14, 23 and 24.
 
 Memory: each kernel reads and writes a map once, as in `dcmha_triton_kernels`: 2 + 4 bytes for each (head, query, key)
 forward and 8 + 6 backward in half precision. Matrices come from the second-level cache, `2 H / block_s` bytes of
-queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage, and as many leave in a backward
-pass for queries, twice as many for keys.
+queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage. Of `R` packed rows, 5 at rank 2
+with a gate, `2 R / block_s` bytes leave in a backward pass for queries, `4 R / (block_t turns)` for keys: 0.3 and 0.2
+with 16 heads, where gradients of matrices would be 1 and 0.5.
 
 Precision: scores, probabilities and the matrices that compose them are float16, gradients of maps and the matrices in
 front of them bfloat16 for inputs of that dtype; all products add up in float32. In float32, for tests, all is float32.
@@ -54,8 +57,7 @@ from .dcmha_triton_matrix_tiles import (
     exponents,
     gradients_of_keys,
     gradients_of_queries,
-    is_reached,
-    keys_of_program,
+    is_turn_reached,
     load,
     load_matrices,
     load_of_queries,
@@ -99,11 +101,11 @@ def dcmha_matrix_statistics(
     turns: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
-    s = keys_of_program(block_s)
-    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, s, sizes, heads, block_t)
-        if is_reached(where, turn, turns, block_t, block_s):
+        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+        if is_turn_reached(where, turn, turns, here, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
             reference = finite(tl.max(exponent, axis=2))
@@ -128,13 +130,13 @@ def dcmha_matrix_probs(
     turns: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
-    s = keys_of_program(block_s)
-    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, s, sizes.all_keys, padded)
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, s, sizes, heads, block_t)
+        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         composed = tl.zeros([block_t, padded, block_s], tl.float32)
-        if is_reached(where, turn, turns, block_t, block_s):
+        if is_turn_reached(where, turn, turns, here, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
@@ -166,14 +168,14 @@ def dcmha_matrix_backward_post(
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
-    s = keys_of_program(block_s)
-    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, s, sizes.all_keys, padded)
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(rows.key, block_s, padded)
     grad_static = no_gradients(partial.static, 1, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, s, sizes, heads, block_t)
-        if is_reached(where, turn, turns, block_t, block_s):
+        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+        if is_turn_reached(where, turn, turns, here, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
@@ -193,7 +195,7 @@ def dcmha_matrix_backward_post(
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, s, sizes, heads, padded, key_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
     store_gradient_of_static(partial.static, grad_static, padded)
 
 
@@ -219,13 +221,13 @@ def dcmha_matrix_backward_pre(
 ):
     """Second sweep of the backward pass: gradients of the scores and of what composes them."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
-    s = keys_of_program(block_s)
-    pre_key = load_matrices(matrices.pre_key, s, sizes.all_keys, padded)
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(rows.key, block_s, padded)
     grad_static = no_gradients(partial.static, 1, padded)
     for turn in range(turns):
-        patch = make_patch(turn, turns, s, sizes, heads, block_t)
-        if is_reached(where, turn, turns, block_t, block_s):
+        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+        if is_turn_reached(where, turn, turns, here, block_t, block_s):
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             score = load(scores, patch, padded)
             prob = probabilities(score, pre_query, pre_key, lse, where, patch, padded)
@@ -241,7 +243,7 @@ def dcmha_matrix_backward_pre(
         else:
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, s, sizes, heads, padded, key_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
     store_gradient_of_static(partial.static, grad_static, padded)
 
 

@@ -3,7 +3,7 @@
 One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
 """
 
-from .dcmha_triton_tiles import INTERPRETED, LOG2_E, Patch, exp2, make_penalty, rounded
+from .dcmha_triton_tiles import LOG2_E, Patch, exp2, is_reached, make_penalty, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -16,23 +16,21 @@ except ImportError as error:
 
 
 @triton.jit
-def keys_of_program(block_s: tl.constexpr):
-    """`[block_s]`, counted from the chunk's first key."""
-    return tl.program_id(0) * block_s + tl.arange(0, block_s)
-
-
-@triton.jit
-def make_patch(turn, turns: tl.constexpr, s, sizes, heads: tl.constexpr, block_t: tl.constexpr):
-    """A block of queries of this program with its keys."""
+def make_patch(
+    turn, turns: tl.constexpr, sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr
+):
+    """One of the blocks of queries that this program goes through, with its keys, the same in each turn."""
     t = (tl.program_id(1) * turns + turn) * block_t + tl.arange(0, block_t)
-    return Patch(tl.program_id(2).to(tl.int64), t, s, heads, sizes)
+    s = tl.program_id(0) * block_s + tl.arange(0, block_s)
+    shift = shift_of(where, tl.program_id(1) * turns * block_t)
+    return Patch(tl.program_id(2).to(tl.int64), t, s, shift, heads, sizes)
 
 
 @triton.jit
-def is_reached(where, turn, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """Whether distance alone lets any query of the patch see any key of it."""
-    back = (tl.program_id(1) * turns + turn) * block_t + where.distance - tl.program_id(0) * block_s
-    return (back + block_t > -where.ahead) & (back - block_s < where.behind)
+def is_turn_reached(where, turn, turns: tl.constexpr, patch, block_t: tl.constexpr, block_s: tl.constexpr):
+    """Whether distance alone lets any query of a turn see any key of the program."""
+    query, key = (tl.program_id(1) * turns + turn) * block_t, tl.program_id(0) * block_s + patch.shift + where.start
+    return is_reached(where, query, key, block_t, block_s)
 
 
 @triton.jit
@@ -119,14 +117,6 @@ def transposed(matrices, dtype: tl.constexpr):
     if matrices is not None:
         found = tl.permute(rounded(matrices.to(tl.float32), dtype), (0, 2, 1))
     return found
-
-
-@triton.jit
-def product(left, right):
-    """A matrix product for each of the first axis, in float32; the interpreter would multiply bits of bfloat16."""
-    if INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
@@ -257,16 +247,13 @@ def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr
 
 
 @triton.jit
-def store_gradients_of_key_rows(
-    partial, rows, gradients, s, sizes, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr
-):
+def store_gradients_of_key_rows(partial, rows, gradients, patch, padded: tl.constexpr, count: tl.constexpr):
     """Writes what a program says about its keys' rows, if they have any."""
     if rows is not None:
-        item = tl.program_id(2).to(tl.int64)
-        program = item * tl.num_programs(1) + tl.program_id(1)
-        source = rows_of(rows, item, sizes.all_keys, s, heads, padded, count)
-        target = rows_of(partial, program, sizes.keys, s, heads, padded, count)
-        store_row_gradients(target, source, gradients, heads, count)
+        program = patch.item * tl.num_programs(1) + tl.program_id(1)
+        source = rows_of(rows, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
+        target = rows_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
+        store_row_gradients(target, source, gradients, patch.heads, count)
 
 
 @triton.jit

@@ -24,36 +24,56 @@ class Patch(NamedTuple):
 
     item: tl.tensor
     t: tl.tensor  # [block_t]
-    s: tl.tensor  # [block_s]
+    s: tl.tensor  # [block_s], columns
+    shift: tl.tensor  # from a column to its key
     heads: tl.tensor
     sizes: tuple  # `Sizes`
 
 
 @triton.jit
-def make_patch(sizes, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+def make_patch(sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
     """The patch of this program."""
     t = tl.program_id(1) * block_t + tl.arange(0, block_t)
     s = tl.program_id(0) * block_s + tl.arange(0, block_s)
-    return Patch(tl.program_id(2).to(tl.int64), t, s, heads, sizes)
+    shift = shift_of(where, tl.program_id(1) * block_t)
+    return Patch(tl.program_id(2).to(tl.int64), t, s, shift, heads, sizes)
+
+
+@triton.jit
+def shift_of(where, query):
+    """From a column to its key, in the row of this query; both count from the chunk's first ones."""
+    shift = 0
+    if where.step is not None:
+        shift = query // where.step * where.step
+    return shift
+
+
+@triton.jit
+def is_reached(where, query, key, block_t: tl.constexpr, block_s: tl.constexpr):
+    """Whether distance alone lets any query from this one of the chunk on see any key from this one on."""
+    back = query + where.position - key
+    return (back + block_t > -where.ahead) & (back - block_s < where.behind)
 
 
 @triton.jit
 def make_penalty(where, patch):
     """`[block_t, block_s]`, what to add to scores in base 2: an additive mask; minus infinity hides a key."""
-    t, s = patch.t[:, None], patch.s[None, :]
-    back = t + where.distance - s
-    visible = (back <= where.behind) & (back >= -where.ahead) & (s < where.real_keys) & (t < where.real_queries)
+    t, key = patch.t[:, None], (patch.s + (patch.shift + where.start))[None, :]
+    back = t + where.position - key
+    visible = (back <= where.behind) & (back >= -where.ahead) & (key < where.real_keys) & (t < where.real_queries)
+    if where.first_real_key is not None:
+        visible = visible & (key >= where.first_real_key)
     if where.first_keys is not None:
         first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + t
-        visible = visible & (s + where.start >= tl.load(first, mask=t < where.real_queries, other=0))
+        visible = visible & (key >= tl.load(first, mask=t < where.real_queries, other=0))
     if where.mask is not None:
         row = (patch.item // where.groups) * where.mask_of_row
-        mask = where.mask + row + t * where.mask_of_query + s * where.mask_of_key
+        mask = where.mask + row + t * where.mask_of_query + key * where.mask_of_key
         visible = visible & (tl.load(mask, mask=visible, other=0) != 0)
     penalty = tl.where(visible, 0.0, float("-inf"))
     if where.bias is not None:
         row = (patch.item // where.groups) * where.bias_of_row
-        bias = where.bias + row + t * where.bias_of_query + s * where.bias_of_key
+        bias = where.bias + row + t * where.bias_of_query + key * where.bias_of_key
         penalty += tl.load(bias, mask=visible, other=0.0).to(tl.float32) * LOG2_E
     return penalty
 
@@ -61,8 +81,9 @@ def make_penalty(where, patch):
 @triton.jit
 def make_stage(query_side, key_side, patch, query_rows: tl.constexpr, key_rows: tl.constexpr):
     """One stage as (down, up, gate), each of them (rows of queries, rows of keys)."""
-    queries = _side(query_side, patch, 1, patch.t.shape[0], patch.sizes.all_queries, query_rows)
-    keys = _side(key_side, patch, 0, patch.s.shape[0], patch.sizes.all_keys, key_rows)
+    query, key = tl.program_id(1) * patch.t.shape[0], tl.program_id(0) * patch.s.shape[0] + patch.shift
+    queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_rows)
+    keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_rows)
     query_rank: tl.constexpr = query_rows // 2
     key_rank: tl.constexpr = key_rows // 2
     down = (_rows(queries, 0, query_rank), _rows(keys, 0, key_rank))
@@ -72,13 +93,13 @@ def make_stage(query_side, key_side, patch, query_rows: tl.constexpr, key_rows: 
 
 
 @triton.jit
-def _side(panels, patch, axis: tl.constexpr, block: tl.constexpr, length, rows: tl.constexpr):
-    """The patch's panels of one side: those of the item's first head, the offsets of positions, heads' distance."""
+def _side(panels, patch, position, block: tl.constexpr, length, rows: tl.constexpr):
+    """Panels of one side from a position on: those of the item's first head, offsets of positions, heads' distance."""
     side = ()
     if rows > 0:
         positions = tl.arange(0, block)
         offsets = positions // PANEL * (rows * PANEL) + positions % PANEL
-        first = (patch.item * patch.heads * length + tl.program_id(axis) * block) * rows
+        first = (patch.item * patch.heads * length + position) * rows
         side = (panels + first, offsets, rows * length)
     return side
 
@@ -165,6 +186,14 @@ def probability(score, hidden, pre, softmax, statics, patch, head):
     lse, penalty = softmax
     composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
     return exp2(composed * LOG2_E + (penalty - load_of_queries(lse, patch, head)[:, None] * LOG2_E))
+
+
+@triton.jit
+def product(left, right):
+    """A matrix product, or one for each of the first axis, in float32."""
+    if INTERPRETED:  # which would multiply the bits of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit

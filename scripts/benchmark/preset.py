@@ -104,7 +104,8 @@ FAMILY = Knob("FEWEST_HEADS", (dcmha_triton_choice.MOST_HEADS + 1,))
 CUTS = (
     Knob("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
     Knob("ROWS", (64, 256, 512)),
-    Knob("BLOCK", (64, 256)),
+    Knob("BLOCK", (32, 128)),
+    Knob("BAND_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
 )
 LOOP_KNOBS = (*CUTS, *(Knob("TILES", TILES, name) for name in dcmha_triton_choice.TILES))
 MATRIX_KNOBS = (

@@ -22,8 +22,10 @@ GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
 
 # Bytes of shared memory that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-# Bytes that a thread may spill: a few values outside of the loops; with matrices some of every turn.
-SPILLED, SPILLED_IN_DECODING, SPILLED_BY_MATRICES = 4, 16, {16: 32, 32: 360}
+# Bytes that a thread may spill: a few values outside of the loops.
+SPILLED, SPILLED_IN_DECODING = 4, 16
+# With matrices it is some values of every turn, by the number of heads and whether there is a static one.
+SPILLED_BY_MATRICES = {(16, False): 80, (16, True): 104, (32, False): 456, (32, True): 632}
 # Instructions of threads for a (head, query, key), with ten percent to spare.
 INSTRUCTIONS = {
     "all terms, 16 heads": {
@@ -35,8 +37,8 @@ INSTRUCTIONS = {
     "matrices, 16 heads": {
         "dcmha_matrix_statistics": 24,
         "dcmha_matrix_probs": 28,
-        "dcmha_matrix_backward_post": 42,
-        "dcmha_matrix_backward_pre": 39,
+        "dcmha_matrix_backward_post": 47,
+        "dcmha_matrix_backward_pre": 43,
     },
 }
 
@@ -51,6 +53,7 @@ class Configuration(NamedTuple):
     has_static: bool = False
     is_additive: bool = False
     has_documents: bool = False
+    is_band: bool = False
 
 
 class ByMatrices(NamedTuple):
@@ -61,6 +64,7 @@ class ByMatrices(NamedTuple):
     sides: tuple[bool, bool, bool, bool] = (True,) * 4
     has_mask: bool = False
     has_static: bool = False
+    is_band: bool = False
 
     @property
     def padded(self) -> int:
@@ -80,6 +84,16 @@ class Decoding(NamedTuple):
     is_short: bool = False
 
 
+class InBands(NamedTuple):
+    """What the matrix products of windows are compiled for."""
+
+    width: int = 64
+    dtype: str = "bf16"
+    share: int = 1
+    is_added: bool = False
+    window: int = 256
+
+
 class Compiled(NamedTuple):
     """A kernel and, if its loop is over heads or turns, what a program of it works on."""
 
@@ -88,7 +102,7 @@ class Compiled(NamedTuple):
     turns: int = 1
 
 
-AnyConfiguration = Configuration | ByMatrices | Decoding
+AnyConfiguration = Configuration | ByMatrices | InBands | Decoding
 CONFIGURATIONS: dict[str, AnyConfiguration] = {
     "all terms, 16 heads": Configuration(),
     "all terms, 32 heads": Configuration(32),
@@ -111,16 +125,23 @@ CONFIGURATIONS: dict[str, AnyConfiguration] = {
     "static, rank 4": Configuration(rows=(9, 9, 9, 9), has_static=True),
     "additive mask": Configuration(is_additive=True),
     "documents": Configuration(has_documents=True),
+    "window": Configuration(is_band=True),
     "matrices, 16 heads": ByMatrices(),
     "matrices, 32 heads": ByMatrices(32),
     "matrices, 12 heads, float16": ByMatrices(12, "fp16"),
     "matrices, 24 heads, masks": ByMatrices(24, has_mask=True),
     "matrices, static": ByMatrices(has_static=True),
     "matrices, 32 heads, static": ByMatrices(32, has_static=True),
+    "matrices, window": ByMatrices(is_band=True),
+    "matrices, 32 heads, window": ByMatrices(32, is_band=True),
     "matrices, queries alone": ByMatrices(sides=(True, False, True, False)),
     "matrices, keys alone": ByMatrices(sides=(False, True, False, True)),
     "matrices, pre alone": ByMatrices(32, sides=(True, True, False, False)),
     "matrices, post alone": ByMatrices(32, sides=(False, False, True, True)),
+    "band": InBands(),
+    "band, width 80, float16, several chunks": InBands(80, "fp16", is_added=True),
+    "band, width 128, shared keys": InBands(128, share=4),
+    "band, float32": InBands(dtype="fp32"),
     "decoding, 32 heads": Decoding(),
     "decoding, width 80, float16": Decoding(width=80, dtype="fp16"),
     "decoding, 64 heads on 8, groups, static": Decoding(64, 8, groups=2, has_static=True),
@@ -189,7 +210,7 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
         assert takes[configuration].keys() == OWN.keys() | {"dcmha_merge"}
     limit = SPILLED_IN_DECODING if isinstance(kind, Decoding) else SPILLED
     if isinstance(kind, ByMatrices):
-        limit = SPILLED_BY_MATRICES[kind.padded]
+        limit = SPILLED_BY_MATRICES[kind.padded, kind.has_static]
     for kernel in takes[configuration].values():
         assert kernel["shared"] <= SHARED_MEMORY[capability]
         assert kernel["spilled"] <= limit
@@ -220,11 +241,13 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
         return compile_decoding(configuration, capability)
     if isinstance(configuration, ByMatrices):
         return compile_by_matrices(configuration, capability)
-    from dynattn.modeling.ops.dcmha_triton_arguments import Factors, Sizes, Statics, Visibility
+    if isinstance(configuration, InBands):
+        return compile_in_bands(configuration, capability)
+    from dynattn.modeling.ops.dcmha_triton_arguments import Factors, Sizes, Statics
     from dynattn.modeling.ops.dcmha_triton_choice import MERGED, tiles_for
 
     heads, dtype, rows, *has = configuration
-    has_static, is_additive, has_documents = has
+    has_static, is_additive, has_documents, is_band = has
     scores = "fp32" if dtype == "fp32" else "fp16"
     statics = (f"*{scores}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
     strides = ("i32", "i32", "one")
@@ -232,7 +255,7 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
     common = (
         Factors(*("*fp32" if count else "none" for count in rows)),
         Sizes("i32", "i32", "i32", "i32"),
-        Visibility("i32", "i32", "i32", "i32", "i32", "one", *masks, "*i32" if has_documents else "none", "i32", "i32"),
+        visibility(masks, "*i32" if has_documents else "none", is_band=is_band),
         Statics(*statics),
     )
     compiled = {}
@@ -249,20 +272,26 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
     return compiled | {"dcmha_merge": Compiled(merge)}
 
 
+def visibility(masks: tuple[str, ...], first_keys: str, *, is_band: bool) -> Any:
+    from dynattn.modeling.ops.dcmha_triton_arguments import Visibility
+
+    band = "i32" if is_band else "none"
+    return Visibility(*("i32",) * 4, band, "i32", "i32", band, "one", *masks, first_keys, "i32")
+
+
 def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str, Compiled]:
-    from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, RowGradients, Sizes, StageRows, Visibility
+    from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, RowGradients, Sizes, StageRows
     from dynattn.modeling.ops.dcmha_triton_choice import MATRICES, TURNS, matrix_tiles_for
 
-    heads, dtype, sides, has_mask, has_static = configuration
+    heads, dtype, sides, has_mask, has_static, is_band = configuration
     padded, static = configuration.padded, "*fp32" if has_static else "none"
     strides = ("i32", "i32", "one")
     masks = ("*u8", *strides, "*fp32", *strides) if has_mask else ("none", *strides, "none", *strides)
-    documents = ("*i32", "i32", "i32") if has_mask else ("none", "i32", "i32")
     matrices = Matrices(*("*fp16" if side else "none" for side in sides))
     common = (
         matrices,
         Sizes("i32", "i32", "i32", "i32"),
-        Visibility("i32", "i32", "i32", "i32", "i32", "one", *masks, *documents),
+        visibility(masks, "*i32" if has_mask else "none", is_band=is_band),
     )
     constants = {"heads": heads, "padded": padded, "turns": TURNS, "count": ROWS}
     partial = "bf16" if dtype == "bf16" else "fp32"
@@ -284,6 +313,32 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
     name, kinds = "dcmha_matrices", ("*fp16", f"*{dtype}", "*fp32", "i32")
     tile = constants | {"block": block}
     return compiled | {name: Compiled(compile_kernel(name, kinds, tile, capability, set(), num_warps=warps))}
+
+
+def compile_in_bands(configuration: InBands, capability: int) -> dict[str, Compiled]:
+    from dynattn.modeling.ops.dcmha_triton_arguments import Sizes
+    from dynattn.modeling.ops.dcmha_triton_choice import BAND_TILE, BAND_TILE_OF_FLOAT32, block_of
+
+    width, dtype, share, is_added, window = configuration
+    block_t, block_s, warps = BAND_TILE_OF_FLOAT32 if dtype == "fp32" else BAND_TILE
+    step = block_of(window)
+    constants = {"heads": 16, "share": share, "width": width, "step": step, "reach": window + step}
+    constants |= {"is_added": is_added, "block_t": block_t, "block_s": block_s}
+    sizes, strides = Sizes("i32", "i32", "i32", "i32"), ("i32",) * 3
+    where = visibility(("none", *strides, "none", *strides), "none", is_band=True)
+    kinds = {
+        "dcmha_band_maps": (*(f"*{dtype}",) * 2, "*fp32" if dtype == "fp32" else "*fp16"),
+        "dcmha_band_queries": (f"*{dtype}",) * 3,
+        "dcmha_band_keys": (*(f"*{dtype}",) * 2, "*fp32" if is_added else f"*{dtype}"),
+    }
+    return {
+        name: Compiled(
+            compile_kernel(
+                name, (*own, strides, strides, sizes, where, "fp32"), constants, capability, {6}, num_warps=warps
+            )
+        )
+        for name, own in kinds.items()
+    }
 
 
 def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Compiled]:

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
 MATRICES |= {"dcmha_matrices", "dcmha_merge"}
+BAND = {f"dcmha_band_{name}" for name in ("maps", "queries", "keys")}
 LOOPS = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
 DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
 
@@ -58,7 +59,7 @@ def compile_elsewhere(capability: int, dtype: str, *cases: int) -> list[set[str]
 
 
 def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
-    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES, LOOPS, DECODING]
+    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES | BAND, LOOPS, DECODING]
 
 
 @pytest.mark.slow
@@ -67,7 +68,9 @@ def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
 def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: str) -> None:
     launched = compile_elsewhere(capability, dtype)
     assert {frozenset(names) for names in launched} == (
-        {frozenset(LOOPS), frozenset(DECODING)} | (set() if dtype == "float32" else {frozenset(MATRICES)})
+        {frozenset(kernels) for kernels in (LOOPS, LOOPS | BAND, DECODING)}
+        if dtype == "float32"
+        else {frozenset(kernels) for kernels in (LOOPS, MATRICES, MATRICES | BAND, DECODING)}
     )
 
 

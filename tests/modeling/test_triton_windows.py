@@ -1,4 +1,4 @@
-"""Sliding windows of the Triton path: blocks of queries as items of the batch, against the reference op."""
+"""Causal windows of the Triton path: bands of maps, against the reference op."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,35 +7,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_workspace
+from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_sweeps, dcmha_triton_workspace
 from dynattn.modeling.ops.dcmha_eager import dcmha_eager
 from dynattn.modeling.ops.dcmha_triton import dcmha_triton
 from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
-from dynattn.modeling.ops.dcmha_triton_windows import Blocks, choose_blocks
+from dynattn.modeling.ops.dcmha_triton_cut import BandCut, RowCut, add_blocks, cut
 
 from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, interpreted, random_inputs, run
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
-# Of one chunk, forward and backward.
-LAUNCHES = 3 + 2
+FORWARD = ["band_maps", "statistics", "merge", "probs", "band_queries"]
+BACKWARD = ["band_maps", "band_maps", "backward_post", "band_keys", "backward_pre", "band_queries", "band_keys"]
 CASES = [
-    Case(24, 24, heads=(2, 1), window=5),
-    Case(17, 17, window=8, batch=2, mask="padding", rank=1),
-    Case(35, 35, window=18, rank=1),
-    Case(18, 40, window=6, mask="pairs", rank=1),  # no block reaches the first keys
-    Case(19, 21, window=12, mask="additive", rank=1),
-    Case(21, 16, window=4, stages=("post",), rank=1),  # queries before the first key see nothing
-    Case(17, 17, heads=(4, 2), groups=(2, 2), window=4, rank=1, mask="unbatched"),
-    Case(17, 17, terms=STATIC, window=4, rank=1),
+    Case(48, 48, heads=(2, 1), window=5),
+    Case(33, 33, window=8, batch=2, mask="padding", rank=1),
+    Case(66, 66, window=34, rank=1),
+    Case(35, 80, window=6, mask="pairs", rank=1),  # no block reaches the first keys
+    Case(40, 52, window=20, mask="additive", rank=1),
+    Case(42, 32, window=4, stages=("post",), rank=1),  # queries before the first key see nothing
+    Case(33, 33, heads=(4, 2), groups=(2, 2), window=4, rank=1, mask="unbatched"),
+    Case(33, 33, terms=STATIC, window=4, rank=1),
+    Case(33, 33, stages=(), window=4, width=20),
 ]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks in a few tokens."""
-    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 8)
+    """Several blocks in a few tokens; buffers start as NaN."""
+    tiles = dict.fromkeys(dcmha_triton_choice.TILES, (16, 16, 4))
+    matrix_tiles = dict.fromkeys(dcmha_triton_choice.MATRIX_TILES_16, (16, 16, 4, 1))
+    for name, value in {"BLOCK": 16, "TILES": tiles, "MATRIX_TILES_16": matrix_tiles}.items():
+        monkeypatch.setattr(dcmha_triton_choice, name, value)
+    monkeypatch.setattr(dcmha_triton_choice, "TILES_OF_MANY_ROWS", tiles)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
 
 class Recorder(NamedTuple):
@@ -62,10 +68,25 @@ def record(monkeypatch: pytest.MonkeyPatch, *, run: bool) -> list[str]:
     return names
 
 
+def chunks_of(names: list[str]) -> int:
+    """How many chunks of a band launched these kernels, forward and backward: each of them the same."""
+    names = [name.removeprefix("dcmha_").removeprefix("matrix_") for name in names if name != "dcmha_matrices"]
+    count, rest = divmod(len(names), len(FORWARD + BACKWARD))
+    assert rest == 0 and names == FORWARD * count + BACKWARD * count
+    return count
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that ran."""
     return record(monkeypatch, run=True)
+
+
+@pytest.fixture(params=["loops", "matrices"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels compose, whatever the dtype and the number of heads."""
+    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: request.param == "matrices")
+    return str(request.param)
 
 
 def assert_equal(ours: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
@@ -74,118 +95,152 @@ def assert_equal(ours: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, launched: list[str]) -> None:
     tensors, keywords = random_inputs(case)
     truth = run(dcmha_eager, tensors, keywords)
     assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
-    assert len(launched) == LAUNCHES
+    assert chunks_of(launched) == 1
 
 
 @interpreted
-def test_many_chunks_of_blocks_equal_the_reference(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
-    monkeypatch.setattr(dcmha_triton_choice, "ROWS", 8)
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 2 * 2 * 10 * 32)
-    tensors, keywords = random_inputs(Case(40, 40, window=20, rank=1))
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize(("room", "chunks"), [(2, 2 * 2), pytest.param(3, 2, marks=pytest.mark.slow), (100, 1)])
+def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
+    room: int, chunks: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 2 * 16 * 48)
+    tensors, keywords = random_inputs(Case(48, 48, window=20, rank=1, batch=2))
     truth = run(dcmha_eager, tensors, keywords)
     assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
-    assert len(launched) == LAUNCHES * 2 * 2  # four blocks, two at once, in chunks of eight and of two queries
+    assert chunks_of(launched) == chunks
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
-    assert_no_noisier_than_the_reference(Case(24, 24, window=12), dtype)
+@pytest.mark.parametrize("heads", [(2, 2), (16, 4)])
+def test_half_precision_is_as_exact_as_the_reference_is(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    assert_no_noisier_than_the_reference(Case(40, 40, heads=heads, window=12), dtype)
 
 
 @interpreted
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]) -> None:
-    case = Case(17, 17, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
+    case = Case(33, 33, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
     tensors, keywords = random_inputs(case)
-    documents = torch.tensor([[0] * 7 + [1] * 10, [0] * 13 + [1] * 4])
+    documents = torch.tensor([[0] * 7 + [1] * 26, [0] * 22 + [1] * 11])
     same = (documents[:, :, None] == documents[:, None])[:, None]
     first_keys = same[:, 0].to(torch.uint8).argmax(-1)
     truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
     low, low_keywords = cast(tensors, keywords, torch.float32)
     assert_equal(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), truth)
-    assert len(launched) == LAUNCHES
+    assert chunks_of(launched) == 1
 
 
 @interpreted
+@pytest.mark.usefixtures("family")
 def test_hidden_rows_give_zeros_and_finite_gradients(launched: list[str]) -> None:
-    tensors, keywords = cast(*random_inputs(Case(19, 19, batch=2, window=5, rank=1)), torch.float32)
-    mask = torch.ones(2, 1, 1, 19, dtype=torch.bool)
+    tensors, keywords = cast(*random_inputs(Case(37, 37, batch=2, window=5, rank=1)), torch.float32)
+    mask = torch.ones(2, 1, 1, 37, dtype=torch.bool)
     mask[0, ..., :10] = False  # padding on the left
     output, *gradients = run(dcmha_triton, tensors, {**keywords, "attention_mask": mask})
     assert output[0, :10].abs().max() == 0 and output[0, 10:].abs().min() > 0 and output[1].abs().min() > 0
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert len(launched) == LAUNCHES
+    assert chunks_of(launched) == 1
 
 
 @interpreted
+@pytest.mark.usefixtures("family")
+def test_rows_are_read_where_they_lie() -> None:
+    tensors, keywords = random_inputs(Case(40, 40, batch=2, window=5, rank=1))
+    truth = run(dcmha_eager, tensors, keywords)
+    low, keywords = cast(tensors, keywords, torch.float32)
+    places = ((0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2))  # side by side: heads, items, and not even the channels
+    for index, order in enumerate(places):
+        back = [order.index(axis) for axis in range(4)]
+        moved = low[index].detach().permute(order).contiguous().permute(back)
+        low[index] = moved.requires_grad_()
+        assert not low[index].is_contiguous()
+    assert_equal(run(dcmha_triton, low, keywords), truth)
+
+
+@interpreted
+@pytest.mark.usefixtures("family")
 def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
-    tensors, keywords = cast(*random_inputs(Case(40, 40, window=5, rank=1)), torch.float32)
+    tensors, keywords = cast(*random_inputs(Case(64, 64, window=5, rank=1)), torch.float32)
     with torch.no_grad():
         tensors[2][:, :, 17] = torch.nan
     output, grad_query, *_ = run(dcmha_triton, tensors, keywords)
-    touched = torch.zeros(40, dtype=torch.bool)
-    touched[16:32] = True  # its block, and the next one
+    touched = torch.zeros(64, dtype=torch.bool)
+    touched[16:48] = True  # its block, and the next one
     for rows in (output[0].transpose(0, 1), grad_query[0]):
         assert rows[:, ~touched].isfinite().all()
         assert rows[:, 17:22].isnan().any()
 
 
 @interpreted
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_launches_do_not_grow_with_the_sequence(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = record(monkeypatch, run=False)
-    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 128)
+    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 64)
     run(dcmha_triton, *cast(*random_inputs(Case(length, length, rank=1, window=256, width=4)), torch.float32))
-    assert len(names) == LAUNCHES
+    assert chunks_of(names) == 1
 
 
-@pytest.mark.parametrize("blocks", [Blocks(21, 21, 1, 8, 16), Blocks(16, 50, 2, 8, 16), Blocks(19, 12, 1, 8, 32)])
-@pytest.mark.parametrize("axis", [1, 2])
-def test_gradients_of_keys_add_up_where_blocks_overlap(blocks: Blocks, axis: int) -> None:
-    shape = [4, 3, 3, 2]
-    shape[axis] = blocks.keys
-    rows = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    parts = blocks.of_keys(rows, axis)
-    assert parts.shape[0] == 4 * blocks.count and parts.shape[axis] == blocks.reach
-    upstream = torch.randn_like(parts)
-    torch.testing.assert_close(blocks.add_keys(upstream, axis), torch.autograd.grad(parts, rows, upstream)[0])
+@pytest.mark.parametrize(("step", "reach"), [(8, 16), (8, 20), (8, 8), (16, 40)])
+def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None:
+    total = torch.randn(2, 2 * step + reach, 3, dtype=torch.float64)
+    parts = torch.randn(2, 3, reach, 3, dtype=torch.float64)
+    expected = total.clone()
+    for block in range(3):
+        expected[:, block * step : block * step + reach] += parts[:, block]
+    add_blocks(total, parts, step)
+    torch.testing.assert_close(total, expected)
 
 
-def test_queries_come_back_from_their_blocks() -> None:
-    rows, blocks = torch.randn(4, 3, 21, 2), Blocks(21, 21, 2, 8, 16)
-    parts = blocks.of_queries(rows, 2)
-    assert torch.equal(parts[4, :, :5], rows[0, :, 16:]) and parts[4, :, 5:].abs().max() == 0
-    assert torch.equal(blocks.join_queries(parts, 2), rows)
+@pytest.mark.parametrize(("queries", "keys", "window"), [(32, 32, 5), (100, 120, 60), (35, 80, 6), (42, 32, 4)])
+@pytest.mark.parametrize("room", [1, 2, 100])
+def test_a_band_has_all_keys_of_all_windows(queries: int, keys: int, window: int, room: int) -> None:
+    band = cut_of(queries, keys, window, room)
+    assert isinstance(band, BandCut)
+    seen = [(t, s) for rows, columns in band.spans for t, s in pairs_of(band, rows, columns)]
+    visible = {(t, s) for t in range(queries) for s in range(keys) if 0 <= t + keys - queries - s < window}
+    assert len(seen) == len(set(seen)) and visible <= set(seen)
+    assert all(columns.start % 16 == 0 and columns.stop <= band.keys for _, columns in band.spans)
+    assert band.largest == max((rows.stop - rows.start) * band.reach for rows, _ in band.spans)
+
+
+def pairs_of(band: BandCut, rows: slice, columns: slice) -> list[tuple[int, int]]:
+    """The queries and keys of a chunk, as they lie in its maps."""
+    first = columns.start - band.before
+    return [
+        (t, first + s + (t - rows.start) // band.step * band.step)
+        for t in range(rows.start, rows.stop)
+        for s in range(band.reach)
+    ]
+
+
+def cut_of(queries: int, keys: int, window: int | None, room: int = 100, *, is_causal: bool = True) -> RowCut | BandCut:
+    query, key = torch.empty(1, 2, queries, 4), torch.empty(1, 2, keys, 4)
+    inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 2 * 16 * 32)
+        return cut(inputs, MapSettings(1.0, is_causal, window, groups=1), (8, 16))
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "window", "is_causal", "expected"),
     [
-        (16, 16, 5, True, Blocks(16, 16, 1, 8, 16)),
-        (100, 120, 60, True, Blocks(100, 120, 1, 30, 96)),
-        (15, 15, 5, True, None),  # a single block
-        (16, 16, 12, True, None),  # blocks that reach back to before the first key
-        (16, 16, None, True, None),
-        (16, 16, 5, False, None),
+        (32, 32, 5, True, BandCut),
+        (100, 120, 60, True, BandCut),
+        (31, 31, 5, True, RowCut),  # a single block
+        (32, 32, 24, True, RowCut),  # blocks that reach back to before the first key
+        (32, 32, None, True, RowCut),
+        (32, 32, 5, False, RowCut),
     ],
 )
-def test_what_is_cut_into_blocks(
-    queries: int, keys: int, window: int | None, is_causal: bool, expected: Blocks | None
-) -> None:
-    query, key = torch.empty(1, 2, queries, 4), torch.empty(1, 2, keys, 4)
-    inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
-    assert choose_blocks(inputs, MapSettings(1.0, is_causal, window, groups=1)) == expected
-
-
-def test_a_batch_that_fills_chunks_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, settings = torch.empty(4, 2, 32, 4), MapSettings(1.0, True, 5, groups=1)
-    inputs = MapInputs(query, query, query, *(None for _ in MapInputs._fields[3:]))
-    for room, is_cut in ((2, True), (1, False)):
-        monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 4 * 2 * 8 * 16)
-        assert (choose_blocks(inputs, settings) is not None) == is_cut
+def test_what_is_a_band(queries: int, keys: int, window: int | None, is_causal: bool, expected: type) -> None:
+    assert isinstance(cut_of(queries, keys, window, is_causal=is_causal), expected)
