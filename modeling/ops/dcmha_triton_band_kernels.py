@@ -12,6 +12,13 @@ rows are read where they lie, and each key's gradient is written once:
 All three are bound by the map, which each moves once: 2 bytes in half precision for each (head, query, key), where a
 product has `2 D` operations. Tiles of maps that no query of them can see are not read. Heads that share keys and values
 add up in `dcmha_band_keys`. A width is filled up to a power of two.
+
+Why not one kernel for a whole window: composition needs the scores of all heads, and the output those of all keys. A
+multiprocessor has room for 16 queries of them (16 heads, 272 keys, float16: 136 KiB), so that a key and its value would
+be read for 16 queries: `2 * 2 D (W + 16) / (16 W)` bytes for each (head, query, visible key), 17 at `D = 64` and
+`W = 256`. Here a forward pass moves a map five times, with blocks of 64 queries 12.5 bytes, and the tiles read 4 + 2
+bytes of rows for each entry, 7.5: 20 bytes. That is about as many, from memory that both sides may share with other
+programs; one kernel would save launches, but the backward pass has four maps at once and no room for 16 queries.
 """
 
 from .dcmha_triton_tiles import is_reached, product, rounded, shift_of

@@ -153,13 +153,17 @@ def test_the_plan_covers_what_a_record_of_a_gpu_needs() -> None:
     planned = {part.name: part.options for part in GPU}
     assert planned["correctness"]["dtype"] == "float32"
     assert {"triton", "chunked", "eager"} <= set(planned["correctness"]["implementations"])
-    lengths = {parse_shape(one).length for one in planned["attention"]["shapes"]}
-    widths = {parse_shape(one).width for one in planned["attention"]["shapes"]}
-    assert (lengths, widths) == ({2048, 4096, 8192}, {64, 128})
-    assert "sdpa-flash" in planned["attention"]["implementations"]
+    for length in (2048, 4096, 8192):
+        part = planned[f"attention-{length}"]
+        shapes = [parse_shape(one) for one in part["shapes"]]
+        assert {(one.length, one.width) for one in shapes} == {(length, 64), (length, 128)}
+        assert "sdpa-flash" in part["implementations"]
+        assert part["batch_size"] * length == preset.TOKENS
     assert "official-compiled" in planned["official"]["implementations"]
     assert planned["decode-16"]["batch_size"] == 16
-    assert planned["training-405m"]["layers"] == 24
+    for name, length in (("training-405m", 2048), ("training-405m-4096", 4096)):
+        assert planned[name]["layers"] == 24
+        assert parse_shape(planned[name]["shapes"][0]).length == length
 
 
 @pytest.mark.parametrize("part", GPU, ids=lambda part: part.name)
