@@ -64,15 +64,17 @@ class Visibility(NamedTuple):
     Column `s` of row `t` is key `s + t // step * step` from `start` on (`dcmha_triton_cut`). Keys from `-ahead` to
     `behind` positions back are visible, if they are real and nothing else here hides them. A row of the batch is
     `groups` items.
+
+    Triton compiles a kernel again for numbers that are 1 or multiples of 16. Those that depend on lengths are `opaque`.
     """
 
-    position: int  # of the chunk's first query among the keys
-    start: int  # the chunk's first key; below zero if padding comes before the real ones
+    position: int  # of the chunk's first query among the keys, opaque
+    start: int  # the chunk's first key, opaque; below zero if padding comes before the real ones
     behind: int
     ahead: int
     step: int | None  # queries of each block of a band; None where a chunk is none
-    real_queries: int  # from the chunk's first one on
-    real_keys: int  # S
+    real_queries: int  # from the chunk's first one on, opaque
+    real_keys: int  # S, opaque
     first_real_key: int | None  # 0 where padding comes before it; None otherwise
     groups: int
     mask: Tensor | None  # [rows of the batch, c, S], 8 bits
@@ -85,6 +87,11 @@ class Visibility(NamedTuple):
     bias_of_key: int
     first_keys: Tensor | None  # [rows of the batch, c of T]
     row_of_first_keys: int  # T
+
+
+def opaque(number: int) -> int:
+    """Returns a number that is neither 1 nor a multiple of 16; `dcmha_triton_tiles.opened` is the way back."""
+    return 4 * number + 2
 
 
 class Matrices(NamedTuple):

@@ -3,7 +3,7 @@
 One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
 """
 
-from .dcmha_triton_tiles import LOG2_E, Patch, exp2, is_reached, make_penalty, product, rounded, shift_of
+from .dcmha_triton_tiles import LOG2_E, Patch, exp2, is_reached, make_penalty, opened, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -29,8 +29,8 @@ def make_patch(
 @triton.jit
 def is_turn_reached(where, turn, turns: tl.constexpr, patch, block_t: tl.constexpr, block_s: tl.constexpr):
     """Whether distance alone lets any query of a turn see any key of the program."""
-    query, key = (tl.program_id(1) * turns + turn) * block_t, tl.program_id(0) * block_s + patch.shift + where.start
-    return is_reached(where, query, key, block_t, block_s)
+    key = tl.program_id(0) * block_s + patch.shift + opened(where.start)
+    return is_reached(where, (tl.program_id(1) * turns + turn) * block_t, key, block_t, block_s)
 
 
 @triton.jit

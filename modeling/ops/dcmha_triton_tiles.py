@@ -40,6 +40,12 @@ def make_patch(sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s
 
 
 @triton.jit
+def opened(number):
+    """What `opaque` was given."""
+    return number >> 2
+
+
+@triton.jit
 def shift_of(where, query):
     """From a column to its key, in the row of this query; both count from the chunk's first ones."""
     shift = 0
@@ -51,21 +57,21 @@ def shift_of(where, query):
 @triton.jit
 def is_reached(where, query, key, block_t: tl.constexpr, block_s: tl.constexpr):
     """Whether distance alone lets any query from this one of the chunk on see any key from this one on."""
-    back = query + where.position - key
+    back = query + opened(where.position) - key
     return (back + block_t > -where.ahead) & (back - block_s < where.behind)
 
 
 @triton.jit
 def make_penalty(where, patch):
     """`[block_t, block_s]`, what to add to scores in base 2: an additive mask; minus infinity hides a key."""
-    t, key = patch.t[:, None], (patch.s + (patch.shift + where.start))[None, :]
-    back = t + where.position - key
-    visible = (back <= where.behind) & (back >= -where.ahead) & (key < where.real_keys) & (t < where.real_queries)
+    t, key = patch.t[:, None], (patch.s + (patch.shift + opened(where.start)))[None, :]
+    back, is_real = t + opened(where.position) - key, t < opened(where.real_queries)
+    visible = (back <= where.behind) & (back >= -where.ahead) & (key < opened(where.real_keys)) & is_real
     if where.first_real_key is not None:
         visible = visible & (key >= where.first_real_key)
     if where.first_keys is not None:
         first = where.first_keys + (patch.item // where.groups) * where.row_of_first_keys + t
-        visible = visible & (key >= tl.load(first, mask=t < where.real_queries, other=0))
+        visible = visible & (key >= tl.load(first, mask=is_real, other=0))
     if where.mask is not None:
         row = (patch.item // where.groups) * where.mask_of_row
         mask = where.mask + row + t * where.mask_of_query + key * where.mask_of_key

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dcmha_triton_arguments import Chunk, MapInputs, MapSettings, Sizes, Visibility
+from .dcmha_triton_arguments import Chunk, MapInputs, MapSettings, Sizes, Visibility, opaque
 from .dcmha_triton_choice import items_of_a_chunk, tile_of_merge
 from .dcmha_triton_cut import add_blocks, cut
 from .masking import Structure, split_mask
+
+# Farther than any two positions are apart.
+UNBOUNDED = 1 << 30
 
 
 class Workspace:
@@ -114,17 +117,17 @@ class Workspace:
 
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
         structure = self.structure
-        window = structure.sliding_window or structure.queries + structure.keys
+        window = structure.sliding_window or UNBOUNDED
         mask, bias = (None if part is None else part[rows, queries] for part in (self.mask, self.bias))
         start = keys.start - self.cut.before
         return Visibility(
-            position=queries.start + structure.keys - structure.queries,
-            start=start,
+            position=opaque(queries.start + structure.keys - structure.queries),
+            start=opaque(start),
             behind=window - 1,
             ahead=0 if structure.is_causal else window - 1,
             step=self.cut.step,
-            real_queries=structure.queries - queries.start,
-            real_keys=structure.keys,
+            real_queries=opaque(structure.queries - queries.start),
+            real_keys=opaque(structure.keys),
             first_real_key=0 if start < 0 else None,
             groups=self.groups,
             **_strided("mask", mask),

@@ -560,6 +560,32 @@ def test_on_a_gpu_the_backward_pass_needs_no_map_of_all_pairs() -> None:
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("window", [None, 256])
+def test_on_a_gpu_a_graph_replays_both_passes(window: int | None) -> None:
+    case = Case(1024, 1024, heads=(16, 16), width=64, window=window)
+    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
+    upstream = torch.randn(1, 1024, 16, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        output, _ = dcmha_triton(*tensors[:3], **keywords)
+        return output, *torch.autograd.grad(output, tensors, upstream)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    with torch.no_grad():
+        for tensor in replayed:
+            tensor.zero_()
+    graph.replay()
+    for ours, theirs in zip(replayed, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", LARGE_DECODING, ids=str)
 def test_on_a_gpu_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype) -> None:

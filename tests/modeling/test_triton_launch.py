@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ triton = pytest.importorskip("triton")
 
 MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
 MATRICES |= {"dcmha_matrices", "dcmha_merge"}
+BACKWARD = {"dcmha_matrix_backward_post", "dcmha_matrix_backward_pre", "dcmha_band_keys"}
 BAND = {f"dcmha_band_{name}" for name in ("maps", "queries", "keys")}
 LOOPS = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
 DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
@@ -51,15 +53,27 @@ class Absent:
 
 
 def compile_elsewhere(capability: int, dtype: str, *cases: int) -> list[set[str]]:
+    """The names of the kernels that were compiled for each case."""
+    return [set(names) for names in run_elsewhere(capability, dtype, *cases)]
+
+
+def run_elsewhere(capability: int, dtype: str, *cases: int | str) -> list[Any]:
     """What this module prints: where this process interprets kernels, it cannot compile them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, str(capability), dtype, *map(str, cases)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return [set(names) for names in map(json.loads, result.stdout.splitlines())]
+    return list(map(json.loads, result.stdout.splitlines()))
 
 
 def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
     assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES | BAND, LOOPS, DECODING]
+
+
+def test_prompts_of_any_length_compile_few_variants() -> None:
+    (variants,) = run_elsewhere(90, "bfloat16", "variants")
+    # Rows of chunks with one, two, four or eight turns; bands with padding before them or not.
+    assert set(variants) == (MATRICES | BAND) - BACKWARD
+    assert max(variants.values()) <= 4 + 2
 
 
 @pytest.mark.slow
@@ -74,7 +88,30 @@ def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: st
     )
 
 
-def main(capability: int, dtype: str, *chosen: int) -> None:
+def count_variants(dtype: str) -> dict[str, int]:
+    """How often each kernel would be compiled for prompts of many lengths, alone or after other tokens."""
+    import torch
+    from test_triton import Case, cast, random_inputs
+
+    from dynattn.modeling.ops.dcmha_triton import dcmha_triton
+
+    names: list[str] = []
+
+    def note(kernel: Any, key: Any, *_: Any) -> None:
+        names.append(kernel.__name__)
+        kernel.device_caches[0][0][key] = kernel
+
+    triton.runtime.jit.JITFunction._do_compile = note
+    for queries in (2, 15, 16, 17, 33, 64, 127, 128, 129, 200, 256, 500):
+        for before in (0, 1, 15, 16, 100):
+            case = Case(queries, queries + before, heads=(16, 16), window=32, width=16, rank=1)
+            tensors, keywords = cast(*random_inputs(case), getattr(torch, dtype))
+            with torch.no_grad():
+                dcmha_triton(*tensors[:3], **keywords)
+    return dict(Counter(names))
+
+
+def main(capability: int, dtype: str, *chosen: str) -> None:
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
 
@@ -90,7 +127,10 @@ def main(capability: int, dtype: str, *chosen: int) -> None:
         module.load_kernels = lambda device: kernels
     triton.runtime.driver.set_active(Absent(capability))
     cases = [*LARGE, *LARGE_DECODING]
-    for index in chosen or range(len(cases)):
+    if chosen == ("variants",):
+        print(json.dumps(count_variants(dtype)))
+        return
+    for index in map(int, chosen) if chosen else range(len(cases)):
         tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))
         if cases[index].queries > 1:
             run(dcmha_triton, tensors, keywords)
@@ -102,4 +142,4 @@ def main(capability: int, dtype: str, *chosen: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    main(int(sys.argv[1]), *sys.argv[2:])
