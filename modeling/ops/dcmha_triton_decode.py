@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .dcmha_triton_arguments import opaque
 from .dcmha_triton_workspace import load_kernels, loop_bound
 from .masking import split_mask
 
@@ -59,7 +60,7 @@ class Hidden(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Keys from `first` up to `keys` count; each of the `splits` has `blocks` blocks of them."""
+    """Keys from `first` up to `keys` count, both opaque for kernels; each of `splits` has `blocks` blocks of them."""
 
     first: int
     keys: int
@@ -170,8 +171,9 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
 
 
 def _loopable(sizes: CacheSizes) -> CacheSizes:
-    """Sizes as kernels take them; their module is imported where it is needed, as `load_kernels` does."""
-    return sizes._replace(blocks=loop_bound(sizes.blocks), splits=loop_bound(sizes.splits))
+    """Sizes as kernels take them: bounds of loops, and of keys, which would else be compiled in."""
+    first, keys = opaque(sizes.first), opaque(sizes.keys)
+    return CacheSizes(first, keys, loop_bound(sizes.blocks), loop_bound(sizes.splits))
 
 
 def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[dict[str, int], tuple[int, ...]]:

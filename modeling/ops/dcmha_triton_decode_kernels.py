@@ -24,7 +24,7 @@ the 16 rows that a matrix instruction has with the heads that share a key head, 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
-from .dcmha_triton_tiles import INTERPRETED, PARTS, finite, log_sum_exp
+from .dcmha_triton_tiles import PARTS, finite, log_sum_exp, opened, product
 
 try:
     import triton
@@ -69,11 +69,11 @@ def dcmha_decode_scores(
         row = query + item * query_strides[0] + head[:, None] * query_strides[1] + column[None, :]
         rows = tl.load(row, mask=(members[:, None] < repeats) & (column[None, :] < width), other=0.0)
         s = _keys_of(split, block, sizes, block_s)
-        inside = (column[:, None] < width) & (s[None, :] < sizes.keys)
+        inside = (column[:, None] < width) & (s[None, :] < opened(sizes.keys))
         here = key + item * key_strides[0] + kv_head * key_strides[1] + s[None, :] * key_strides[2] + column[:, None]
-        score = _product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
+        score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
         place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
-        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < sizes.keys))
+        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)))
     # What follows reads what other threads have written.
     tl.debug_barrier()
     every = tl.arange(0, block_h)
@@ -82,7 +82,7 @@ def dcmha_decode_scores(
     for block in range(sizes.blocks):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
-        inside = (s[:, None] < sizes.keys) & (every[None, :] < heads)
+        inside = (s[:, None] < opened(sizes.keys)) & (every[None, :] < heads)
         composed = _compose(
             tl.load(at, mask=inside, other=0.0), pre, item, s, every, sizes, heads, query_rank, key_rank, groups
         )
@@ -124,7 +124,7 @@ def dcmha_decode_outputs(
     for block in range(sizes.blocks):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
-        inside = (s[:, None] < sizes.keys) & (head[None, :] < heads)
+        inside = (s[:, None] < opened(sizes.keys)) & (head[None, :] < heads)
         probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
         tl.store(at, _compose(probs, post, item, s, head, sizes, heads, query_rank, key_rank, groups), mask=inside)
     # What follows reads what other threads have written.
@@ -140,10 +140,11 @@ def dcmha_decode_outputs(
         member = kv_head * repeats + members
         s = _keys_of(split, block, sizes, block_s)
         place = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
-        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < sizes.keys), other=0.0)
+        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)), other=0.0)
         row = value + item * value_strides[0] + kv_head * value_strides[1] + s[:, None] * value_strides[2]
-        rows = tl.load(row + column[None, :], mask=(s[:, None] < sizes.keys) & (column[None, :] < width), other=0.0)
-        output = tl.where(block == 0, 0.0, output) + _product(probs.to(rows.dtype), rows)
+        real = (s[:, None] < opened(sizes.keys)) & (column[None, :] < width)
+        rows = tl.load(row + column[None, :], mask=real, other=0.0)
+        output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
         result = partial + ((item * sizes.splits + split) * heads + member)[:, None] * width + column[None, :]
         inside = (members[:, None] < repeats) & (column[None, :] < width) & (block == sizes.blocks - 1)
         tl.store(result, output.to(partial.dtype.element_ty), mask=inside)
@@ -173,19 +174,19 @@ def dcmha_decode_sum(
 @triton.jit
 def _keys_of(split, block, sizes, block_s: tl.constexpr):
     """`[block_s]` positions in the cache."""
-    return sizes.first + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
+    return opened(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
 
 
 @triton.jit
 def _place(scores, item, s, sizes, heads: tl.constexpr):
     """Where the scores of each key start, `[block_s]`."""
-    return scores + (item * (sizes.keys - sizes.first) + s - sizes.first) * heads
+    return scores + (item * (opened(sizes.keys) - opened(sizes.first)) + s - opened(sizes.first)) * heads
 
 
 @triton.jit
 def _hide(composed, where, item, s, sizes):
     """Biases scores `[block_s, heads]` and sets those of hidden keys to minus infinity."""
-    visible = s < sizes.keys
+    visible = s < opened(sizes.keys)
     if where.mask is not None:
         mask = tl.load(where.mask + item * where.mask_strides[0] + s * where.mask_strides[1], mask=visible, other=0)
         visible = visible & (mask != 0)
@@ -212,7 +213,7 @@ def _compose(
 ):
     """The composition of all heads `[block_s, heads]` of some keys."""
     composed = maps
-    in_keys = s[:, None] < sizes.keys
+    in_keys = s[:, None] < opened(sizes.keys)
     of_query = item * stage.query.item + head[None, :]
     of_key = item * stage.key.item + s[:, None] * stage.key.token + head[None, :]
     for group in tl.static_range(groups):
@@ -241,14 +242,6 @@ def _low_rank(maps, down, up, inside):
     """One hidden map of all heads, and what it gives back to them."""
     hidden = tl.sum(maps * tl.load(down, mask=inside, other=0.0).to(tl.float32), axis=1)
     return hidden[:, None] * tl.load(up, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _product(left, right):
-    """Of two matrices of one dtype, in float32."""
-    if INTERPRETED:  # the interpreter takes bfloat16 for integers
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
 
 
 DECODE_KERNELS = {

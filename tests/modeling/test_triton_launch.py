@@ -69,11 +69,14 @@ def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
     assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES | BAND, LOOPS, DECODING]
 
 
-def test_prompts_of_any_length_compile_few_variants() -> None:
-    (variants,) = run_elsewhere(90, "bfloat16", "variants")
+def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
+    variants, of_decoding = run_elsewhere(90, "bfloat16", "variants")
     # Rows of chunks with one, two, four or eight turns; bands with padding before them or not.
     assert set(variants) == (MATRICES | BAND) - BACKWARD
     assert max(variants.values()) <= 4 + 2
+    # One block of keys in a split or several, one split or several.
+    assert set(of_decoding) == DECODING
+    assert max(of_decoding.values()) <= 4
 
 
 @pytest.mark.slow
@@ -88,8 +91,8 @@ def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: st
     )
 
 
-def count_variants(dtype: str) -> dict[str, int]:
-    """How often each kernel would be compiled for prompts of many lengths, alone or after other tokens."""
+def print_variants(dtype: str) -> None:
+    """How often each kernel would be compiled for prompts of many lengths, alone or after other tokens; decoding."""
     import torch
     from test_triton import Case, cast, random_inputs
 
@@ -102,13 +105,16 @@ def count_variants(dtype: str) -> dict[str, int]:
         kernel.device_caches[0][0][key] = kernel
 
     triton.runtime.jit.JITFunction._do_compile = note
-    for queries in (2, 15, 16, 17, 33, 64, 127, 128, 129, 200, 256, 500):
-        for before in (0, 1, 15, 16, 100):
-            case = Case(queries, queries + before, heads=(16, 16), window=32, width=16, rank=1)
+    lengths = 15, 16, 17, 33, 64, 127, 128, 129, 200, 256, 500
+    prompts = [(queries, queries + before, 32) for queries in lengths for before in (0, 1, 15, 16, 100)]
+    for shapes in (prompts, [(1, keys, None) for keys in (*range(1, 40), *lengths, 1000, 4096, 5000)]):
+        for queries, keys, window in shapes:
+            case = Case(queries, keys, heads=(16, 16), window=window, width=16, rank=1)
             tensors, keywords = cast(*random_inputs(case), getattr(torch, dtype))
             with torch.no_grad():
                 dcmha_triton(*tensors[:3], **keywords)
-    return dict(Counter(names))
+        print(json.dumps(Counter(names)))
+        names.clear()
 
 
 def main(capability: int, dtype: str, *chosen: str) -> None:
@@ -128,7 +134,7 @@ def main(capability: int, dtype: str, *chosen: str) -> None:
     triton.runtime.driver.set_active(Absent(capability))
     cases = [*LARGE, *LARGE_DECODING]
     if chosen == ("variants",):
-        print(json.dumps(count_variants(dtype)))
+        print_variants(dtype)
         return
     for index in map(int, chosen) if chosen else range(len(cases)):
         tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))
