@@ -37,7 +37,7 @@ except ImportError as error:
 def places_of(rows, strides, item, head, positions, is_real, width: tl.constexpr):
     """`[block, filled]`, where rows of one head lie, and what of it is there; `strides` of items, heads, positions."""
     channel = tl.arange(0, triton.next_power_of_2(width))[None, :]
-    first = rows + item * strides[0] + head * strides[1]
+    first = rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return first + (positions.to(tl.int64)[:, None] * strides[2] + channel), is_real[:, None] & (channel < width)
 
 

@@ -66,11 +66,11 @@ def dcmha_decode_scores(
         kv_head = step // sizes.blocks
         block = step - kv_head * sizes.blocks
         head = kv_head * repeats + members
-        row = query + item * query_strides[0] + head[:, None] * query_strides[1] + column[None, :]
+        row = _rows_of(query, query_strides, item, head)[:, None] + column[None, :]
         rows = tl.load(row, mask=(members[:, None] < repeats) & (column[None, :] < width), other=0.0)
         s = _keys_of(split, block, sizes, block_s)
         inside = (column[:, None] < width) & (s[None, :] < opened(sizes.keys))
-        here = key + item * key_strides[0] + kv_head * key_strides[1] + s[None, :] * key_strides[2] + column[:, None]
+        here = _rows_of(key, key_strides, item, kv_head) + s[None, :] * key_strides[2] + column[:, None]
         score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
         place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
         tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)))
@@ -141,7 +141,7 @@ def dcmha_decode_outputs(
         s = _keys_of(split, block, sizes, block_s)
         place = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
         probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)), other=0.0)
-        row = value + item * value_strides[0] + kv_head * value_strides[1] + s[:, None] * value_strides[2]
+        row = _rows_of(value, value_strides, item, kv_head) + s[:, None] * value_strides[2]
         real = (s[:, None] < opened(sizes.keys)) & (column[None, :] < width)
         rows = tl.load(row + column[None, :], mask=real, other=0.0)
         output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
@@ -169,6 +169,12 @@ def dcmha_decode_sum(
         total += tl.load(at, mask=(split[:, None] < splits) & (column[None, :] < width), other=0.0)
     result = tl.sum(total, axis=0).to(output.dtype.element_ty)
     tl.store(output + (item * heads + head) * width + column, result, mask=column < width)
+
+
+@triton.jit
+def _rows_of(rows, strides, item, head):
+    """Where the rows of a head start, or of some: farther from the first ones than 32 bits can count."""
+    return rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit

@@ -285,6 +285,25 @@ def test_a_row_that_is_not_a_number_stays_alone() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("case", [Case(1, 17, heads=(3, 3), rank=1), Case(33, 33, heads=(3, 3), window=4, rank=1)])
+@torch.no_grad()
+def test_heads_may_lie_farther_apart_than_32_bits_count(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 16)
+    monkeypatch.setattr(dcmha_triton_choice, "TILES", dict.fromkeys(dcmha_triton_choice.TILES, (16, 16, 4)))
+    tensors, keywords = cast(*random_inputs(case), torch.bfloat16)
+    apart = [far_apart(tensor, 1 << 30) for tensor in tensors[:3]]
+    assert all(tensor.stride(1) * 2 >= 1 << 31 for tensor in apart)
+    assert torch.equal(dcmha_triton(*apart, **keywords)[0], dcmha_triton(*tensors[:3], **keywords)[0])
+
+
+def far_apart(rows: Tensor, distance: int) -> Tensor:
+    """The same `[1, H, T, D]`, heads so far apart; of the memory between them no page is touched."""
+    _, heads, length, width = rows.shape
+    storage = torch.empty((heads - 1) * distance + length * width, dtype=rows.dtype)
+    return storage.as_strided(rows.shape, (storage.numel(), distance, width, 1)).copy_(rows)
+
+
+@interpreted
 @pytest.mark.usefixtures("small")
 def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
     tensors, keywords = cast(*random_inputs(Case(12, 12)), torch.float32)
