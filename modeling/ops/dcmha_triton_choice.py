@@ -25,7 +25,7 @@ BAND_TILE_OF_FLOAT32 = (32, 32, 4)
 
 # Heads of an item from here to there compose on the tensor cores, in half precision. Their number is filled up to 16 or
 # 32, which costs these kernels as much as real heads: for each real one of 11 they need as many instructions forward as
-# those that go through the heads, and of 17 or 18 as many forward and backward together. For more than 32, patches of
+# those that go through the heads, and of 19 or 20 as many forward and backward together. For more than 32, patches of
 # all heads do not fit a multiprocessor.
 FEWEST_HEADS, MOST_HEADS = 11, 32
 

@@ -11,6 +11,7 @@ gradients: keys in it are hidden, and the gradients of the output of queries in 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,13 +36,17 @@ class RowCut:
     keys: int
     rows: int
     spans: tuple[tuple[slice, slice], ...]
-    before = 0
-    step = None
+    before: ClassVar[int] = 0
+    step: ClassVar[int | None] = None
 
     @property
     def largest(self) -> int:
         """Entries of the largest map of one head of an item."""
-        return min(self.rows, self.queries) * max((keys.stop - keys.start for _, keys in self.spans), default=0)
+        return min(self.rows, self.queries) * max((self.columns(keys) for _, keys in self.spans), default=0)
+
+    def columns(self, keys: slice) -> int:
+        """How many of a chunk's keys each of its rows has."""
+        return keys.stop - keys.start
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class BandCut:
     @property
     def largest(self) -> int:
         return min(self.blocks, self.count) * self.step * self.reach
+
+    def columns(self, keys: slice) -> int:
+        return self.reach
 
     @property
     def _first(self) -> int:

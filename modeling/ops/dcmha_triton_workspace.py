@@ -55,9 +55,7 @@ class Workspace:
     def chunks(self) -> Iterator[Chunk]:
         """Yields all chunks but those whose queries see no key."""
         for queries, keys in self.cut.spans:
-            shape = queries.stop - queries.start, keys.stop - keys.start
-            if self.cut.step is not None:
-                shape = shape[0], self.cut.reach
+            shape = queries.stop - queries.start, self.cut.columns(keys)
             sizes = Sizes(*shape, self.queries, self.keys)
             for first in range(0, self.batch, self.items):
                 items = slice(first, min(first + self.items, self.batch))
