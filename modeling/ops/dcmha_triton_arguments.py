@@ -118,7 +118,7 @@ class RowGradients(NamedTuple):
 
     query: Tensor | None  # [items, blocks of n, c, rows, H]
     key: Tensor | None  # [items, programs along c, n, rows, H], float32
-    static: Tensor | None  # [programs, padded, padded], float32
+    static: Tensor | None  # [patches, padded, padded], float32; zero before
 
 
 class Statics(NamedTuple):

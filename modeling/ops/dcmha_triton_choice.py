@@ -40,14 +40,14 @@ FEWEST_HEADS, MOST_HEADS = 11, 32
 TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
 TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
 # The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16 of
-# both backward. Forward there is room for two programs on a multiprocessor or more, backward for one; with 32 heads the
-# gradients of 16 keys' matrices take a quarter of a thread's registers, and it spills 236 to 356 bytes, with a static
-# matrix up to 624.
+# both backward. Forward there is room for two programs on a multiprocessor or more, backward for one, which with 16
+# heads loads for its next turn while it computes, and spills 48 bytes of a thread and more for that. With 32 heads the
+# gradients of 16 keys' matrices take a quarter of a thread's registers, and it spills 300 bytes and more without.
 MATRIX_TILES_16 = {
     "dcmha_matrix_statistics": (8, 32, 4, 1),
     "dcmha_matrix_probs": (8, 32, 4, 1),
-    "dcmha_matrix_backward_post": (16, 32, 8, 1),
-    "dcmha_matrix_backward_pre": (16, 32, 8, 1),
+    "dcmha_matrix_backward_post": (16, 32, 8, 2),
+    "dcmha_matrix_backward_pre": (16, 32, 8, 2),
 }
 MATRIX_TILES_32 = {
     "dcmha_matrix_statistics": (8, 32, 8, 1),

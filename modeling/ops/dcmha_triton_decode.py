@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dcmha_triton_arguments import opaque
-from .dcmha_triton_workspace import load_kernels, loop_bound
+from .dcmha_triton_workspace import load_kernels
 from .masking import split_mask
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _attend(
     first = 0 if sliding_window is None else max(0, keys - sliding_window)
     sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize)
     sizes, block_s = plan(batch, first, keys, fitting)
-    splits, sizes = sizes.splits, _loopable(sizes)
+    splits, sizes = sizes.splits, sizes._replace(first=opaque(first), keys=opaque(keys))
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
     common |= {"num_warps": WARPS, "num_stages": STAGES}
     constants = [
@@ -157,7 +157,7 @@ def _attend(
     )
     if splits > 1:
         kernels["dcmha_decode_sum"][heads, batch](
-            partial, output, sizes.splits, heads, width, sides["block_d"], num_warps=WARPS
+            partial, output, splits, heads, width, sides["block_d"], num_warps=WARPS
         )
     return output
 
@@ -168,12 +168,6 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
     block_s = next((block for block in blocks if batch * counts[block] >= PROGRAMS), blocks[-1])
     of_split = -(-counts[block_s] // max(1, PROGRAMS // batch))
     return CacheSizes(first, keys, of_split, splits=-(-counts[block_s] // of_split)), block_s
-
-
-def _loopable(sizes: CacheSizes) -> CacheSizes:
-    """Sizes as kernels take them: bounds of loops, and of keys, which would else be compiled in."""
-    first, keys = opaque(sizes.first), opaque(sizes.keys)
-    return CacheSizes(first, keys, loop_bound(sizes.blocks), loop_bound(sizes.splits))
 
 
 def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[dict[str, int], tuple[int, ...]]:

@@ -24,7 +24,7 @@ the 16 rows that a matrix instruction has with the heads that share a key head, 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
-from .dcmha_triton_tiles import PARTS, finite, log_sum_exp, opened, product
+from .dcmha_triton_tiles import PARTS, bound, finite, log_sum_exp, opened, product
 
 try:
     import triton
@@ -62,7 +62,7 @@ def dcmha_decode_scores(
     column = tl.arange(0, block_d)
     repeats: tl.constexpr = heads // kv_heads
     # One loop over key heads and blocks, so that loads of the next ones are under way.
-    for step in range(kv_heads * sizes.blocks):
+    for step in range(kv_heads * bound(sizes.blocks)):
         kv_head = step // sizes.blocks
         block = step - kv_head * sizes.blocks
         head = kv_head * repeats + members
@@ -79,7 +79,7 @@ def dcmha_decode_scores(
     every = tl.arange(0, block_h)
     highest = tl.full([block_h], float("-inf"), tl.float32)
     total = tl.zeros([block_h], tl.float32)
-    for block in range(sizes.blocks):
+    for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
         inside = (s[:, None] < opened(sizes.keys)) & (every[None, :] < heads)
@@ -121,7 +121,7 @@ def dcmha_decode_outputs(
     lse = finite(
         log_sum_exp(partial_lse + item * sizes.splits * heads, sizes.splits, heads, head, head < heads, block_h)
     )
-    for block in range(sizes.blocks):
+    for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
         inside = (s[:, None] < opened(sizes.keys)) & (head[None, :] < heads)
@@ -134,7 +134,7 @@ def dcmha_decode_outputs(
     repeats: tl.constexpr = heads // kv_heads
     output = tl.zeros([block_g, block_d], tl.float32)
     # One loop over value heads and blocks, so that loads of the next ones are under way.
-    for step in range(kv_heads * sizes.blocks):
+    for step in range(kv_heads * bound(sizes.blocks)):
         kv_head = step // sizes.blocks
         block = step - kv_head * sizes.blocks
         member = kv_head * repeats + members
@@ -163,7 +163,7 @@ def dcmha_decode_sum(
     item, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = tl.arange(0, block_d)
     total = tl.zeros([PARTS, block_d], tl.float32)
-    for first in range(0, splits, PARTS):
+    for first in range(0, bound(splits), PARTS):
         split = first + tl.arange(0, PARTS)
         at = partial + ((item * splits + split) * heads + head)[:, None] * width + column[None, :]
         total += tl.load(at, mask=(split[:, None] < splits) & (column[None, :] < width), other=0.0)

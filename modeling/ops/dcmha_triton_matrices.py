@@ -125,6 +125,7 @@ class MatrixComposer(Composer):
             block_t=block_t,
             block_s=block_s,
             turns=turns,
+            loads_ahead=stages > 1,
             **constants,
             num_warps=warps,
             num_stages=stages,
@@ -157,12 +158,13 @@ class MatrixComposer(Composer):
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
         blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
+        patches = items * blocks * (queries // block_t)
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
         return RowGradients(
             None if rows.query is None else new(items, blocks, queries, *rows.query.shape[2:], dtype=dtype),
             None if rows.key is None else new(items, programs, keys, *rows.key.shape[2:], dtype=torch.float32),
-            new(items * programs * blocks, self.padded, self.padded, dtype=torch.float32) if has_static else None,
+            torch.zeros(patches, self.padded, self.padded, device=self.work.device) if has_static else None,
         )
 
 

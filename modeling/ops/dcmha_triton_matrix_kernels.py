@@ -33,14 +33,18 @@ kernels that go through the heads, whatever the rank here:
 
                        16 heads    32 heads    rank 2, gates, head by head
     statistics         20          20          28
-    probs              24          26          36
-    backward_post      40          56          98
-    backward_pre       36          51          86
+    probs              23          25          36
+    backward_post      43          56          98
+    backward_pre       40          51          86
 
-At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.6 ps
+At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.8 ps
 backward if nothing waits: less than the memory's time. Between the product for queries and that for keys a patch turns
 through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with rows of queries
-alone, 16 heads need 16, 14, 23 and 24.
+alone, 16 heads need 15, 14, 24 and 25.
+
+Loading ahead: where `loads_ahead`, a loop over turns has no branches, so that the compiler can load what the next one
+needs while this one computes. With branches it holds fewer registers from turn to turn, which serves better where
+several programs share a multiprocessor, and hide each other's waiting.
 
 Memory: each kernel reads and writes a map once, as in `dcmha_triton_kernels`: 2 + 4 bytes for each (head, query, key)
 forward and 8 + 6 backward in half precision. Matrices come from the second-level cache, `2 H / block_s` bytes of
@@ -56,8 +60,6 @@ from .dcmha_triton_matrix_tiles import (
     compose,
     exponents,
     gradients_of_keys,
-    gradients_of_queries,
-    is_turn_reached,
     load,
     load_matrices,
     load_of_queries,
@@ -65,6 +67,7 @@ from .dcmha_triton_matrix_tiles import (
     make_patch,
     no_gradients,
     probabilities,
+    reached_turns,
     rows_of,
     store,
     store_gradient_of_static,
@@ -75,7 +78,7 @@ from .dcmha_triton_matrix_tiles import (
     store_of_queries,
     transposed,
 )
-from .dcmha_triton_tiles import LOG2_E, exp2, finite, rounded
+from .dcmha_triton_tiles import LOG2_E, bound, exp2, finite, rounded
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -99,19 +102,23 @@ def dcmha_matrix_statistics(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
-    for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-        if is_turn_reached(where, turn, turns, here, block_t, block_s):
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
             reference = finite(tl.max(exponent, axis=2))
             total = tl.sum(exp2(exponent - reference[:, :, None]), axis=2)
             store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, patch, padded)
-        else:
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store_of_queries(partial_lse, tl.full([block_t, padded], float("-inf"), tl.float32), patch, padded)
 
 
@@ -128,22 +135,25 @@ def dcmha_matrix_probs(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
-    for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-        composed = tl.zeros([block_t, padded, block_s], tl.float32)
-        if is_turn_reached(where, turn, turns, here, block_t, block_s):
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
-            composed = compose(rounded(prob, scores.dtype.element_ty), post_query, post_key)
-        # Another thread may have loaded what this one stores.
-        tl.debug_barrier()
-        store(probs, composed, patch, padded)
+            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
+            store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
 
 
 @triton.jit
@@ -163,6 +173,7 @@ def dcmha_matrix_backward_post(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
     query_rows: tl.constexpr,
     key_rows: tl.constexpr,
 ):
@@ -172,31 +183,31 @@ def dcmha_matrix_backward_post(
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(rows.key, block_s, padded)
-    grad_static = no_gradients(partial.static, 1, padded)
-    for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-        if is_turn_reached(where, turn, turns, here, block_t, block_s):
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
             grad = load(grad_composed, patch, padded)
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
-            tl.debug_barrier()
+            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
             prob = rounded(prob, dtype)
             store_gradients_of_query_rows(partial.query, rows.query, grad, prob, patch, padded, query_rows)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, prob)
-            if grad_static is not None:
-                grad_static += tl.sum(gradients_of_queries(grad, prob), axis=0, keep_dims=True)
-        else:
+            store_gradient_of_static(partial.static, grad, prob, turn, turns, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
     store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
-    store_gradient_of_static(partial.static, grad_static, padded)
 
 
 @triton.jit
@@ -216,6 +227,7 @@ def dcmha_matrix_backward_pre(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
     turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
     query_rows: tl.constexpr,
     key_rows: tl.constexpr,
 ):
@@ -224,10 +236,10 @@ def dcmha_matrix_backward_pre(
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(rows.key, block_s, padded)
-    grad_static = no_gradients(partial.static, 1, padded)
-    for turn in range(turns):
-        patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-        if is_turn_reached(where, turn, turns, here, block_t, block_s):
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             score = load(scores, patch, padded)
             prob = probabilities(score, pre_query, pre_key, lse, where, patch, padded)
@@ -238,13 +250,13 @@ def dcmha_matrix_backward_pre(
             store_gradients_of_query_rows(partial.query, rows.query, grad, score, patch, padded, query_rows)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, score)
-            if grad_static is not None:
-                grad_static += tl.sum(gradients_of_queries(grad, score), axis=0, keep_dims=True)
-        else:
+            store_gradient_of_static(partial.static, grad, score, turn, turns, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
     store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
-    store_gradient_of_static(partial.static, grad_static, padded)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
 """
 
-from .dcmha_triton_tiles import LOG2_E, Patch, exp2, is_reached, make_penalty, opened, product, rounded, shift_of
+from .dcmha_triton_tiles import LOG2_E, Patch, exp2, make_penalty, opened, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -27,10 +27,13 @@ def make_patch(
 
 
 @triton.jit
-def is_turn_reached(where, turn, turns: tl.constexpr, patch, block_t: tl.constexpr, block_s: tl.constexpr):
-    """Whether distance alone lets any query of a turn see any key of the program."""
+def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+    """The first turn whose queries may see a key of the program, and the one after the last, by distance alone."""
     key = tl.program_id(0) * block_s + patch.shift + opened(where.start)
-    return is_reached(where, (tl.program_id(1) * turns + turn) * block_t, key, block_t, block_s)
+    query = tl.program_id(1) * turns * block_t + opened(where.position)
+    first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
+    last = tl.minimum(tl.cdiv(tl.maximum(key + block_s + where.behind - query, 0), block_t), turns)
+    return first, tl.maximum(first, last)
 
 
 @triton.jit
@@ -257,8 +260,9 @@ def store_gradients_of_key_rows(partial, rows, gradients, patch, padded: tl.cons
 
 
 @triton.jit
-def store_gradient_of_static(partial, gradient, padded: tl.constexpr):
-    """Writes what a program says about the static matrix, if there is one."""
+def store_gradient_of_static(partial, grad, tiles, turn, turns: tl.constexpr, padded: tl.constexpr):
+    """Writes what a patch says about the static matrix, if there is one: what it says about its queries', summed."""
     if partial is not None:
         program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        tl.store(partial + _entries(program + tl.arange(0, 1), padded), gradient)
+        place = partial + _entries(program * turns + turn + tl.arange(0, 1), padded)
+        tl.store(place, tl.sum(gradients_of_queries(grad, tiles), axis=0, keep_dims=True))

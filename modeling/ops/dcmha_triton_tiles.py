@@ -46,6 +46,14 @@ def opened(number):
 
 
 @triton.jit
+def bound(number):
+    """A number that a loop goes up to: those of Triton's interpreter take none that are tensors."""
+    if INTERPRETED:
+        return number.handle.data.item()
+    return number
+
+
+@triton.jit
 def shift_of(where, query):
     """From a column to its key, in the row of this query; both count from the chunk's first ones."""
     shift = 0
@@ -310,7 +318,7 @@ def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
     """`[columns]`, of `parts` numbers each that lie `stride` apart; minus infinity where all of them are."""
     highest = tl.full([columns], float("-inf"), tl.float32)
     total = tl.zeros([columns], tl.float32)
-    for first in range(0, parts, PARTS):
+    for first in range(0, bound(parts), PARTS):
         part = first + tl.arange(0, PARTS)
         here = (part[:, None] < parts) & inside[None, :]
         values = tl.load(partial + part[:, None] * stride + column[None, :], mask=here, other=float("-inf"))

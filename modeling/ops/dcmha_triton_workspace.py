@@ -100,7 +100,7 @@ class Workspace:
         self.kernels["dcmha_merge"][-(-queries // block_t), self.heads, items](
             partial_lse,
             lse,
-            loop_bound(partial_lse.shape[1]),
+            partial_lse.shape[1],
             queries,
             self.queries,
             block_t=block_t,
@@ -162,13 +162,6 @@ def load_kernels(device: torch.device) -> dict[str, Any]:
     from .dcmha_triton_matrix_kernels import MATRIX_KERNELS
 
     return KERNELS | MATRIX_KERNELS | BAND_KERNELS | DECODE_KERNELS
-
-
-def loop_bound(count: int) -> Any:
-    """`count` as an argument that kernels loop up to: Triton's interpreter needs it as a constant."""
-    from .dcmha_triton_tiles import INTERPRETED, tl
-
-    return tl.constexpr(count) if INTERPRETED else count
 
 
 def padded(rows: Tensor, axis: int, length: int, before: int = 0) -> Tensor:
