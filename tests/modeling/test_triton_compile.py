@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
 
+RECORD = Path(__file__).parents[2] / "model_cards" / "records" / "triton-compiled" / "record.json"
 # Bytes of shared memory that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes that a thread may spill: a few values outside of the loops.
@@ -214,6 +215,22 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
     for kernel in takes[configuration].values():
         assert kernel["shared"] <= SHARED_MEMORY[capability]
         assert kernel["spilled"] <= limit
+
+
+def test_every_configuration_is_in_the_record() -> None:
+    recorded = json.loads(RECORD.read_text())["capabilities"]
+    assert {name: list(kernels) for name, kernels in recorded.items()} == {
+        f"sm_{capability}": list(CONFIGURATIONS) for capability in SHARED_MEMORY
+    }
+
+
+@pytest.mark.slow
+def test_the_record_says_what_these_kernels_take(compiled: tuple[int, Any]) -> None:
+    capability, takes = compiled
+    record = json.loads(RECORD.read_text())
+    if record["versions"]["triton"] != triton.__version__:
+        pytest.skip(f"the record is of Triton {record['versions']['triton']}, not {triton.__version__}")
+    assert takes == record["capabilities"][f"sm_{capability}"]
 
 
 @triton.jit
