@@ -18,9 +18,10 @@ COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled"
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}
 HEADING = """`python tests/modeling/triton_report.py model_cards/records/triton-compiled`
 
-Compiled ahead of time at commit {commit}, with triton {triton} and torch {torch}; not run. Of a thread: registers (255
-at most), bytes that it spills, and, where a kernel loops over heads or turns, instructions for each (head, query, key)
-in that loop and outside of it. Of a program: shared memory.
+Compiled ahead of time, not run: commit {commit}, triton {triton}, torch {torch}.
+
+Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads or turns, instructions
+for each (head, query, key) in that loop and outside of it. Of a program: shared memory.
 """
 
 
