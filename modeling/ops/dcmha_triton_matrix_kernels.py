@@ -207,7 +207,7 @@ def dcmha_matrix_backward_post(
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def dcmha_matrix_backward_pre(
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
 
 
 @triton.jit

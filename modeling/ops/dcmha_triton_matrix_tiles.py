@@ -190,10 +190,11 @@ def store_row(places, index: tl.constexpr, row, heads: tl.constexpr):
 
 
 @triton.jit
-def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr):
+def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
     """Writes what the gradients of matrices, `[block, padded, padded]`, are for the rows that these are made of.
 
-    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `rows_of`.
+    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `rows_of`. Products
+    have the precision of `dtype`, whatever the rows have.
     """
     padded: tl.constexpr = gradients.shape[2]
     if count > 1:
@@ -202,8 +203,8 @@ def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: t
         row = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
         real = (row < 2 * rank) & source[1]
         factors = tl.load(source[0] + row * heads, mask=real, other=0.0)
-        of_up = _factors_product(factors, tl.permute(gradients, (0, 2, 1)))
-        of_down = _factors_product(factors, gradients)
+        of_up = _factors_product(factors, tl.permute(gradients, (0, 2, 1)), dtype)
+        of_down = _factors_product(factors, gradients, dtype)
         place = target[0] + tl.where(row < rank, row + rank, row - rank) * heads
         tl.store(place, rounded(tl.where(row < rank, of_up, of_down), target[0].dtype.element_ty), mask=real)
     if count % 2:
@@ -213,12 +214,13 @@ def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: t
 
 
 @triton.jit
-def _factors_product(factors, gradients):
-    """A product of factors and float32, with the bits of the factors' dtype but the range of float32."""
-    if factors.dtype == tl.bfloat16:
-        result = product(factors, rounded(gradients, tl.bfloat16))
-    elif factors.dtype == tl.float16:
-        result = tl.dot(factors.to(tl.float32), gradients, input_precision="tf32")
+def _factors_product(factors, gradients, dtype: tl.constexpr):
+    """A product of factors and float32 in the precision of a dtype; for float16 that is tf32, which has more range."""
+    factors = factors.to(tl.float32)
+    if dtype == tl.bfloat16:
+        result = product(rounded(factors, dtype), rounded(gradients, dtype))
+    elif dtype == tl.float16:
+        result = tl.dot(factors, gradients, input_precision="tf32")
     else:
         result = product(factors, gradients)
     return result
@@ -230,7 +232,7 @@ def store_gradients_of_query_rows(partial, rows, grad, tiles, patch, padded: tl.
     if rows is not None:
         source = rows_of(rows, patch.item, patch.sizes.all_queries, patch.t, patch.heads, padded, count)
         target = _places_of_queries(partial, patch, padded, count)
-        store_row_gradients(target, source, gradients_of_queries(grad, tiles), patch.heads, count)
+        store_row_gradients(target, source, gradients_of_queries(grad, tiles), patch.heads, count, grad.dtype)
 
 
 @triton.jit
@@ -250,13 +252,15 @@ def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr
 
 
 @triton.jit
-def store_gradients_of_key_rows(partial, rows, gradients, patch, padded: tl.constexpr, count: tl.constexpr):
+def store_gradients_of_key_rows(
+    partial, rows, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
+):
     """Writes what a program says about its keys' rows, if they have any."""
     if rows is not None:
         program = patch.item * tl.num_programs(1) + tl.program_id(1)
         source = rows_of(rows, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
         target = rows_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
-        store_row_gradients(target, source, gradients, patch.heads, count)
+        store_row_gradients(target, source, gradients, patch.heads, count, dtype)
 
 
 @triton.jit

@@ -304,7 +304,7 @@ def far_apart(rows: Tensor, distance: int) -> Tensor:
 
 
 @interpreted
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "family")
 def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
     tensors, keywords = cast(*random_inputs(Case(12, 12)), torch.float32)
     truth = run(dcmha_eager, tensors, keywords)[0]

@@ -66,6 +66,7 @@ class ByMatrices(NamedTuple):
     has_mask: bool = False
     has_static: bool = False
     is_band: bool = False
+    dtype_of_rows: str = "bf16"
 
     @property
     def padded(self) -> int:
@@ -129,7 +130,8 @@ CONFIGURATIONS: dict[str, AnyConfiguration] = {
     "window": Configuration(is_band=True),
     "matrices, 16 heads": ByMatrices(),
     "matrices, 32 heads": ByMatrices(32),
-    "matrices, 12 heads, float16": ByMatrices(12, "fp16"),
+    "matrices, 12 heads, float16": ByMatrices(12, "fp16", dtype_of_rows="fp16"),
+    "matrices, rows in float32": ByMatrices(dtype_of_rows="fp32"),
     "matrices, 24 heads, masks": ByMatrices(24, has_mask=True),
     "matrices, static": ByMatrices(has_static=True),
     "matrices, 32 heads, static": ByMatrices(32, has_static=True),
@@ -300,7 +302,7 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
     from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, RowGradients, Sizes, StageRows
     from dynattn.modeling.ops.dcmha_triton_choice import MATRICES, TURNS, matrix_tiles_for
 
-    heads, dtype, sides, has_mask, has_static, is_band = configuration
+    heads, dtype, sides, has_mask, has_static, is_band, dtype_of_rows = configuration
     padded, static = configuration.padded, "*fp32" if has_static else "none"
     strides = ("i32", "i32", "one")
     masks = ("*u8", *strides, "*fp32", *strides) if has_mask else ("none", *strides, "none", *strides)
@@ -318,7 +320,7 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
         of_query, of_key = sides[2:] if name.endswith("post") else sides[:2]
         given = {
             "partial": RowGradients(f"*{partial}" if of_query else "none", "*fp32" if of_key else "none", static),
-            "rows": StageRows(*(f"*{dtype}" if side else "none" for side in (of_query, of_key))),
+            "rows": StageRows(*(f"*{dtype_of_rows}" if side else "none" for side in (of_query, of_key))),
             "map": f"*{dtype}",
         }
         kinds = (*(given.get(one, f"*{one}") for one in own), *common)
@@ -327,7 +329,7 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
         kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), TURNS)
     block, warps = MATRICES
-    name, kinds = "dcmha_matrices", ("*fp16", f"*{dtype}", "*fp32", "i32")
+    name, kinds = "dcmha_matrices", ("*fp16", f"*{dtype_of_rows}", "*fp32", "i32")
     tile = constants | {"block": block}
     return compiled | {name: Compiled(compile_kernel(name, kinds, tile, capability, set(), num_warps=warps))}
 
