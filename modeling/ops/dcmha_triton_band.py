@@ -43,7 +43,7 @@ class BandProducts(Products):
     def attend(self, chunk: Chunk, probs: Tensor) -> None:
         self._queries(chunk, probs, self.value, self.output.transpose(1, 2), 1.0)
 
-    def grad_probs(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: Chunk) -> Tensor:
         return self._maps(chunk, self.grad_output, self.value, self.work.map("grad_composed", chunk), 1.0)
 
     def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:

@@ -59,7 +59,7 @@ MATRIX_TILES_32 = {
 TURNS = 8
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
-# Positions of a program that makes matrices, or rows of their gradients, and its warps.
+# Positions of a program that makes matrices, and its warps.
 MATRICES = (8, 4)
 
 

@@ -1,7 +1,7 @@
 """Composition on the tensor cores (`dcmha_triton_matrix_kernels`): a matrix for each query and one for each key.
 
-All terms of a stage become matrices before the kernels, and the gradients of matrices become those of the terms after
-them, both in work and memory that grow with the number of tokens.
+All terms of a stage become matrices before the kernels, in work and memory that grow with the number of tokens. The
+kernels leave partial sums of the terms' gradients.
 """
 
 import functools

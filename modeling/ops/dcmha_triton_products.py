@@ -33,7 +33,7 @@ class Products(ABC):
         """Sets the output of the chunk's queries."""
 
     @abstractmethod
-    def grad_probs(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: Chunk) -> Tensor:
         """Leaves the gradients of composed probabilities in a buffer."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class VendorProducts(Products):
         rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
         self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
 
-    def grad_probs(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: Chunk) -> Tensor:
         grads, value = self.work.map("grad_composed", chunk), self._of_keys(self.value, chunk)
         _multiply(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
         return grads

@@ -27,7 +27,10 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> dict[str, Tensor]:
-    """Returns the gradients of all `inputs` that are there, but of what hides keys, by name; most are float32."""
+    """Returns the gradients of all `inputs` that are there, but of what hides keys, by name.
+
+    Sums are float32; what one chunk alone sets may have the dtype of the inputs.
+    """
     kind = choose_composer(inputs, settings)
     maps = "scores", "grad_composed", "result", *kind.maps(inputs, backward=True)
     work = Workspace(inputs, settings, maps, kind.patch_of(inputs))
@@ -37,7 +40,7 @@ def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, setting
     for chunk in work.chunks():
         rows = [tensor[chunk.items, :, chunk.queries] for tensor in (lse, delta)]
         scores = products.scores(chunk)
-        probs, grad_probs = composer.backward_post(chunk, scores, products.grad_probs(chunk), *rows)
+        probs, grad_probs = composer.backward_post(chunk, scores, products.grad_composed(chunk), *rows)
         products.add_to_values(chunk, probs)
         products.add_to_queries_and_keys(chunk, composer.backward_pre(chunk, scores, grad_probs, *rows))
     return products.gradients() | composer.gradients()

@@ -30,7 +30,7 @@ SECONDS, TUNING_SECONDS = 570.0, 170.0
 # Tuned for the long ones of both widths and for a window, forward and backward.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
 TUNED_BY, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
-# As many as the papers on fused attention measure with: launches take less time than what they launch.
+# As in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): launches take less time than what they launch.
 TOKENS = 16384
 # Queries and keys of a patch, warps, and stages of loading in the kernels that hold all heads.
 TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
