@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_composition import ComposedConfig, repeat_layer_types
-from .configuration_portable import model_size
+from .composed_config import ComposedConfig, repeat_layer_types
+from .portable_config import model_size
 
 
 @strict

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_portable import PortableConfig, model_size
+from .portable_config import PortableConfig, model_size
 
 ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
 MEMORY_TYPES = ("streaming", "segment")

@@ -10,8 +10,8 @@ from transformers import (
 
 from dynattn.configuration.configuration_dcformer import DCFormerConfig
 from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
-from dynattn.configuration.configuration_portable import PortableConfig
 from dynattn.configuration.configuration_rcmha import RCMHAConfig
+from dynattn.configuration.portable_config import PortableConfig
 from dynattn.modeling.modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForSequenceClassification,

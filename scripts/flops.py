@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dynattn.configuration.configuration_composition import ComposedConfig
+from dynattn.configuration.composed_config import ComposedConfig
 from dynattn.configuration.configuration_rcmha import RCMHAConfig
 from dynattn.modeling.composition import DynamicComposition
 from dynattn.modeling.headwise_conv import HeadwiseCausalConv

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from dynattn import DCFormerConfig, DCPythiaConfig
-from dynattn.configuration.configuration_composition import repeat_layer_types
+from dynattn.configuration.composed_config import repeat_layer_types
 
 from ..errors import UserError
 from ..messages import last_line

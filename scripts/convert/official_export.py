@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from dynattn.configuration.configuration_composition import repeat_layer_types
+from dynattn.configuration.composed_config import repeat_layer_types
 
 from ..errors import UserError
 from .official_config import FAMILIES, PATTERNS, OfficialConfig

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynattn.configuration.configuration_composition import LAYER_TYPES
+from dynattn.configuration.composed_config import LAYER_TYPES
 
 from ..errors import UserError
 from .arguments import ConversionArguments

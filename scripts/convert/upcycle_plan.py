@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from dynattn.configuration.configuration_composition import repeat_layer_types
+from dynattn.configuration.composed_config import repeat_layer_types
 
 from ..checkpoint_folder import read_config
 from ..errors import UserError

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from .configuration_portable import PortableConfig
+from .portable_config import PortableConfig
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
