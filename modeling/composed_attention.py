@@ -5,54 +5,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .chunked_mask import chunked_mask
+from .chunked_mask import attention_function
 from .composition import DynamicComposition, init_composition
-from .ops.dcmha import Composition, resolve_implementation
+from .ops.dcmha import resolve_implementation
 from .ops.dcmha_chunked import dcmha_chunked
 from .ops.dcmha_eager import dcmha_eager
 from .ops.dcmha_triton import dcmha_triton
 from .rms_norm import RMSNorm
 from .rotary import rotate
 
-
-def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Puts an op behind Transformers' attention interface."""
-
-    def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float,
-        sliding_window: int | None = None,
-        pre: Composition | None = None,
-        post: Composition | None = None,
-        first_keys: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        seen = what_is_seen(attention_mask, sliding_window)
-        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **seen)
-
-    return forward
-
-
-def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
-    """The ops' arguments for a mask from Transformers: one of four dimensions is complete, one of two is padding."""
-    if attention_mask is not None and attention_mask.ndim == 4:
-        return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
-    visible = None if attention_mask is None else attention_mask[:, None, None, :]
-    return {"attention_mask": visible, "is_causal": True, "sliding_window": sliding_window}
-
-
 eager_attention_forward = attention_function(dcmha_eager)
 for _name, _attend in (("chunked", dcmha_chunked), ("triton", dcmha_triton)):
     AttentionInterface.register(_name, attention_function(_attend))
-    AttentionMaskInterface.register(_name, chunked_mask)
 
 
 class ComposedAttention(nn.Module):

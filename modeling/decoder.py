@@ -8,8 +8,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .chunked_mask import implementation_for
 from .composed_cache import keep_factors
-from .decoder_inputs import implementation_for, prepare_decoder_inputs
+from .decoder_inputs import prepare_decoder_inputs
 
 
 class DecoderBody:

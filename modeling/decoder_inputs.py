@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
-
-logger = logging.get_logger(__name__)
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
@@ -142,13 +139,3 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor) -> None:
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:
         raise ValueError(f"attention_mask hides every token of rows {hidden_rows}; drop those rows from the batch")
-
-
-def implementation_for(config: Any, options: dict[str, Any]) -> str:
-    """The attention implementation of a call: the configuration's, or `eager` where attention maps are asked for."""
-    if not options.get("output_attentions") or config._attn_implementation == "eager":
-        return config._attn_implementation
-    logger.warning_once(
-        f"attn_implementation={config._attn_implementation!r} has no attention maps; 'eager' makes them"
-    )
-    return "eager"

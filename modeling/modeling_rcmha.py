@@ -8,23 +8,20 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_rcmha import RCMHAConfig
-from .chunked_mask import chunked_mask
-from .decoder_inputs import implementation_for, prepare_decoder_inputs
+from .chunked_mask import implementation_for
+from .decoder_inputs import prepare_decoder_inputs
 from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .headwise_conv import HeadwiseCausalConv, init_conv
 from .memory_cache import SegmentMemoryLayer, carry_memory
 from .ops.relative import RELATIVE, resolve_relative
 from .rotary import RotaryEmbedding, rotate
 from .segment import Segment, describe_segment
-
-AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class RCMHAAttention(nn.Module):

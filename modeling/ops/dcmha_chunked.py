@@ -1,22 +1,115 @@
 """DCMHA in linear memory, for any device: whole rows of scores for a few queries at a time.
 
 A chunk of queries is composed, normalised and composed again over the keys that it can reach, before the next chunk
-reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk.
+reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk. Both passes are operators that
+autograd and compilers know.
 """
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .dcmha_chunked_arguments import Inputs, Settings
 from .dcmha_chunked_decode import attend_to_cache
-from .dcmha_chunked_loop import Inputs, Settings, attend_op
+from .dcmha_chunked_passes import attend, attend_backward
 from .masking import with_first_keys
 
 if TYPE_CHECKING:
     from .dcmha import Composition
+
+
+@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    pre_groups: int,
+    post_groups: int,
+) -> Tensor:
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        return attend(inputs, Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
+
+
+@torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    pre_groups: int,
+    post_groups: int,
+    mask_needs_grad: bool,
+) -> list[Tensor]:
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
+    settings = Settings(scaling, is_causal, sliding_window, pre_groups, post_groups)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        return attend_backward(grad_output, inputs, settings, mask_needs_grad)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    batch, heads, queries, width = query.shape
+    return query.new_empty(batch, queries, heads, width)
+
+
+@_backward_op.register_fake
+def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    *tensors, mask, _ = arguments[: len(Inputs._fields)]
+    grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
+    if mask is not None:
+        grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
+    return grads
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[: len(Inputs._fields)])
+    ctx.settings = inputs[len(Inputs._fields) :]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    mask_needs_grad = ctx.needs_input_grad[Inputs._fields.index("mask")]
+    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
+    given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
+    if not mask_needs_grad:
+        given[-1] = None
+    return *given, None, *(None for _ in ctx.settings)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def attend_op(inputs: Inputs, settings: Settings) -> Tensor:
+    """`attend`, differentiable; one node in a compiled graph."""
+    return _forward_op(*inputs, *settings)
 
 
 def dcmha_chunked(

@@ -1,22 +1,14 @@
-"""The loop of `dcmha_chunked` over items and chunks of queries, as an operator that autograd and compilers know."""
+"""How the work is cut into items of the batch and chunks of queries."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .dcmha_chunked_arguments import Inputs, Settings
 from .dcmha_chunked_choice import choose_composer
-from .dcmha_chunked_core import (
-    Composer,
-    Gradients,
-    Mixing,
-    Products,
-    Sight,
-    Stage,
-    attend_chunk,
-    attend_chunk_backward,
-)
+from .dcmha_chunked_core import Composer, Mixing, Sight, Stage
 from .dcmha_chunked_stepwise import STEPWISE
 from .masking import Structure
 
@@ -36,32 +28,6 @@ ITEMS_IN_PLACE = 1 << 20
 # Which of a chunk's buffers are the same memory, (not in place, in place); the last one is scratch.
 FORWARD_BUFFERS = ([0, 1, 2], [0, 0, 1])
 BACKWARD_BUFFERS = ([0, 1, 2, 3, 4], [0, 1, 1, 2, 3])
-
-
-class Inputs(NamedTuple):
-    """All tensors; rows are packed as in `Stage`."""
-
-    query: Tensor  # [B, H, T, D]
-    key: Tensor  # [B, H_kv, S, D]
-    value: Tensor  # [B, H_kv, S, D]
-    pre_query: Tensor | None  # [B, T, rows, H]
-    pre_key: Tensor | None  # [B, S, rows, H]
-    pre_static: Tensor | None  # [H, H]
-    post_query: Tensor | None
-    post_key: Tensor | None
-    post_static: Tensor | None
-    mask: Tensor | None  # four dimensions that broadcast to [B, H, T, S]
-    first_keys: Tensor | None  # [B, T], integers; this has no gradient
-
-
-class Settings(NamedTuple):
-    """All else."""
-
-    scaling: float
-    is_causal: bool
-    sliding_window: int | None
-    pre_groups: int
-    post_groups: int
 
 
 class Items(NamedTuple):
@@ -103,104 +69,14 @@ class Chunk(NamedTuple):
         return part._replace(key=part.key.contiguous())
 
 
-def attend(inputs: Inputs, settings: Settings) -> Tensor:
-    """Returns `[B, T, H, D]`, without gradients: call it through `attend_op`."""
-    batch, heads, queries, width = inputs.query.shape
-    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
-    output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
-    structure = _structure(inputs, settings)
-    composer = _composer(inputs, structure, dtype)
-    for span in _spans(inputs, structure, composer):
-        items = _items(inputs, settings, span, dtype)
-        key_columns, value = _columns(items.key), items.value.contiguous()
-        for chunk in _chunks(structure, items, composer, FORWARD_BUFFERS):
-            sight = chunk.sight
-            rows = output.new_empty(items.query.shape[0], sight.queries.stop - sight.queries.start, width)
-            attend_chunk(
-                rows,
-                items.query[:, sight.queries].contiguous(),
-                key_columns[:, :, sight.keys],
-                value[:, sight.keys],
-                settings.scaling,
-                chunk.mixing(items),
-                chunk.buffers,
-            )
-            output[span, sight.queries] = rows.view(items.number, heads, -1, width).transpose(1, 2)
-    return output.to(inputs.query.dtype)
-
-
-def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mask_needs_grad: bool) -> list[Tensor]:
-    """Returns the gradients of those `inputs` that are there; the mask's is empty where it is not needed."""
-    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
-    structure = _structure(inputs, settings)
-    composer = _composer(inputs, structure, dtype)
-    sums = _Sums(inputs, settings, dtype, mask_needs_grad)
-    for span in _spans(inputs, structure, composer):
-        items = _items(inputs, settings, span, dtype)
-        key, key_columns, value_columns = items.key.contiguous(), _columns(items.key), _columns(items.value)
-        for chunk in _chunks(structure, items, composer, BACKWARD_BUFFERS):
-            sight = chunk.sight
-            attend_chunk_backward(
-                sums.products(span, chunk),
-                sums.gradients(span, chunk),
-                grad_output[span, sight.queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
-                items.query[:, sight.queries].contiguous(),
-                key[:, sight.keys],
-                key_columns[:, :, sight.keys],
-                value_columns[:, :, sight.keys],
-                settings.scaling,
-                chunk.mixing(items),
-                chunk.buffers,
-            )
-    return sums.results()
-
-
-class _Sums:
-    """The gradients of all inputs while they add up, in the working dtype; keys last where `Stage` has them last."""
-
-    def __init__(self, inputs: Inputs, settings: Settings, dtype: torch.dtype, mask_needs_grad: bool) -> None:
-        self.inputs, self.settings, self.mask_needs_grad = inputs, settings, mask_needs_grad
-        self.sums: dict[str, Tensor] = {}
-        for name, tensor in zip(Inputs._fields, inputs, strict=True):
-            if tensor is None or name == "first_keys":
-                continue
-            shape = list(tensor.shape)
-            if name.endswith("_key"):
-                shape = [shape[0], shape[2], shape[3], shape[1]]
-            if name == "mask" and not mask_needs_grad:
-                shape = [0]
-            self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
-
-    def products(self, span: slice, chunk: Chunk) -> Products:
-        places = {"query": chunk.sight.queries, "key": chunk.sight.keys, "value": chunk.sight.keys}
-        return Products(**{name: self.sums[name][span].flatten(0, 1)[:, place] for name, place in places.items()})
-
-    def gradients(self, span: slice, chunk: Chunk) -> Gradients:
-        mask = _of_items(self.sums["mask"], span) if self.mask_needs_grad else None
-        return Gradients(
-            chunk.of(self._stage("pre", span, self.settings.pre_groups)),
-            chunk.of(self._stage("post", span, self.settings.post_groups)),
-            None if mask is None else _of_mask(mask, chunk.sight.queries, chunk.sight.keys),
-        )
-
-    def _stage(self, name: str, span: slice, groups: int) -> Stage:
-        query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
-        static = self.sums.get(f"{name}_static")
-        return Stage(None if query is None else query[span], None if key is None else key[span], static, groups)
-
-    def results(self) -> list[Tensor]:
-        for name in self.sums:
-            if name.endswith("_key"):
-                self.sums[name] = self.sums[name].permute(0, 3, 1, 2)
-        return [tensor.to(getattr(self.inputs, name).dtype).contiguous() for name, tensor in self.sums.items()]
-
-
-def _structure(inputs: Inputs, settings: Settings) -> Structure:
+def structure_of(inputs: Inputs, settings: Settings) -> Structure:
+    """Which keys each query may see by position alone."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     return Structure(queries, keys, settings.is_causal, settings.sliding_window)
 
 
-def _composer(inputs: Inputs, structure: Structure, dtype: torch.dtype) -> Composer:
+def composer_for(inputs: Inputs, structure: Structure, dtype: torch.dtype) -> Composer:
+    """The composer for a call, chosen by its device, dtype and number of (head, query, key) triples."""
     queries = structure.queries
     keys_of_all = structure.reach(slice(0, queries))
     batch, heads = inputs.query.shape[:2]
@@ -208,7 +84,7 @@ def _composer(inputs: Inputs, structure: Structure, dtype: torch.dtype) -> Compo
     return choose_composer(inputs.query.device, dtype, elements)
 
 
-def _spans(inputs: Inputs, structure: Structure, composer: Composer) -> list[slice]:
+def item_spans(inputs: Inputs, structure: Structure, composer: Composer) -> list[slice]:
     """Which items of the batch are worked on at once: where maps are small, several, to make products larger."""
     batch, heads = inputs.query.shape[:2]
     rows = min(_rows(structure, heads, composer), structure.queries)
@@ -218,7 +94,9 @@ def _spans(inputs: Inputs, structure: Structure, composer: Composer) -> list[sli
     return [slice(index * batch // count, (index + 1) * batch // count) for index in range(count)]
 
 
-def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) -> Items:
+def read_items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) -> Items:
+    """The inputs of the batch rows `span`, in `dtype` and laid out as a chunk reads them."""
+
     def stage(query: Tensor | None, key: Tensor | None, static: Tensor | None, groups: int) -> Stage | None:
         if query is None and key is None and static is None:
             return None
@@ -236,12 +114,12 @@ def _items(inputs: Inputs, settings: Settings, span: slice, dtype: torch.dtype) 
         inputs.value[span].to(dtype).flatten(0, 1),
         stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups),
         stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups),
-        None if inputs.mask is None else _of_items(inputs.mask, span),
+        None if inputs.mask is None else mask_of_items(inputs.mask, span),
         None if inputs.first_keys is None else inputs.first_keys[span].to(inputs.query.device, torch.int64),
     )
 
 
-def _columns(rows: Tensor) -> Tensor:
+def columns_of(rows: Tensor) -> Tensor:
     """`[bH_kv, S, D]` to `[bH_kv, D, S]`, which products with queries read faster."""
     return _keys_last(rows.transpose(1, 2))
 
@@ -256,7 +134,7 @@ def _keys_last(rows: Tensor) -> Tensor:
     return copy
 
 
-def _chunks(
+def query_chunks(
     structure: Structure, items: Items, composer: Composer, buffers: tuple[list[int], list[int]]
 ) -> Iterator[Chunk]:
     """Chunks of queries that see any key; they share the memory of their buffers.
@@ -281,7 +159,7 @@ def _chunks(
             maps = maps.view(-1, heads, count, width).transpose(1, 2)
         else:
             maps = maps.view(-1, count, heads, width)
-        mask = None if items.mask is None else _of_mask(items.mask, queries, keys)
+        mask = None if items.mask is None else mask_of_chunk(items.mask, queries, keys)
         first_keys = None if items.first_keys is None else items.first_keys[:, queries] - keys.start
         sight = Sight(items.number, structure, queries, keys, mask, first_keys)
         fits = composer.in_place or count == rows
@@ -317,102 +195,11 @@ def _reach(structure: Structure, queries: slice, first_keys: Tensor | None, comp
     return slice(start, stop) if stop - start == wanted else reach
 
 
-def _of_items(mask: Tensor, span: slice) -> Tensor:
+def mask_of_items(mask: Tensor, span: slice) -> Tensor:
     """The part of a mask, or of its gradient, that belongs to some items of the batch."""
     return mask[span] if mask.shape[0] > 1 else mask
 
 
-def _of_mask(mask: Tensor, queries: slice, keys: slice) -> Tensor:
+def mask_of_chunk(mask: Tensor, queries: slice, keys: slice) -> Tensor:
     """The part of a mask, or of its gradient, that broadcasts to a chunk: `[b or 1, H or 1, c or 1, n or 1]`."""
     return mask[..., queries if mask.shape[2] > 1 else slice(None), keys if mask.shape[3] > 1 else slice(None)]
-
-
-@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())
-def _forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_static: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    pre_groups: int,
-    post_groups: int,
-) -> Tensor:
-    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = Inputs(query, key, value, *factors, mask, first_keys)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend(inputs, Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
-
-
-@torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
-def _backward_op(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_static: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    pre_groups: int,
-    post_groups: int,
-    mask_needs_grad: bool,
-) -> list[Tensor]:
-    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = Inputs(query, key, value, *factors, mask, first_keys)
-    settings = Settings(scaling, is_causal, sliding_window, pre_groups, post_groups)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend_backward(grad_output, inputs, settings, mask_needs_grad)
-
-
-@_forward_op.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    batch, heads, queries, width = query.shape
-    return query.new_empty(batch, queries, heads, width)
-
-
-@_backward_op.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    *tensors, mask, _ = arguments[: len(Inputs._fields)]
-    grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
-    if mask is not None:
-        grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
-    return grads
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[: len(Inputs._fields)])
-    ctx.settings = inputs[len(Inputs._fields) :]
-
-
-def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    mask_needs_grad = ctx.needs_input_grad[Inputs._fields.index("mask")]
-    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
-    given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
-    if not mask_needs_grad:
-        given[-1] = None
-    return *given, None, *(None for _ in ctx.settings)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def attend_op(inputs: Inputs, settings: Settings) -> Tensor:
-    """`attend`, differentiable; one node in a compiled graph."""
-    return _forward_op(*inputs, *settings)

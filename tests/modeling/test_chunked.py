@@ -21,7 +21,8 @@ from dynattn import (
     dcmha_attention,
 )
 from dynattn.modeling.ops import dcmha_chunked_fused
-from dynattn.modeling.ops.dcmha_chunked_loop import Inputs, Settings, attend, attend_backward
+from dynattn.modeling.ops.dcmha_chunked_arguments import Inputs, Settings
+from dynattn.modeling.ops.dcmha_chunked_passes import attend, attend_backward
 
 ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate", "static"})
 DYNAMIC = ALL - {"static"}

@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_chunked_choice, dcmha_chunked_loop, dcmha_chunked_native, native_library
+from dynattn.modeling.ops import (
+    dcmha_chunked_choice,
+    dcmha_chunked_loop,
+    dcmha_chunked_native,
+    dcmha_chunked_passes,
+    native_library,
+)
 from dynattn.modeling.ops.dcmha_chunked_source import SOURCE
 
 from .test_chunked import CASES, DYNAMIC, Case, documents, in_dtype, random_inputs, run
@@ -81,13 +87,13 @@ def test_any_number_of_items_share_a_chunk(
     queries, keys = (12, 61) if case.window else (60, 130)  # in the last whole chunk, and in its reach
     monkeypatch.setattr(dcmha_chunked_loop, "ITEMS_IN_PLACE", together * 4 * queries * keys)
     cut: list[int] = []
-    of_span = dcmha_chunked_loop._items
+    of_span = dcmha_chunked_loop.read_items
 
     def record(inputs: Any, settings: Any, span: slice, dtype: torch.dtype) -> Any:
         cut.append(span.stop - span.start)
         return of_span(inputs, settings, span, dtype)
 
-    monkeypatch.setattr(dcmha_chunked_loop, "_items", record)
+    monkeypatch.setattr(dcmha_chunked_passes, "read_items", record)
     first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
     assert_as_exact_as_the_reference(case, **first_keys)
     assert cut[-2 * len(items) :] == 2 * items  # forward and backward
