@@ -10,11 +10,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
-from .composed_attention import ComposedAttention, ComposedPreTrainedModel
-from .decoder import DecoderBody
-from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .rms_norm import RMSNorm
-from .rotary import RotaryEmbedding
+from .common.composed_model import ComposedPreTrainedModel
+from .common.decoder import DecoderBody
+from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .layers.composed_attention import ComposedAttention
+from .layers.rms_norm import RMSNorm
+from .positions.rotary import RotaryEmbedding
 
 
 class DCFormerMLP(nn.Module):

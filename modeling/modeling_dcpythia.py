@@ -9,10 +9,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcpythia import DCPythiaConfig
-from .composed_attention import ComposedAttention, ComposedPreTrainedModel
-from .decoder import DecoderBody
-from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .rotary import RotaryEmbedding
+from .common.composed_model import ComposedPreTrainedModel
+from .common.decoder import DecoderBody
+from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .layers.composed_attention import ComposedAttention
+from .positions.rotary import RotaryEmbedding
 
 
 class DCPythiaMLP(nn.Module):

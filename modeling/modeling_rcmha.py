@@ -14,98 +14,15 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_rcmha import RCMHAConfig
-from .chunked_mask import implementation_for
-from .decoder_inputs import prepare_decoder_inputs
-from .heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .headwise_conv import HeadwiseCausalConv, init_conv
-from .memory_cache import SegmentMemoryLayer, carry_memory
-from .ops.relative import RELATIVE, resolve_relative
-from .rotary import RotaryEmbedding, rotate
-from .segment import Segment, describe_segment
-
-
-class RCMHAAttention(nn.Module):
-    """Projections, convolutions and position terms, as far as the attention type has them."""
-
-    def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        heads, self.head_dim = config.num_attention_heads, config.head_dim or 0
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        size = heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
-        self.k_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
-        self.v_proj = nn.Linear(config.hidden_size, size)
-        self.o_proj = nn.Linear(size, config.hidden_size)
-        for name in ("q_conv", "k_conv", "v_conv"):
-            conv = HeadwiseCausalConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
-            self.register_module(name, conv)
-        for name in ("position_embeddings", "position_bias", "content_bias"):
-            self.register_parameter(name, None)
-        if config.is_relative:
-            rows = config.num_relative_positions
-            self.position_embeddings = nn.Parameter(torch.empty(rows, heads, self.head_dim))
-            self.position_bias = nn.Parameter(torch.empty(rows, heads))
-            self.content_bias = nn.Parameter(torch.empty(heads, self.head_dim))
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        segment: Segment,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        implementation: str | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`.
-
-        Args:
-            hidden_states: `[B, T, E]`; with segment memory `[B, M + T, E]`, whose last `T` rows are the queries.
-            implementation: of the attention op, by default the configuration's.
-        """
-        streaming = past_key_values if self.config.memory_type == "streaming" else None
-        query = self._rows("q", hidden_states[:, -segment.length :], segment, streaming)
-        key = self._rows("k", hidden_states, segment, streaming)
-        value = self._rows("v", hidden_states, segment, streaming)
-        if segment.rotary is not None:
-            cos, sin = segment.rotary
-            query, key = rotate(query, cos[:, -segment.length :], sin[:, -segment.length :]), rotate(key, cos, sin)
-        if streaming is not None:
-            key, value = streaming.update(key, value, self.layer_idx)
-        position_bias = self.position_bias
-        if self.config.position_scheme == "alibi":
-            position_bias = alibi_bias(key.shape[2], query) / self.scaling
-        output, weights = RELATIVE[implementation or self.config._attn_implementation](
-            query,
-            key,
-            value,
-            position_embeddings=self.position_embeddings,
-            position_bias=position_bias,
-            content_bias=self.content_bias,
-            scaling=self.scaling,
-            attention_mask=attention_mask,
-            is_causal=True,
-            sliding_window=self.config.sliding_window,
-            offset=segment.offset,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
-        return self.o_proj(output.flatten(2)), weights
-
-    def _rows(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
-        """Queries, keys or values `[B, H, rows, D]`: projected, zero where there is no token, convolved."""
-        projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
-        rows = projection(hidden_states)
-        if conv is None:
-            return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if segment.tokens is not None:
-            rows = rows * segment.tokens[:, -rows.shape[1] :, None]
-        if streaming is not None:
-            rows = streaming.layers[self.layer_idx].extend(name, rows)  # type: ignore[union-attr]
-        else:
-            rows = nn.functional.pad(rows, (0, 0, conv.context, 0))
-        rows = rows.unflatten(-1, (-1, self.head_dim))
-        return conv(rows, segment.document_positions).transpose(1, 2)
+from .caches.segment import Segment, describe_segment
+from .caches.segment_memory import SegmentMemoryLayer, carry_memory
+from .common.decoder_inputs import prepare_decoder_inputs
+from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .layers.attention_interface import implementation_for
+from .layers.headwise_conv import HeadwiseCausalConv, init_conv
+from .layers.relative_attention import RCMHAAttention
+from .ops.relative.attention import resolve_relative
+from .positions.rotary import RotaryEmbedding
 
 
 class RCMHAMLP(nn.Module):
@@ -285,14 +202,6 @@ class RCMHAForTokenClassification(TokenClassificationHead, RCMHAPreTrainedModel)
     """The decoder with a classifier on every token."""
 
     base_class = RCMHAModel
-
-
-def alibi_bias(length: int, like: Tensor) -> Tensor:
-    """Linear biases by distance, `[length, H]`; the slope of head `h` is `2 ** (-8 (h + 1) / H)` (arXiv 2108.12409)."""
-    heads = like.shape[1]
-    slopes = 2 ** (-8 * torch.arange(1, heads + 1, device=like.device, dtype=torch.float32) / heads)
-    distance = torch.arange(length, device=like.device, dtype=torch.float32)
-    return (-distance[:, None] * slopes).to(like.dtype)
 
 
 __all__ = [

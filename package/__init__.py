@@ -12,6 +12,7 @@ from dynattn.configuration.configuration_dcformer import DCFormerConfig
 from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
 from dynattn.configuration.configuration_rcmha import RCMHAConfig
 from dynattn.configuration.portable_config import PortableConfig
+from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
 from dynattn.modeling.modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForSequenceClassification,
@@ -30,9 +31,9 @@ from dynattn.modeling.modeling_rcmha import (
     RCMHAForTokenClassification,
     RCMHAModel,
 )
-from dynattn.modeling.ops.dcmha import Composition, dcmha_attention
-from dynattn.modeling.ops.relative import relative_attention
-from dynattn.modeling.selective_checkpointing import keep_attention_outputs
+from dynattn.modeling.ops.dcmha.attention import dcmha_attention
+from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.relative.attention import relative_attention
 from dynattn.remote_code import write_code
 
 __version__ = "0.1.0"

@@ -35,7 +35,7 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     for name, source in files.items():
         Path(folder, name).write_text(source, encoding="utf-8")
         _check_what_transformers_sees(Path(folder, name))
-    config.auto_map = {auto: f"{_file_stem(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
+    config.auto_map = {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
     return sorted(files)
 
 
@@ -67,7 +67,7 @@ def flat_code(classes: Iterable[type]) -> dict[str, str]:
     files: dict[str, str] = {}
     while pending:
         module = pending.pop()
-        name = f"{_file_stem(module)}.py"
+        name = f"{flat_name(module)}.py"
         if modules.setdefault(name, module) != module:
             raise ValueError(f"{modules[name]} and {module} would both be {name}; rename one of them")
         if name not in files:
@@ -103,7 +103,7 @@ def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
             raise ValueError(f"line {node.lineno} of {module} imports from the package {target}; name the module in it")
         line = lines[node.lineno - 1]
         head, tail = line[: node.col_offset], line[node.col_offset :]
-        lines[node.lineno - 1] = head + IMPORT_SOURCE.sub(f"from .{_file_stem(target)}", tail, count=1)
+        lines[node.lineno - 1] = head + IMPORT_SOURCE.sub(f"from .{flat_name(target)}", tail, count=1)
         imported.append(target)
     return "".join(lines), imported
 
@@ -140,5 +140,6 @@ def _source(module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _file_stem(module: str) -> str:
-    return module.rpartition(".")[2]
+def flat_name(module: str) -> str:
+    """The path below `configuration` or `modeling`, in one word: `modeling.ops.masking` is `ops_masking`."""
+    return "_".join(module.split(".")[2:])

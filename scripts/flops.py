@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.configuration.composed_config import ComposedConfig
 from dynattn.configuration.configuration_rcmha import RCMHAConfig
-from dynattn.modeling.composition import DynamicComposition
-from dynattn.modeling.headwise_conv import HeadwiseCausalConv
+from dynattn.modeling.layers.head_composition import DynamicComposition
+from dynattn.modeling.layers.headwise_conv import HeadwiseCausalConv
 
 # A backward pass has two products for each one of the forward pass.
 TRAINING = 3

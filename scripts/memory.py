@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from dynattn.modeling.memory_cache import carry_memory
+from dynattn.modeling.caches.segment_memory import carry_memory
 
 from .errors import UserError
 

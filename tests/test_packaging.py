@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dynattn.remote_code import flat_name
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("package", "configuration", "modeling", "scripts")
 
@@ -32,10 +34,10 @@ def test_every_folder_of_the_sources_is_listed() -> None:
     assert data_only <= patterns
 
 
-def test_file_names_are_unique_over_configuration_and_modeling() -> None:
-    names = [path.name for top in ("configuration", "modeling") for path in (ROOT / top).rglob("*.py")]
-    modules = [name for name in names if name != "__init__.py"]
-    assert len(modules) == len(set(modules))
+def test_flat_names_of_remote_code_are_unique() -> None:
+    files = [path for top in ("configuration", "modeling") for path in (ROOT / top).rglob("*.py")]
+    modules = [f"{package_of(path.parent)}.{path.stem}" for path in files if path.name != "__init__.py"]
+    assert len({flat_name(module) for module in modules}) == len(modules)
 
 
 def test_the_front_door_needs_no_training_or_evaluation_library() -> None:

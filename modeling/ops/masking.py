@@ -94,3 +94,12 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first & second
+
+
+def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Tensor:
+    """Softmax over the keys, in at least float32; hidden ones, and rows with nothing visible, are zero."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if visible is None:
+        return torch.softmax(scores, dim=dim, dtype=dtype).to(scores.dtype)
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=dim, dtype=dtype).masked_fill(~visible, 0.0).to(scores.dtype)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynattn.modeling.ops.dcmha import COMPOSING, Composition, dcmha_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, dcmha_attention
+from dynattn.modeling.ops.dcmha.composition import Composition
 
 from .accuracy import Results
 from .arguments import Settings

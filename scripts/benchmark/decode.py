@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
 
 from .accuracy import Results
 from .arguments import Settings

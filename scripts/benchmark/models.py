@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
-from dynattn.modeling.ops.dcmha import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ..flops import ModelFlops
 from .accuracy import Results

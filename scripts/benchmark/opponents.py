@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from dynattn.modeling.chunked_mask import chunked_mask
-from dynattn.modeling.ops.dcmha import Composition
+from dynattn.modeling.layers.attention_interface import chunked_mask
+from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
 from .contest import COMPILED, compiled

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dynattn.modeling.ops import dcmha_triton_choice
+from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
 from ..errors import UserError
 from .accuracy import judge
@@ -110,20 +110,20 @@ GPU = (
 )
 
 # Which kernels serve: with the candidate those that go through the heads, for any number of them.
-FAMILY = Knob("FEWEST_HEADS", (dcmha_triton_choice.MOST_HEADS + 1,))
+FAMILY = Knob("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
 CUTS = (
     Knob("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
     Knob("ROWS", (64, 256, 512)),
     Knob("BLOCK", (32, 128)),
     Knob("BAND_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
 )
-LOOP_KNOBS = (*CUTS, *(Knob("TILES", TILES, name) for name in dcmha_triton_choice.TILES))
+LOOP_KNOBS = (*CUTS, *(Knob("TILES", TILES, name) for name in kernel_tuning.TILES))
 MATRIX_KNOBS = (
     *CUTS,
     Knob("TURNS", (4, 16)),
     *(
         Knob(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
-        for name in dcmha_triton_choice.MATRIX_TILES_16
+        for name in kernel_tuning.MATRIX_TILES_16
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),
 )
@@ -149,7 +149,7 @@ def run_preset(
     *,
     parts: tuple[Part, ...] = GPU,
     find: Callable[[BenchmarkArguments, float], Tuning] | None = None,
-    module: ModuleType = dcmha_triton_choice,
+    module: ModuleType = kernel_tuning,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether all that was measured is right.
@@ -184,10 +184,10 @@ def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
 
 def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
     """Finds the faster kind of kernels, and the best constants of that kind."""
-    family = tune(dcmha_triton_choice, (FAMILY,), trial, has_time)
+    family = tune(kernel_tuning, (FAMILY,), trial, has_time)
     knobs = LOOP_KNOBS if family.best[FAMILY] in FAMILY.candidates else MATRIX_KNOBS
-    with using(dcmha_triton_choice, family.best):
-        rest = tune(dcmha_triton_choice, knobs, trial, has_time)
+    with using(kernel_tuning, family.best):
+        rest = tune(kernel_tuning, knobs, trial, has_time)
     return Tuning(family.best | rest.best, family.trials + rest.trials, rest.finished)
 
 

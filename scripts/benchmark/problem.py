@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha import Composition
-from dynattn.modeling.ops.dcmha_eager import dcmha_eager
-from dynattn.modeling.rms_norm import rms_normalize
+from dynattn.modeling.layers.rms_norm import rms_normalize
+from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 from .accuracy import Results
 

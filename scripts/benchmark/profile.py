@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_chunked_core, dcmha_chunked_loop
-from dynattn.modeling.ops.dcmha_chunked_core import Composer
+from dynattn.modeling.ops.dcmha.chunked import chunk, tiling
+from dynattn.modeling.ops.dcmha.chunked.composers.interface import Composer
 
 from ..errors import UserError
 from . import attention
@@ -91,13 +91,13 @@ class Clock:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Puts the op's functions under the clock."""
-        products = {name: self.timed(name, getattr(dcmha_chunked_core, name)) for name in PRODUCTS}
-        choose = dcmha_chunked_loop.choose_composer
+        products = {name: self.timed(name, getattr(chunk, name)) for name in PRODUCTS}
+        choose = tiling.choose_composer
         composers = {
             "choose_composer": lambda *arguments: self.timed_composer(choose(*arguments)),
-            "STEPWISE": self.timed_composer(dcmha_chunked_loop.STEPWISE),
+            "STEPWISE": self.timed_composer(tiling.STEPWISE),
         }
-        with replacing(dcmha_chunked_core, products), replacing(dcmha_chunked_loop, composers):
+        with replacing(chunk, products), replacing(tiling, composers):
             yield
 
     def timed_composer(self, composer: Composer) -> Composer:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dynattn import RCMHAConfig
-from dynattn.modeling.modeling_rcmha import RCMHAAttention
-from dynattn.modeling.ops.relative import RELATIVE
-from dynattn.modeling.segment import Segment
+from dynattn.modeling.caches.segment import Segment
+from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.ops.relative.attention import RELATIVE
 
 from .accuracy import Results
 from .arguments import Settings

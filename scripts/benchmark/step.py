@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dynattn.modeling.ops.dcmha import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from .accuracy import Results
 from .arguments import Settings

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynattn.modeling.composition import DynamicComposition, init_composition
+from dynattn.modeling.layers.head_composition import DynamicComposition, init_composition
 
 from .weight_map import Step
 

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from dynattn import keep_attention_outputs  # the front door registers the package's model types
-from dynattn.modeling.composition import DynamicComposition
-from dynattn.modeling.heads import CausalLMHead
+from dynattn.modeling.common.heads import CausalLMHead
+from dynattn.modeling.layers.head_composition import DynamicComposition
 
 from ..errors import UserError
 from ..memory import check_memory

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynattn.modeling.heads import CausalLMHead
+from dynattn.modeling.common.heads import CausalLMHead
 
 from ..benchmark.measuring import gemm_rate
 from ..flops import ModelFlops

@@ -20,9 +20,9 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.ops import dcmha_chunked_fused
-from dynattn.modeling.ops.dcmha_chunked_arguments import Inputs, Settings
-from dynattn.modeling.ops.dcmha_chunked_passes import attend, attend_backward
+from dynattn.modeling.ops.dcmha.chunked.arguments import Inputs, Settings
+from dynattn.modeling.ops.dcmha.chunked.composers import compiled
+from dynattn.modeling.ops.dcmha.chunked.passes import attend, attend_backward
 
 ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate", "static"})
 DYNAMIC = ALL - {"static"}
@@ -164,8 +164,8 @@ def test_without_a_working_compiler_chunks_are_composed_step_by_step(monkeypatch
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setenv("DYNATTN_COMPILE", "1")
-    monkeypatch.setattr(dcmha_chunked_fused, "_compiled", lambda _: no_compiler)
-    monkeypatch.setattr(dcmha_chunked_fused, "_broken", False)
+    monkeypatch.setattr(compiled, "_compiled", lambda _: no_compiler)
+    monkeypatch.setattr(compiled, "_broken", False)
     tensors, keywords = random_inputs(Case(100, 100))
     with pytest.warns(
         UserWarning, match="composing without torch.compile, which failed: no C\\+\\+ compiler"

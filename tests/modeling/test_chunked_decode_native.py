@@ -11,12 +11,9 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops import (
-    dcmha_chunked_decode,
-    dcmha_chunked_decode_native,
-    dcmha_chunked_native,
-    native_library,
-)
+from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops.dcmha.chunked import decode, decode_native
+from dynattn.modeling.ops.dcmha.chunked.composers import native
 
 from .test_chunked import ALL, DYNAMIC, MASKS, Largest, make, random_composition
 
@@ -66,17 +63,17 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     results: list[Tensor] = []
 
     def recorded(*args: Any) -> Tensor:
-        results.append(dcmha_chunked_decode_native.attend(*args))
+        results.append(decode_native.attend(*args))
         return results[-1]
 
-    monkeypatch.setattr(dcmha_chunked_decode, "attend", recorded)
+    monkeypatch.setattr(decode, "attend", recorded)
     return results
 
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So many threads, even for little work."""
-    monkeypatch.setattr(dcmha_chunked_decode_native, "NUMBERS_OF_A_THREAD", 1)
+    monkeypatch.setattr(decode_native, "NUMBERS_OF_A_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -86,8 +83,8 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def libraries() -> Iterator[None]:
     """Forgets what is loaded, before and after."""
-    loads = (native_library.load_library, dcmha_chunked_native._load, dcmha_chunked_decode_native._load)
-    caches = (*loads, dcmha_chunked_native.available)
+    loads = (native_library.load_library, native._load, decode_native._load)
+    caches = (*loads, native.available)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -155,7 +152,7 @@ def test_a_decoding_step_is_as_exact_as_the_reference_is(
 ) -> None:
     monkeypatch.setenv("DYNATTN_COMPILE", mode)
     assert_as_exact_as_the_reference(step_inputs(step, dtype))
-    taken = mode == "auto" and dcmha_chunked_native.available() and (step.width > 1 or dtype == torch.float32)
+    taken = mode == "auto" and native.available() and (step.width > 1 or dtype == torch.float32)
     assert len(in_c) == taken
 
 
@@ -324,13 +321,13 @@ def test_a_compiled_step_leaves_its_products_to_the_library_of_products() -> Non
 def test_a_compiled_step_in_bfloat16_is_one_call_of_c_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the cache grows, without being compiled again for every length."""
     by_compiler: list[tuple[Any, ...]] = []
-    in_native = dcmha_chunked_decode_native.attend
+    in_native = decode_native.attend
 
     def recorded(*args: Any) -> Tensor:
         by_compiler.append(args)
         return in_native(*args)
 
-    monkeypatch.setattr(dcmha_chunked_decode_native, "attend", recorded)
+    monkeypatch.setattr(decode_native, "attend", recorded)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attend, fullgraph=True)

@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import (
-    dcmha_chunked_choice,
-    dcmha_chunked_loop,
-    dcmha_chunked_native,
-    dcmha_chunked_passes,
-    native_library,
-)
-from dynattn.modeling.ops.dcmha_chunked_source import SOURCE
+from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops.dcmha.chunked import passes, tiling
+from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choice
+from dynattn.modeling.ops.dcmha.chunked.composers import native
+from dynattn.modeling.ops.dcmha.chunked.csrc.compose_source import SOURCE
 
 from .test_chunked import CASES, DYNAMIC, Case, documents, in_dtype, random_inputs, run
 
@@ -45,7 +42,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def libraries() -> Iterator[None]:
     """Forgets what is loaded, before and after."""
-    caches = (native_library.load_library, dcmha_chunked_native._load, dcmha_chunked_native.available)
+    caches = (native_library.load_library, native._load, native.available)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -85,15 +82,15 @@ def test_any_number_of_items_share_a_chunk(
     case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries, keys = (12, 61) if case.window else (60, 130)  # in the last whole chunk, and in its reach
-    monkeypatch.setattr(dcmha_chunked_loop, "ITEMS_IN_PLACE", together * 4 * queries * keys)
+    monkeypatch.setattr(tiling, "ITEMS_IN_PLACE", together * 4 * queries * keys)
     cut: list[int] = []
-    of_span = dcmha_chunked_loop.read_items
+    of_span = tiling.read_items
 
     def record(inputs: Any, settings: Any, span: slice, dtype: torch.dtype) -> Any:
         cut.append(span.stop - span.start)
         return of_span(inputs, settings, span, dtype)
 
-    monkeypatch.setattr(dcmha_chunked_passes, "read_items", record)
+    monkeypatch.setattr(passes, "read_items", record)
     first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
     assert_as_exact_as_the_reference(case, **first_keys)
     assert cut[-2 * len(items) :] == 2 * items  # forward and backward
@@ -167,11 +164,11 @@ def test_there_is_one_openmp_runtime_in_the_process() -> None:
     code = """
 import torch
 from pathlib import Path
-from dynattn.modeling.ops import dcmha_chunked_native
-from dynattn.modeling.ops.dcmha import Composition, dcmha_attention
+from dynattn.modeling.ops.dcmha.chunked.composers import native
+from dynattn.modeling.ops.dcmha.attention import Composition, dcmha_attention
 rows = torch.ones(1, 4, 130, 8)
 dcmha_attention(rows, rows, rows, pre=Composition(query_gate=torch.ones(1, 130, 4)))
-assert dcmha_chunked_native._load.cache_info().misses == 2
+assert native._load.cache_info().misses == 2
 print(len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
@@ -194,7 +191,7 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="failed with exit code 3: no such target"):
-        assert not dcmha_chunked_native.available()
+        assert not native.available()
     assert list((tmp_path / "cache" / "dynattn").iterdir()) == []
 
 
@@ -225,10 +222,10 @@ def test_a_user_without_a_place_for_a_cache_gets_a_temporary_one(
 def test_who_composes_depends_on_device_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(mode: str, dtype: torch.dtype = torch.float32, device: str = "cpu", elements: int = 1) -> object:
         monkeypatch.setenv("DYNATTN_COMPILE", mode)
-        monkeypatch.setattr(dcmha_chunked_choice, "_composed", 0)
-        return dcmha_chunked_choice.choose_composer(torch.device(device), dtype, elements)
+        monkeypatch.setattr(composer_choice, "_composed", 0)
+        return composer_choice.choose_composer(torch.device(device), dtype, elements)
 
-    choice, many = dcmha_chunked_choice, 20_000_000_000
+    choice, many = composer_choice, 20_000_000_000
     assert chosen("auto") is chosen("1") is choice.NATIVE
     assert chosen("0") is chosen("0", elements=many) is chosen("auto", torch.float64) is choice.STEPWISE
     assert chosen("auto", device="cuda") is choice.STEPWISE

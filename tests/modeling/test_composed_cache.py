@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dynattn import DCFormerForCausalLM
-from dynattn.modeling.composed_cache import ComposedLayerMixin
+from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
 
 MakeModel = Callable[..., DCFormerForCausalLM]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
-from dynattn.modeling.composition import DynamicComposition, init_composition
+from dynattn.modeling.layers.head_composition import DynamicComposition, init_composition
 
 SWITCHES: list[dict[str, Any]] = [
     {"compose_pre": False},

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
-from dynattn.modeling.composed_attention import ComposedAttention
+from dynattn.modeling.layers.composed_attention import ComposedAttention
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ATTENTION_CASES = sorted(path.name for path in GOLDEN.glob("dcmha_attn_*"))

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.modeling_rcmha import RCMHAAttention
-from dynattn.modeling.segment import Segment
+from dynattn.modeling.caches.segment import Segment
+from dynattn.modeling.layers.relative_attention import RCMHAAttention
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ATTENTION_CASES = sorted(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.memory_cache import SegmentMemoryLayer
+from dynattn.modeling.caches.segment_memory import SegmentMemoryLayer
 
 TYPES = ("rcmha", "rmha", "mdha", "mha")
 IDS = torch.randint(0, 31, (2, 24), generator=torch.Generator().manual_seed(7))

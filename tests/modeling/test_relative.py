@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynattn import relative_attention
-from dynattn.modeling.ops import relative_chunked as chunked_module
+from dynattn.modeling.ops.relative import chunked as chunked_module
 
 BATCH, HEADS, WIDTH = 2, 3, 4
 TERMS = {"all": (1, 1, 1), "embeddings": (1, 0, 0), "bias": (0, 1, 0), "content": (0, 0, 1), "none": (0, 0, 0)}

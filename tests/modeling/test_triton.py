@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_decode, dcmha_triton_sweeps
-from dynattn.modeling.ops.dcmha_chunked import dcmha_chunked
-from dynattn.modeling.ops.dcmha_eager import dcmha_eager
-from dynattn.modeling.ops.dcmha_triton import _forward_op, dcmha_triton
-from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
-from dynattn.modeling.ops.dcmha_triton_decode import _decode_op, _side, _tensors
-from dynattn.modeling.ops.dcmha_triton_loops import LoopComposer
-from dynattn.modeling.ops.dcmha_triton_matrices import MatrixComposer
-from dynattn.modeling.ops.dcmha_triton_sweeps import choose_composer
-from dynattn.modeling.ops.dcmha_triton_workspace import Workspace
+from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.ops.dcmha.triton import decode, passes, tuning
+from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
+from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
+from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import LoopComposer
+from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import MatrixComposer
+from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side, _tensors
+from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
+from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
 
 pytest.importorskip("triton")
 # The log-sum-exp of a patch without a visible key.
@@ -99,14 +99,14 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and patches in a few tokens."""
-    tiles = dict.fromkeys(dcmha_triton_choice.TILES, (8, 16, 4))
-    monkeypatch.setattr(dcmha_triton_choice, "ROWS", 8)
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
-    monkeypatch.setattr(dcmha_triton_choice, "TILES", tiles)
-    monkeypatch.setattr(dcmha_triton_choice, "TILES_OF_MANY_ROWS", tiles)
-    matrix_tiles = dict.fromkeys(dcmha_triton_choice.MATRIX_TILES_16, (16, 16, 4, 1))
-    monkeypatch.setattr(dcmha_triton_choice, "MATRIX_TILES_16", matrix_tiles)
-    monkeypatch.setattr(dcmha_triton_choice, "TURNS", 2)
+    tiles = dict.fromkeys(tuning.TILES, (8, 16, 4))
+    monkeypatch.setattr(tuning, "ROWS", 8)
+    monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
+    monkeypatch.setattr(tuning, "TILES", tiles)
+    monkeypatch.setattr(tuning, "TILES_OF_MANY_ROWS", tiles)
+    matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
+    monkeypatch.setattr(tuning, "MATRIX_TILES_16", matrix_tiles)
+    monkeypatch.setattr(tuning, "TURNS", 2)
 
 
 def random_composition(case: Case, groups: int, device: str) -> Composition:
@@ -199,7 +199,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
 @pytest.fixture(params=["loops", "matrices"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: request.param == "matrices")
+    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: request.param == "matrices")
     return str(request.param)
 
 
@@ -220,7 +220,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, 18])
 def test_the_shipped_patches_of_all_heads_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: True)
+    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
 
 
@@ -288,8 +288,8 @@ def test_a_row_that_is_not_a_number_stays_alone() -> None:
 @pytest.mark.parametrize("case", [Case(1, 17, heads=(3, 3), rank=1), Case(33, 33, heads=(3, 3), window=4, rank=1)])
 @torch.no_grad()
 def test_heads_may_lie_farther_apart_than_32_bits_count(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 16)
-    monkeypatch.setattr(dcmha_triton_choice, "TILES", dict.fromkeys(dcmha_triton_choice.TILES, (16, 16, 4)))
+    monkeypatch.setattr(tuning, "BLOCK", 16)
+    monkeypatch.setattr(tuning, "TILES", dict.fromkeys(tuning.TILES, (16, 16, 4)))
     tensors, keywords = cast(*random_inputs(case), torch.bfloat16)
     apart = [far_apart(tensor, 1 << 30) for tensor in tensors[:3]]
     assert all(tensor.stride(1) * 2 >= 1 << 31 for tensor in apart)
@@ -337,7 +337,7 @@ def test_the_operator_says_what_it_returns() -> None:
 @interpreted
 @pytest.mark.parametrize("window", [None, 256])
 def test_memory_and_work_grow_with_the_reach_of_queries(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
+    monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     heads, length = 4, 2048
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
     inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
@@ -354,7 +354,7 @@ def test_chunks_take_more_items_and_then_more_queries(
     fitting: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, length = 4, 2048
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", fitting * heads * length)
+    monkeypatch.setattr(tuning, "LARGEST_MAP", fitting * heads * length)
     query, key, value = (torch.empty(3, heads, length, 2) for _ in range(3))
     inputs = MapInputs(query, key, value, *(None for _ in MapInputs._fields[3:]))
     work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("a",), (32, 64))
@@ -379,7 +379,7 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 
 @interpreted
 def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", 1)
+    monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))
     none = (None for _ in MapInputs._fields[3:-1])
     first_keys = (torch.arange(1024) // 256 * 256)[None]
@@ -411,7 +411,7 @@ def test_every_implementation_takes_first_keys(implementation: str, mask: str | 
 @pytest.mark.parametrize("programs", [1, 264])
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_decoding_equals_the_reference(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcmha_triton_decode, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     tensors, keywords = random_inputs(case)
     truth, _ = dcmha_eager(*tensors[:3], **keywords)
     low, low_keywords = cast(tensors, keywords, torch.float32)
@@ -516,7 +516,7 @@ def test_without_triton_the_package_works_and_the_op_says_what_to_install() -> N
         "sys.modules['triton'] = None\n"
         "os.environ['TRITON_INTERPRET'] = '1'\n"
         "import dynattn, torch\n"
-        "from dynattn.modeling.ops.dcmha_triton import dcmha_triton\n"
+        "from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton\n"
         "query = torch.zeros(1, 2, 3, 4)\n"
         "others = dict(pre=None, post=None, scaling=1.0, attention_mask=None, is_causal=True, sliding_window=None)\n"
         "try:\n"

@@ -262,8 +262,8 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
         return compile_by_matrices(configuration, capability)
     if isinstance(configuration, InBands):
         return compile_in_bands(configuration, capability)
-    from dynattn.modeling.ops.dcmha_triton_arguments import Factors, Sizes, Statics
-    from dynattn.modeling.ops.dcmha_triton_choice import MERGED, tiles_for
+    from dynattn.modeling.ops.dcmha.triton.arguments import Factors, Sizes, Statics
+    from dynattn.modeling.ops.dcmha.triton.tuning import MERGED, tiles_for
 
     heads, dtype, rows, *has = configuration
     has_static, is_additive, has_documents, is_band = has
@@ -292,15 +292,15 @@ def compile_all(configuration: AnyConfiguration, capability: int) -> dict[str, C
 
 
 def visibility(masks: tuple[str, ...], first_keys: str, *, is_band: bool) -> Any:
-    from dynattn.modeling.ops.dcmha_triton_arguments import Visibility
+    from dynattn.modeling.ops.dcmha.triton.arguments import Visibility
 
     band = "i32" if is_band else "none"
     return Visibility(*("i32",) * 4, band, "i32", "i32", band, "one", *masks, first_keys, "i32")
 
 
 def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str, Compiled]:
-    from dynattn.modeling.ops.dcmha_triton_arguments import Matrices, RowGradients, Sizes, StageRows
-    from dynattn.modeling.ops.dcmha_triton_choice import MATRICES, TURNS, matrix_tiles_for
+    from dynattn.modeling.ops.dcmha.triton.arguments import Matrices, RowGradients, Sizes, StageRows
+    from dynattn.modeling.ops.dcmha.triton.tuning import MATRICES, TURNS, matrix_tiles_for
 
     heads, dtype, sides, has_mask, has_static, is_band, dtype_of_rows = configuration
     padded, static = configuration.padded, "*fp32" if has_static else "none"
@@ -335,8 +335,8 @@ def compile_by_matrices(configuration: ByMatrices, capability: int) -> dict[str,
 
 
 def compile_in_bands(configuration: InBands, capability: int) -> dict[str, Compiled]:
-    from dynattn.modeling.ops.dcmha_triton_arguments import Sizes
-    from dynattn.modeling.ops.dcmha_triton_choice import BAND_TILE, BAND_TILE_OF_FLOAT32, block_of
+    from dynattn.modeling.ops.dcmha.triton.arguments import Sizes
+    from dynattn.modeling.ops.dcmha.triton.tuning import BAND_TILE, BAND_TILE_OF_FLOAT32, block_of
 
     width, dtype, share, is_added, window = configuration
     block_t, block_s, warps = BAND_TILE_OF_FLOAT32 if dtype == "fp32" else BAND_TILE
@@ -361,7 +361,7 @@ def compile_in_bands(configuration: InBands, capability: int) -> dict[str, Compi
 
 
 def compile_decoding(configuration: Decoding, capability: int) -> dict[str, Compiled]:
-    from dynattn.modeling.ops.dcmha_triton_decode import (
+    from dynattn.modeling.ops.dcmha.triton.decode import (
         STAGES,
         WARPS,
         CacheSizes,
@@ -407,7 +407,7 @@ def compile_kernel(
     """Compiles for these kinds of arguments, of which all but the `unaligned` ones are divisible by 16."""
     import torch
 
-    from dynattn.modeling.ops.dcmha_triton_workspace import load_kernels
+    from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 
     kernel = load_kernels(torch.device("cuda"))[name]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -96,7 +96,7 @@ def print_variants(dtype: str) -> None:
     import torch
     from test_triton import Case, cast, random_inputs
 
-    from dynattn.modeling.ops.dcmha_triton import dcmha_triton
+    from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 
     names: list[str] = []
 
@@ -121,15 +121,14 @@ def main(capability: int, dtype: str, *chosen: str) -> None:
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
 
-    from dynattn.modeling.ops import dcmha_triton_decode, dcmha_triton_workspace
-    from dynattn.modeling.ops.dcmha_triton import dcmha_triton
+    from dynattn.modeling.ops.dcmha.triton import decode, workspace
+    from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 
     names: set[str] = set()
     kernels = {
-        name: Warming(name, kernel, names)
-        for name, kernel in dcmha_triton_workspace.load_kernels(torch.device("cuda")).items()
+        name: Warming(name, kernel, names) for name, kernel in workspace.load_kernels(torch.device("cuda")).items()
     }
-    for module in (dcmha_triton_workspace, dcmha_triton_decode):
+    for module in (workspace, decode):
         module.load_kernels = lambda device: kernels
     triton.runtime.driver.set_active(Absent(capability))
     cases = [*LARGE, *LARGE_DECODING]

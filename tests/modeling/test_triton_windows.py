@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_triton_choice, dcmha_triton_sweeps, dcmha_triton_workspace
-from dynattn.modeling.ops.dcmha_eager import dcmha_eager
-from dynattn.modeling.ops.dcmha_triton import dcmha_triton
-from dynattn.modeling.ops.dcmha_triton_arguments import MapInputs, MapSettings
-from dynattn.modeling.ops.dcmha_triton_cut import BandCut, RowCut, add_blocks, cut
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
+from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
+from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
+from dynattn.modeling.ops.dcmha.triton.tiling import BandCut, RowCut, add_blocks, cut
 
 from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, interpreted, random_inputs, run
 
@@ -36,11 +36,11 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a few tokens; buffers start as NaN."""
-    tiles = dict.fromkeys(dcmha_triton_choice.TILES, (16, 16, 4))
-    matrix_tiles = dict.fromkeys(dcmha_triton_choice.MATRIX_TILES_16, (16, 16, 4, 1))
+    tiles = dict.fromkeys(tuning.TILES, (16, 16, 4))
+    matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
     for name, value in {"BLOCK": 16, "TILES": tiles, "MATRIX_TILES_16": matrix_tiles}.items():
-        monkeypatch.setattr(dcmha_triton_choice, name, value)
-    monkeypatch.setattr(dcmha_triton_choice, "TILES_OF_MANY_ROWS", tiles)
+        monkeypatch.setattr(tuning, name, value)
+    monkeypatch.setattr(tuning, "TILES_OF_MANY_ROWS", tiles)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
 
@@ -59,12 +59,12 @@ class Recorder(NamedTuple):
 def record(monkeypatch: pytest.MonkeyPatch, *, run: bool) -> list[str]:
     """Returns a list that the names of launched kernels are added to."""
     names: list[str] = []
-    load = dcmha_triton_workspace.load_kernels
+    load = workspace.load_kernels
 
     def load_recorders(device: torch.device) -> dict[str, Recorder]:
         return {name: Recorder(name, kernel if run else None, names) for name, kernel in load(device).items()}
 
-    monkeypatch.setattr(dcmha_triton_workspace, "load_kernels", load_recorders)
+    monkeypatch.setattr(workspace, "load_kernels", load_recorders)
     return names
 
 
@@ -85,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(params=["loops", "matrices"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(dcmha_triton_sweeps, "composes_by_matrices", lambda *_: request.param == "matrices")
+    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: request.param == "matrices")
     return str(request.param)
 
 
@@ -110,7 +110,7 @@ def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, l
 def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
     room: int, chunks: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
-    monkeypatch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 2 * 16 * 48)
+    monkeypatch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 48)
     tensors, keywords = random_inputs(Case(48, 48, window=20, rank=1, batch=2))
     truth = run(dcmha_eager, tensors, keywords)
     assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
@@ -185,7 +185,7 @@ def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_launches_do_not_grow_with_the_sequence(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = record(monkeypatch, run=False)
-    monkeypatch.setattr(dcmha_triton_choice, "BLOCK", 64)
+    monkeypatch.setattr(tuning, "BLOCK", 64)
     run(dcmha_triton, *cast(*random_inputs(Case(length, length, rank=1, window=256, width=4)), torch.float32))
     assert chunks_of(names) == 1
 
@@ -227,7 +227,7 @@ def cut_of(queries: int, keys: int, window: int | None, room: int = 100, *, is_c
     query, key = torch.empty(1, 2, queries, 4), torch.empty(1, 2, keys, 4)
     inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcmha_triton_choice, "LARGEST_MAP", room * 2 * 16 * 32)
+        patch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 32)
         return cut(inputs, MapSettings(1.0, is_causal, window, groups=1), (8, 16))
 
 

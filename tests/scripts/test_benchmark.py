@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha
+from dynattn.modeling.ops.dcmha import attention as dcmha
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark import long, plots, process
 from dynattn.scripts.benchmark import main as benchmark

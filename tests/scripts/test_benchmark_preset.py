@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynattn.modeling.ops import dcmha_triton_choice
+from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark import preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments, Settings, read_settings
@@ -70,7 +70,7 @@ def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
 @pytest.mark.parametrize("knobs", [preset.LOOP_KNOBS, preset.MATRIX_KNOBS])
 def test_the_knobs_are_constants_that_the_kernels_have(knobs: tuple[Knob, ...]) -> None:
     for knob in (preset.FAMILY, *knobs):
-        value = knob.value(dcmha_triton_choice)
+        value = knob.value(kernel_tuning)
         assert all(type(value) is type(candidate) for candidate in knob.candidates)
         assert not isinstance(value, tuple) or value in knob.candidates
 
@@ -78,7 +78,7 @@ def test_the_knobs_are_constants_that_the_kernels_have(knobs: tuple[Knob, ...]) 
 @pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
 def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> None:
     def trial() -> float:
-        return of_loops if dcmha_triton_choice.FEWEST_HEADS > 32 else 1.0
+        return of_loops if kernel_tuning.FEWEST_HEADS > 32 else 1.0
 
     tuning = preset.tune_the_faster(trial, lambda: True)
     assert tuning.finished and (tuning.best[preset.FAMILY] > 32) == (of_loops < 1)
@@ -106,7 +106,7 @@ def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: py
     monkeypatch.setattr(preset, "TRIAL_SAMPLES", 1)
     trial = make_trial(settings, (("2x16@40", 8),), "triton")
     knobs = (Knob("ROWS", (16,)), Knob("BLOCK", (8,)), Knob("TILES", ((8, 16, 4),), "dcmha_probs"))
-    tuning = tune(dcmha_triton_choice, knobs, trial, lambda: True)
+    tuning = tune(kernel_tuning, knobs, trial, lambda: True)
     assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
         "as it is",
         "ROWS",

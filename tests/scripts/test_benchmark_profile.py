@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops import dcmha_chunked_core, dcmha_chunked_loop
+from dynattn.modeling.ops.dcmha.chunked import chunk, tiling
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark import process, profile
@@ -121,7 +121,7 @@ def test_matrix_products_are_what_they_are_called(monkeypatch: pytest.MonkeyPatc
 
     sizes: list[tuple[int, int]] = []
     for name in profile.PRODUCTS:
-        monkeypatch.setattr(dcmha_chunked_core, name, spied(getattr(dcmha_chunked_core, name), sizes))
+        monkeypatch.setattr(chunk, name, spied(getattr(chunk, name), sizes))
     clocked(inputs_of(PLAIN), Spy())
     over_width = {"scores", "scores again", "probability gradient"}
     assert {part for part, summed, _ in made if summed == WIDTH} == over_width
@@ -141,8 +141,8 @@ def spied(function: Callable[..., None], sizes: list[tuple[int, int]]) -> Callab
 
 def test_the_op_is_its_own_again_after_all_went_well_and_after_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def functions() -> list[Any]:
-        loop = [getattr(dcmha_chunked_loop, name) for name in ("choose_composer", "STEPWISE")]
-        return [*loop, *(getattr(dcmha_chunked_core, name) for name in profile.PRODUCTS)]
+        loop = [getattr(tiling, name) for name in ("choose_composer", "STEPWISE")]
+        return [*loop, *(getattr(chunk, name) for name in profile.PRODUCTS)]
 
     before = functions()
     with Clock().watching():

@@ -53,21 +53,21 @@ def test_other_peoples_configurations_get_no_code(tmp_path: Path) -> None:
 
 def test_imports_keep_names_indentation_and_parentheses() -> None:
     source = "from ..configuration.configuration_dcformer import (\n    DCFormerConfig,\n)\n" + (
-        "def f():\n    from .ops.dcmha import Composition as C  # late\n    return C\nimport torch\n"
+        "def f():\n    from .ops.masking import Structure as S  # late\n    return S\nimport torch\n"
     )
     flat, imported = flatten_imports(source, MODULE)
     assert flat == source.replace("..configuration.configuration_dcformer", ".configuration_dcformer").replace(
-        ".ops.dcmha", ".dcmha"
+        ".ops.masking", ".ops_masking"
     )
-    assert imported == ["dynattn.configuration.configuration_dcformer", "dynattn.modeling.ops.dcmha"]
+    assert imported == ["dynattn.configuration.configuration_dcformer", "dynattn.modeling.ops.masking"]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("from . import composition", "imports from the package dynattn.modeling"),
-        ("from .ops import dcmha", "imports from the package dynattn.modeling.ops"),
-        ("from dynattn.modeling.ops.dcmha import Composition", "only relative imports"),
+        ("from .ops import masking", "imports from the package dynattn.modeling.ops"),
+        ("from dynattn.modeling.ops.masking import Structure", "only relative imports"),
         ("import torch, dynattn", "only relative imports"),
     ],
 )
@@ -77,10 +77,10 @@ def test_imports_without_a_flat_form_are_refused(source: str, message: str) -> N
 
 
 def test_equal_file_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = {MODULE: "from .ops.dcmha import x\nfrom ..dcmha import y", "dynattn.modeling.ops.dcmha": ""}
+    sources = {MODULE: "from .ops.masking import x\nfrom .ops_masking import y"}
     monkeypatch.setattr(remote_code, "_source", lambda module: sources.get(module, ""))
     monkeypatch.setattr(remote_code, "_is_package", lambda module: False)
-    with pytest.raises(ValueError, match=r"would both be dcmha\.py"):
+    with pytest.raises(ValueError, match=r"would both be ops_masking\.py"):
         flat_code([dynattn.DCFormerModel])
 
 

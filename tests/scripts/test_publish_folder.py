@@ -202,10 +202,10 @@ def test_folder_that_lacks_code_is_not_written_and_the_old_one_stays(
 
     def forget_a_file(folder: Path, *args: Any, **options: Any) -> None:
         write_folder(folder, *args, **options)
-        (folder / "composition.py").unlink()
+        (folder / "layers_head_composition.py").unlink()
 
     monkeypatch.setattr(job, "write_folder", forget_a_file)
-    with pytest.raises(UserError, match=r"does not work without the package.*composition\.py"):
+    with pytest.raises(UserError, match=r"does not work without the package.*layers_head_composition\.py"):
         job.publish(job.PublishArguments(str(checkpoint), output=str(output), overwrite=True))
     assert contents(output) == contents(published)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "tiny"]

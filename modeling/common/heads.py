@@ -1,0 +1,138 @@
+"""The heads that every decoder of this package has; a family mixes them in front of its PreTrainedModel."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ..ops.chunked_loss import chunked_causal_loss
+
+
+class CausalLMHead:
+    """Language modeling: `class XForCausalLM(CausalLMHead, XPreTrainedModel, GenerationMixin)`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: Any = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
+    base_class: ClassVar[type[nn.Module]]
+    # What PreTrainedModel brings.
+    config: Any
+    loss_function: Callable[..., Tensor]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.base_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Returns logits `[B, T, V]`, or `None` with `skip_logits`, and, with labels, the loss.
+
+        Args:
+            labels: `[B, T]`, the same tokens as `input_ids` (the shift is done here), -100 where no loss is wanted.
+                With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean.
+            logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
+            skip_logits: whether the loss is all that is asked for. It then takes the memory of a few rows of logits at
+                a time, unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or
+                the loss another one than Transformers' for causal models. Trainer knows the name from Liger's kernels.
+
+        The other arguments are those of the base model.
+
+        Raises:
+            ValueError: labels of another shape than the logits', or none with `skip_logits`.
+        """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
+        in_chunks = skip_logits and self.loss_function is ForCausalLMLoss and is_plain_linear(self.lm_head)
+        logits = None if in_chunks else self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            check_labels(labels, hidden_states)
+            if in_chunks:
+                loss = chunked_causal_loss(hidden_states, self.lm_head.weight, self.lm_head.bias, labels, **kwargs)
+            else:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=None if skip_logits else logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class SequenceClassificationHead(GenericForSequenceClassification):
+    """A classifier on the last real token. The body is made by class: remote code cannot ask an Auto class for it."""
+
+    base_class: ClassVar[type[nn.Module]]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super(GenericForSequenceClassification, self).__init__(config)  # type: ignore[call-arg]
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class TokenClassificationHead(GenericForTokenClassification):
+    """A classifier on every token."""
+
+    base_class: ClassVar[type[nn.Module]]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super(GenericForTokenClassification, self).__init__(config)  # type: ignore[call-arg]
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
+    """Raises ValueError unless there is one label for each position that gets logits."""
+    if labels.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit logits for {tuple(hidden_states.shape[:-1])} positions; "
+            "give one label for each input token, and logits_to_keep=0"
+        )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling a module multiplies with its weight and nothing else: no adapter, quantisation, shard or hook."""
+    replaced = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not replaced

@@ -1,0 +1,94 @@
+"""Dynamically composable attention as a layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..ops.dcmha.chunked.attention import dcmha_chunked
+from ..ops.dcmha.eager import dcmha_eager
+from ..ops.dcmha.triton.attention import dcmha_triton
+from ..positions.rotary import rotate
+from .attention_interface import attention_function
+from .head_composition import DynamicComposition
+from .rms_norm import RMSNorm
+
+eager_attention_forward = attention_function(dcmha_eager)
+for _name, _attend in (("chunked", dcmha_chunked), ("triton", dcmha_triton)):
+    AttentionInterface.register(_name, attention_function(_attend))
+
+
+class ComposedAttention(nn.Module):
+    """Multi-head attention with composed heads: projections, factors, cache, op."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim: int = config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        hidden, bias = config.hidden_size, config.attention_bias
+        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.num_key_value_groups = query_size // key_size
+        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
+        self.composition = DynamicComposition(config) if config.composes else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        implementation: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`.
+
+        `implementation` of the attention op is the configuration's by default.
+        """
+        query, key, value = self._project(hidden_states, position_embeddings)
+        factors = self.composition(hidden_states) if self.composition is not None else {}
+        if past_key_values is not None and "key" in factors:
+            key, (value, factors["key"]) = past_key_values.update(key, value, self.layer_idx, factors["key"])
+        elif past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        stages = {}
+        if self.composition is not None:
+            stages["pre"], stages["post"] = self.composition.assemble(factors)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation or self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **stages,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+    def _project(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]`; queries and keys are normed, then rotated."""
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = position_embeddings
+        return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)

@@ -1,0 +1,112 @@
+"""The module that turns hidden states into composition factors."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from ..ops.dcmha.composition import Composition
+from .rms_norm import rms_normalize
+
+
+class DynamicComposition(nn.Module):
+    """Generates the factors of both stages from the (normalised) attention input (DCMHA, arXiv 2405.08553).
+
+    A *component* is one stage seen from one side, in the order pre-query, pre-key, post-query, post-key; `C` counts
+    those that are switched on. The factors of a component are packed as `rows` of `H` numbers for each token: `R` first
+    (normalised) factors, `R` second ones, one gate. This packed form is what the cache keeps for the key side.
+
+    Weights (shapes of the official checkpoints, `H/G` heads to a group):
+        hidden_weight: `[E, G, C, K]`.
+        factor_weight: `[G, C, K, 2R, H/G]`; the first `R` of `2R` give the first factors.
+        gate_weight: `[E, G, C, H/G]`.
+        static_weight: `[P, G, H/G, H/G]`, indexed [stage, group, in, out].
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.stages, self.sides = config.compose_stages, config.compose_sides
+        self.groups, self.num_heads = config.compose_groups, config.num_attention_heads
+        self.rank = config.compose_rank if config.compose_low_rank else 0
+        self.has_gate, self.eps = config.compose_gate, config.compose_norm_eps
+        self.act_fn = ACT2FN[config.compose_act]
+        heads = self.num_heads // self.groups  # of one group
+        width = config.compose_hidden_size or 2 * config.compose_rank * heads
+        components = len(self.stages) * len(self.sides)
+        for name in ("hidden_weight", "factor_weight", "gate_weight", "static_weight"):
+            self.register_parameter(name, None)
+        if components and self.rank:
+            self.hidden_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, components, width))
+            self.factor_weight = nn.Parameter(torch.empty(self.groups, components, width, 2 * self.rank, heads))
+        if components and self.has_gate:
+            self.gate_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, components, heads))
+        if config.compose_static:
+            self.static_weight = nn.Parameter(torch.empty(len(self.stages), self.groups, heads, heads))
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of one component: `2R` factors and a gate."""
+        return 2 * self.rank + int(self.has_gate)
+
+    def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """Returns each side's packed factors, `[B, P * rows, T, H]`, from `hidden_states` `[B, T, E]`."""
+        if not self.sides:
+            return {}
+        packed = []
+        if self.factor_weight is not None:
+            packed += [self._low_rank_factors(hidden_states)]
+        if self.gate_weight is not None:
+            gates = torch.tanh(hidden_states @ self.gate_weight.flatten(1))  # [B, T, G * C * H/G]
+            gates = gates.unflatten(-1, self.gate_weight.shape[1:])
+            packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
+        factors = torch.cat(packed, dim=2)  # [B, C, rows, T, H]
+        factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
+        return {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
+
+    def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) for `dcmha_attention` from the packed factors of queries and of keys."""
+        by_stage = {stage: self._unpack(index, factors) for index, stage in enumerate(self.stages)}
+        return by_stage.get("pre"), by_stage.get("post")
+
+    def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
+        """Both factors, `[B, C, 2R, T, H]`; the first ones have unit mean square over a group's heads."""
+        hidden = self.act_fn(hidden_states @ self.hidden_weight.flatten(1)).unflatten(-1, self.hidden_weight.shape[1:])
+        factors = torch.einsum("btgck,gckrh->bcrtgh", hidden, self.factor_weight)
+        down, up = factors.split(self.rank, dim=2)
+        return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
+
+    def _unpack(self, stage: int, factors: dict[str, Tensor]) -> Composition:
+        terms: dict[str, Tensor] = {}
+        for side, packed in factors.items():
+            component = packed[:, stage * self.rows : (stage + 1) * self.rows].transpose(1, 2)  # [B, T or S, rows, H]
+            if self.rank:
+                terms[f"{side}_down"] = component[:, :, : self.rank]
+                terms[f"{side}_up"] = component[:, :, self.rank : 2 * self.rank]
+            if self.has_gate:
+                terms[f"{side}_gate"] = component[:, :, -1]
+        if self.static_weight is not None:
+            terms["static"] = torch.block_diag(*self.static_weight[stage])
+        return Composition(**terms, groups=self.groups)
+
+
+@torch.no_grad()
+def init_composition(module: DynamicComposition, scale: float) -> None:
+    """Initial weights of the official JAX trainer; `scale` multiplies what makes the composition differ from identity.
+
+    The first factors keep their size at `scale` 0: the second ones then start at zero and receive gradients through
+    them, whereas a generator that is zero throughout would never learn.
+    """
+    heads = module.num_heads // module.groups
+    if module.factor_weight is not None:
+        width = module.hidden_weight.shape[-1]
+        init.normal_(module.hidden_weight, std=math.sqrt(2 / (module.hidden_weight.shape[0] + width)))
+        factors = torch.empty_like(module.factor_weight).normal_(std=0.02 / ((heads + module.rank) * math.sqrt(width)))
+        factors[..., module.rank :, :] *= scale
+        init.copy_(module.factor_weight, factors)
+    if module.gate_weight is not None:
+        init.normal_(module.gate_weight, std=scale * 0.005 * math.sqrt(2 / (module.gate_weight.shape[0] + heads)))
+    if module.static_weight is not None:
+        init.normal_(module.static_weight, std=scale * 0.1 / math.sqrt(heads))

@@ -1,0 +1,98 @@
+"""Relative convolutional attention as a layer (arXiv 2308.03429), and the paper's baselines."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...configuration.configuration_rcmha import RCMHAConfig
+from ..caches.segment import Segment
+from ..ops.relative.attention import RELATIVE
+from ..positions.alibi import alibi_bias
+from ..positions.rotary import rotate
+from .headwise_conv import HeadwiseCausalConv
+
+
+class RCMHAAttention(nn.Module):
+    """Projections, convolutions and position terms, as far as the attention type has them."""
+
+    def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        heads, self.head_dim = config.num_attention_heads, config.head_dim or 0
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        size = heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
+        self.v_proj = nn.Linear(config.hidden_size, size)
+        self.o_proj = nn.Linear(size, config.hidden_size)
+        for name in ("q_conv", "k_conv", "v_conv"):
+            conv = HeadwiseCausalConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
+            self.register_module(name, conv)
+        for name in ("position_embeddings", "position_bias", "content_bias"):
+            self.register_parameter(name, None)
+        if config.is_relative:
+            rows = config.num_relative_positions
+            self.position_embeddings = nn.Parameter(torch.empty(rows, heads, self.head_dim))
+            self.position_bias = nn.Parameter(torch.empty(rows, heads))
+            self.content_bias = nn.Parameter(torch.empty(heads, self.head_dim))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        segment: Segment,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        implementation: str | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`.
+
+        Args:
+            hidden_states: `[B, T, E]`; with segment memory `[B, M + T, E]`, whose last `T` rows are the queries.
+            implementation: of the attention op, by default the configuration's.
+        """
+        streaming = past_key_values if self.config.memory_type == "streaming" else None
+        query = self._rows("q", hidden_states[:, -segment.length :], segment, streaming)
+        key = self._rows("k", hidden_states, segment, streaming)
+        value = self._rows("v", hidden_states, segment, streaming)
+        if segment.rotary is not None:
+            cos, sin = segment.rotary
+            query, key = rotate(query, cos[:, -segment.length :], sin[:, -segment.length :]), rotate(key, cos, sin)
+        if streaming is not None:
+            key, value = streaming.update(key, value, self.layer_idx)
+        position_bias = self.position_bias
+        if self.config.position_scheme == "alibi":
+            position_bias = alibi_bias(key.shape[2], query) / self.scaling
+        output, weights = RELATIVE[implementation or self.config._attn_implementation](
+            query,
+            key,
+            value,
+            position_embeddings=self.position_embeddings,
+            position_bias=position_bias,
+            content_bias=self.content_bias,
+            scaling=self.scaling,
+            attention_mask=attention_mask,
+            is_causal=True,
+            sliding_window=self.config.sliding_window,
+            offset=segment.offset,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+    def _rows(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
+        """Queries, keys or values `[B, H, rows, D]`: projected, zero where there is no token, convolved."""
+        projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
+        rows = projection(hidden_states)
+        if conv is None:
+            return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if segment.tokens is not None:
+            rows = rows * segment.tokens[:, -rows.shape[1] :, None]
+        if streaming is not None:
+            rows = streaming.layers[self.layer_idx].extend(name, rows)  # type: ignore[union-attr]
+        else:
+            rows = nn.functional.pad(rows, (0, 0, conv.context, 0))
+        rows = rows.unflatten(-1, (-1, self.head_dim))
+        return conv(rows, segment.document_positions).transpose(1, 2)

@@ -1,0 +1,175 @@
+"""DCMHA in linear memory, for any device: whole rows of scores for a few queries at a time.
+
+A chunk of queries is composed, normalised and composed again over the keys that it can reach, before the next chunk
+reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk. Both passes are operators that
+autograd and compilers know.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...masking import with_first_keys
+from ..composition import Composition, pack_factors
+from .arguments import Inputs, Settings
+from .decode import attend_to_cache
+from .passes import attend, attend_backward
+
+
+@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    pre_groups: int,
+    post_groups: int,
+) -> Tensor:
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        return attend(inputs, Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
+
+
+@torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    pre_groups: int,
+    post_groups: int,
+    mask_needs_grad: bool,
+) -> list[Tensor]:
+    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
+    inputs = Inputs(query, key, value, *factors, mask, first_keys)
+    settings = Settings(scaling, is_causal, sliding_window, pre_groups, post_groups)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        return attend_backward(grad_output, inputs, settings, mask_needs_grad)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    batch, heads, queries, width = query.shape
+    return query.new_empty(batch, queries, heads, width)
+
+
+@_backward_op.register_fake
+def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    *tensors, mask, _ = arguments[: len(Inputs._fields)]
+    grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
+    if mask is not None:
+        grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
+    return grads
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[: len(Inputs._fields)])
+    ctx.settings = inputs[len(Inputs._fields) :]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    mask_needs_grad = ctx.needs_input_grad[Inputs._fields.index("mask")]
+    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
+    given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
+    if not mask_needs_grad:
+        given[-1] = None
+    return *given, None, *(None for _ in ctx.settings)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def attend_op(inputs: Inputs, settings: Settings) -> Tensor:
+    """`attend`, differentiable; one node in a compiled graph."""
+    return _forward_op(*inputs, *settings)
+
+
+def dcmha_chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    first_keys: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
+
+    Every input has an exact gradient, an additive mask included. Products and softmax run in at least float32. Under
+    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled.
+
+    Returns:
+        The output `[B, T, H, D]`, and no attention maps.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.shape[2] == 1:
+        attention_mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
+    if attention_mask is not None:
+        attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+    if query.shape[2] == 1:
+        # Entering a context takes a good part of a short step, so that only autocast itself pays for leaving it.
+        autocasts = torch.is_autocast_enabled(query.device.type)
+        with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
+            return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
+    inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
+    groups = [1 if stage is None else stage.groups for stage in (pre, post)]
+    output = attend_op(inputs, Settings(scaling, is_causal, sliding_window, *groups))
+    return output, None
+
+
+def _attend_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    mask: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """A single query stands on the last key, so that causality hides nothing and a window is a slice."""
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
+        pre, post = _last_keys(pre, sliding_window), _last_keys(post, sliding_window)
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask[..., -sliding_window:]
+    return attend_to_cache(query, key, value, pre, post, scaling, mask)
+
+
+def _last_keys(composition: Composition | None, count: int) -> Composition | None:
+    if composition is None:
+        return None
+    factors = {name: getattr(composition, name) for name in ("key_down", "key_up", "key_gate")}
+    return replace(composition, **{name: rows[:, -count:] for name, rows in factors.items() if rows is not None})

@@ -1,0 +1,1 @@
+"""Ways to compose the maps of one chunk, behind one interface."""

@@ -1,0 +1,1 @@
+"""C sources, compiled on the machine where they run."""

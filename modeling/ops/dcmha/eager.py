@@ -1,0 +1,71 @@
+"""The truth: DCMHA in the order of the paper's equations, with every intermediate in memory."""
+
+import torch
+from torch import Tensor
+
+from ..masking import both, masked_softmax, split_mask, visible_keys, with_first_keys
+from .composition import Composition
+
+
+def dcmha_eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    first_keys: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`dcmha_attention` by definition. Softmax runs in at least float32.
+
+    Returns:
+        The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, whose rows need not sum to one.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
+    if pre is not None:
+        scores = compose(scores, pre)
+    structural = visible_keys(
+        scores.shape[-2], scores.shape[-1], is_causal=is_causal, sliding_window=sliding_window, device=scores.device
+    )
+    given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
+    probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
+    if post is not None:
+        probs = compose(probs, post)
+    return (probs @ value).transpose(1, 2), probs
+
+
+def compose(scores: Tensor, composition: Composition) -> Tensor:
+    """Mixes heads for every query and key on their own; all terms read the original scores.
+
+    Args:
+        scores: `[B, H, T, S]`.
+
+    Returns:
+        `[B, H, T, S]`.
+    """
+    composed = scores
+    if composition.static is not None:
+        composed = composed + torch.einsum("bnts,nm->bmts", scores, composition.static)
+    if composition.query_down is not None and composition.query_up is not None:
+        composed = composed + _low_rank(scores, composition.query_down, composition.query_up, composition.groups, "t")
+    if composition.key_down is not None and composition.key_up is not None:
+        composed = composed + _low_rank(scores, composition.key_down, composition.key_up, composition.groups, "s")
+    if composition.query_gate is not None:
+        composed = composed + scores * composition.query_gate.transpose(1, 2)[:, :, :, None]
+    if composition.key_gate is not None:
+        composed = composed + scores * composition.key_gate.transpose(1, 2)[:, :, None, :]
+    return composed
+
+
+def _low_rank(scores: Tensor, down: Tensor, up: Tensor, groups: int, axis: str) -> Tensor:
+    """Heads to `R` hidden maps and back, with factors of the query (`axis` "t") or of the key (`axis` "s")."""
+    grouped = scores.unflatten(1, (groups, -1))  # [B, G, H/G, T, S]
+    down, up = (factor.unflatten(-1, (groups, -1)) for factor in (down, up))  # [B, T or S, R, G, H/G]
+    hidden = torch.einsum(f"bghts,b{axis}rgh->bgrts", grouped, down)
+    return torch.einsum(f"bgrts,b{axis}rgh->bghts", hidden, up).flatten(1, 2)

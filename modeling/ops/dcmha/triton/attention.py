@@ -1,0 +1,196 @@
+"""DCMHA on CUDA devices: the vendor's matrix products around Triton kernels that mix the heads.
+
+A single query without gradients, a decoding step, has kernels of its own; with gradients it is left to `dcmha_chunked`.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chunked.attention import dcmha_chunked
+from ..composition import Composition, pack_factors
+from .arguments import MapInputs, MapSettings
+from .decode import decode
+from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
+from .kernels.registry import load_kernels
+from .passes import attend, attend_backward
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# How many of the inputs, from the first one, have gradients.
+DIFFERENTIABLE = MapInputs._fields.index("mask")
+
+
+def dcmha_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    first_keys: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
+
+    Queries, keys, values and all factors have exact gradients, which are the same in every run; an additive mask has
+    none. Scores are kept in float16 for several queries of half precision, so that their magnitude has to stay below
+    65504. Under `torch.compile` the op is one node of the graph. With `TRITON_INTERPRET=1` in the environment before
+    the first call it runs, slowly, on the CPU.
+
+    Returns:
+        The output `[B, T, H, D]`, and no attention maps.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: a dtype, device or mask that the kernels do not know.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    _refuse_unknown(query, attention_mask)
+    if attention_mask is not None:
+        attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+    if query.shape[2] > 1:
+        settings = MapSettings(scaling, is_causal, sliding_window, common_groups(pre, post))
+        return _attend(query, key, value, pre, post, attention_mask, first_keys, settings), None
+    if not _needs_gradients((query, key, value), pre, post):
+        return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window), None
+    load_kernels(query.device)  # refuses what the other calls refuse
+    return dcmha_chunked(
+        query,
+        key,
+        value,
+        pre=pre,
+        post=post,
+        scaling=scaling,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        first_keys=first_keys,
+    )
+
+
+def _refuse_unknown(query: Tensor, attention_mask: Tensor | None) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'")
+    if attention_mask is not None and attention_mask.requires_grad:
+        raise ValueError("implementation='triton' has no gradient for attention_mask; detach it, or use 'chunked'")
+    if attention_mask is not None and attention_mask.ndim > 2 and attention_mask.shape[-3] != 1:
+        raise ValueError(
+            "implementation='triton' takes masks that all heads share, [B, 1, T, S], not "
+            f"{tuple(attention_mask.shape)}; use 'chunked'"
+        )
+
+
+def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    factors = [getattr(stage, field.name) for stage in stages if stage is not None for field in fields(stage)]
+    return any(part.requires_grad for part in (*tensors, *factors) if isinstance(part, Tensor))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    attention_mask: Tensor | None,
+    first_keys: Tensor | None,
+    settings: MapSettings,
+) -> Tensor:
+    """The kernels for several queries; they see one head group of one row of the batch as an item."""
+    groups = settings.groups
+    query, key, value = (split_heads(rows, groups) for rows in (query, key, value))
+    packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))
+    (*pre_sides, pre_static), (*post_sides, post_static) = packed
+    rows = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
+    output, _ = _forward_op(query, key, value, *rows, pre_static, post_static, attention_mask, first_keys, *settings)
+    return join_groups(output, groups)
+
+
+@torch.library.custom_op("dynattn::dcmha_triton", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    rows = (pre_query, pre_key, post_query, post_key)
+    inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
+    settings = MapSettings(scaling, is_causal, sliding_window, groups)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+        return attend(inputs, settings)
+
+
+@torch.library.custom_op("dynattn::dcmha_triton_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
+    pre_static: Tensor | None,
+    post_static: Tensor | None,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    groups: int,
+) -> list[Tensor]:
+    rows = (pre_query, pre_key, post_query, post_key)
+    inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
+    settings = MapSettings(scaling, is_causal, sliding_window, groups)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+        grads = attend_backward(grad_output, lse, inputs, settings)
+        return [grad.to(getattr(inputs, name).dtype).contiguous() for name, grad in grads.items()]
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, width = query.shape
+    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    return query.new_empty(batch, queries, heads, width), lse
+
+
+@_backward_op.register_fake
+def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    count = len(MapInputs._fields)
+    ctx.save_for_backward(output[1], *inputs[:count])
+    ctx.settings = inputs[count:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    lse, *tensors = ctx.saved_tensors
+    grads = iter(_backward_op(grad_output, lse, *tensors, *ctx.settings))
+    given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
+    return *given, *(None for _ in tensors[DIFFERENTIABLE:]), *(None for _ in ctx.settings)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)

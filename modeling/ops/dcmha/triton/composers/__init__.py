@@ -1,0 +1,1 @@
+"""Ways to launch the kernels that mix the heads of a chunk, behind one interface."""

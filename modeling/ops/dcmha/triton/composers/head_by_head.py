@@ -1,0 +1,209 @@
+"""Composition in kernels that go through the heads one after the other (`dcmha_triton_kernels`).
+
+They take any number of heads and any dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from ..arguments import Chunk, Factors, MapInputs, Statics
+from ..tuning import tiles_for
+from ..workspace import Workspace
+from .interface import Composer
+
+# Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
+PANEL = 8
+
+
+class LoopComposer(Composer):
+    """Factors as panels of rows; a static matrix is a product over whole maps, before or after a kernel."""
+
+    @staticmethod
+    def patch_of(inputs: MapInputs) -> tuple[int, int]:
+        queries, keys = zip(*(tile[:2] for tile in _tiles(inputs).values()), strict=True)
+        return max(queries), max(keys)
+
+    @staticmethod
+    def maps(inputs: MapInputs, *, backward: bool) -> list[str]:
+        pre, post = inputs.pre_static is not None, inputs.post_static is not None
+        needed = {"mixed_scores": pre, "mixed_grads": post and backward, "plain": post or (pre and backward)}
+        return [name for name in needed if needed[name]]
+
+    def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
+        self.work, self.pre_static, self.post_static = work, inputs.pre_static, inputs.post_static
+        self.rows, self.tiles = _counts(inputs), _tiles(inputs)
+        named = zip(Factors._fields, inputs.rows, strict=True)
+        self.factors = Factors(
+            *(
+                None if rows is None else _as_panels(work.with_padding(rows, 1, of_keys="key" in name))
+                for name, rows in named
+            )
+        )
+        self.sums, self.statics = self._sums() if backward else ({}, {})
+
+    def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
+        work, probs = self.work, self.work.map("scores", chunk)
+        plain = None if self.post_static is None else work.map("plain", chunk)
+        statics = Statics(self._mixed_scores(chunk, scores), plain=plain)
+        partial_lse = work.partial_of_queries(chunk, self.tiles["dcmha_statistics"][1])
+        self._launch("dcmha_statistics", chunk, statics, scores, partial_lse)
+        work.merge(chunk, partial_lse, lse)
+        self._launch("dcmha_probs", chunk, statics, scores, probs, lse)
+        if self.post_static is not None and plain is not None:
+            work.mix(self.post_static.t(), plain, probs, out=probs)
+        return probs
+
+    def backward_post(
+        self, chunk: Chunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        work, static, name = self.work, self.post_static, "dcmha_backward_post"
+        probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
+        statics = Statics(self._mixed_scores(chunk, scores), self._mixed_grads(chunk, grad_composed), plain)
+        # The gradients of the probabilities go over what this kernel alone needs.
+        grad_probs = grad_composed if statics.grads is None else statics.grads
+        partial_delta, partial = work.partial_of_queries(chunk, self.tiles[name][1]), self._partial(name, chunk, "post")
+        written = probs.view(scores.dtype), probs, grad_probs, partial_delta
+        self._launch(name, chunk, statics, scores, grad_composed, *written, *partial, lse)
+        torch.sum(partial_delta, dim=1, out=delta)
+        self._add_factors(chunk, "post", partial)
+        if static is not None and plain is not None:
+            work.mix(static.t(), plain, probs, out=probs)
+            self._add_static("post", plain, grad_composed)
+        return probs, grad_probs
+
+    def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        work, static, name = self.work, self.pre_static, "dcmha_backward_pre"
+        grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
+        mixed = None if static is None else work.map("mixed_scores", chunk, scores.dtype)  # since `backward_post`
+        partial = self._partial(name, chunk, "pre")
+        self._launch(name, chunk, Statics(mixed, plain=plain), scores, grad_probs, grads, delta, *partial, lse)
+        self._add_factors(chunk, "pre", partial)
+        if static is not None and plain is not None:
+            work.mix(static, plain, grads, out=grads)
+            self._add_static("pre", scores, plain)
+        return grads
+
+    def gradients(self) -> dict[str, Tensor]:
+        rows = {
+            name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
+            for name, total in self.sums.items()
+        }
+        return rows | self.statics
+
+    def _factors(self) -> list[tuple[str, Tensor | None]]:
+        return list(zip(Factors._fields, self.factors, strict=True))
+
+    def _sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Zeros for packed rows, `[B, length, H, rows]`, and for static matrices."""
+        sums = {
+            name: rows.new_zeros(rows.shape[0], rows.shape[2] * rows.shape[4], rows.shape[1], rows.shape[3])
+            for name, rows in self._factors()
+            if rows is not None
+        }
+        statics = {"pre_static": self.pre_static, "post_static": self.post_static}
+        return sums, {
+            name: torch.zeros_like(static, dtype=torch.float32)
+            for name, static in statics.items()
+            if static is not None
+        }
+
+    def _launch(self, name: str, chunk: Chunk, statics: Statics, *tensors: Tensor | None) -> None:
+        """Runs a kernel on all patches of a chunk."""
+        block_t, block_s, warps = self.tiles[name]
+        sides = zip(self.factors, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
+        factors = Factors(*(None if rows is None else _panels_of(rows, side)[chunk.items] for rows, side in sides))
+        self.work.kernels[name][self._grid(name, chunk)](
+            *tensors,
+            factors,
+            chunk.sizes,
+            chunk.where,
+            statics,
+            heads=self.work.heads,
+            rows=self.rows,
+            block_t=block_t,
+            block_s=block_s,
+            num_warps=warps,
+        )
+
+    def _grid(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
+        """Returns the number of patches along the keys, along the queries, and of items."""
+        items, queries, keys = chunk.counts
+        block_t, block_s, _ = self.tiles[name]
+        return -(-keys // block_s), -(-queries // block_t), items
+
+    def _partial(self, name: str, chunk: Chunk, stage: str) -> list[Tensor | None]:
+        """Room for what each patch adds to the gradients of a stage's rows of queries and of keys.
+
+        It is `[items, patches along the queries, patches along the keys, H, rows, queries or keys of a patch]`.
+        """
+        patches = self._grid(name, chunk)[::-1]
+        partial: list[Tensor | None] = []
+        for side, block in zip(("query", "key"), self.tiles[name], strict=False):
+            sums = self.sums.get(f"{stage}_{side}")
+            partial.append(None if sums is None else sums.new_empty(*patches, *sums.shape[2:], block))
+        return partial
+
+    def _add_factors(self, chunk: Chunk, stage: str, partial: list[Tensor | None]) -> None:
+        """Adds the sums of `partial`."""
+        of_queries, of_keys = partial
+        if of_queries is not None:
+            parts = of_queries.sum(2).movedim(-1, 2).flatten(1, 2)
+            self.sums[f"{stage}_query"][chunk.items, chunk.queries] += parts
+        if of_keys is not None:
+            self.work.add_keys(self.sums[f"{stage}_key"], of_keys.movedim(-1, 3).flatten(2, 3), chunk)
+
+    def _add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
+        """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
+
+        Sums over so many keys are cut into many small ones: by row of the batch where there are many, else by query.
+        """
+        maps, grads = self.work.all_heads(maps).to(grads.dtype), self.work.all_heads(grads)
+        if 4 * maps.shape[0] >= maps.shape[2]:
+            pairs = [(maps.flatten(2), grads.flatten(2))]
+        else:
+            pairs = list(zip(maps.transpose(1, 2), grads.transpose(1, 2), strict=True))
+        for left, right in pairs:
+            self.statics[f"{stage}_static"] += _product(left, right.transpose(1, 2)).sum(0)
+
+    def _mixed_scores(self, chunk: Chunk, scores: Tensor) -> Tensor | None:
+        if self.pre_static is None:
+            return None
+        return self.work.mix(
+            self.pre_static.t(), scores, scores, out=self.work.map("mixed_scores", chunk, scores.dtype)
+        )
+
+    def _mixed_grads(self, chunk: Chunk, grads: Tensor) -> Tensor | None:
+        if self.post_static is None:
+            return None
+        return self.work.mix(self.post_static, grads, grads, out=self.work.map("mixed_grads", chunk))
+
+
+def _counts(inputs: MapInputs) -> tuple[int, ...]:
+    return tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
+
+
+def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
+    has_static = inputs.pre_static is not None or inputs.post_static is not None
+    return tiles_for(_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
+
+
+def _as_panels(rows: Tensor) -> Tensor:
+    """`[B, T or S, rows, H]` to panels `[B, H, length / PANEL, rows, PANEL]` in the float32 that kernels compute in.
+
+    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All rows
+    of a panel lie at fixed distances, so that a kernel keeps one address for a side.
+    """
+    panels = rows.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
+    return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def _panels_of(rows: Tensor, positions: slice) -> Tensor:
+    """The panels of these positions, which start and stop at one."""
+    return rows[:, :, positions.start // PANEL : positions.stop // PANEL]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())

@@ -1,0 +1,180 @@
+"""Composition on the tensor cores (`dcmha_triton_matrix_kernels`): a matrix for each query and one for each key.
+
+All terms of a stage become matrices before the kernels, in work and memory that grow with the number of tokens. The
+kernels leave partial sums of the terms' gradients.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import Chunk, Factors, MapInputs, Matrices, RowGradients, StageRows
+from ..tuning import matrix_tiles_for, most_turns, tile_of_matrices
+from ..workspace import Workspace
+from .interface import Composer
+
+
+class MatrixComposer(Composer):
+    """Up to 32 heads of an item; a static matrix is part of the queries' matrices."""
+
+    @staticmethod
+    def patch_of(inputs: MapInputs) -> tuple[int, int]:
+        tiles = matrix_tiles_for(_filled_up(inputs.query.shape[1])).values()
+        queries, keys, *_ = map(max, zip(*tiles, strict=True))
+        return queries, keys
+
+    @staticmethod
+    def maps(inputs: MapInputs, *, backward: bool) -> list[str]:
+        return []
+
+    def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
+        self.work, self.padded = work, _filled_up(work.heads)
+        self.tiles = matrix_tiles_for(self.padded)
+        named = dict(zip(Factors._fields, inputs.rows, strict=True))
+        self.rows = {
+            name: None if rows is None else work.with_padding(rows, 1, of_keys="key" in name).contiguous()
+            for name, rows in named.items()
+        }
+        self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
+        self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
+        self.sums = self._sums() if backward else {}
+
+    def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
+        probs = self.work.map("scores", chunk)
+        partial_lse = self.work.partial_of_queries(chunk, self.tiles["dcmha_matrix_statistics"][1])
+        self._launch("dcmha_matrix_statistics", chunk, scores, partial_lse)
+        self.work.merge(chunk, partial_lse, lse)
+        self._launch("dcmha_matrix_probs", chunk, scores, probs, lse)
+        return probs
+
+    def backward_post(
+        self, chunk: Chunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
+        partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
+        self._launch_backward(name, "post", chunk, scores, grad_composed, probs, partial_delta, lse=lse)
+        torch.sum(partial_delta, dim=1, out=delta)
+        return probs, grad_composed
+
+    def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
+        self._launch_backward(name, "pre", chunk, scores, grad_probs, grads, delta, lse=lse)
+        return grads
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            name: total if "static" in name else self.work.without_padding(total, 1, of_keys="key" in name)
+            for name, total in self.sums.items()
+        }
+
+    def _sums(self) -> dict[str, Tensor]:
+        """Zeros for the gradients of packed rows and of static matrices."""
+        of_rows = {name: rows for name, rows in self.rows.items() if rows is not None}
+        statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
+        return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_rows | statics).items()}
+
+    def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
+        """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
+        static, (query, key) = self.statics[stage], (self.rows[f"{stage}_{side}"] for side in ("query", "key"))
+        constant = torch.eye(self.work.heads, device=self.work.device)
+        of_queries = of_keys = None
+        if static is not None:
+            constant += static.t()
+        if query is not None or static is not None:
+            of_queries = self._side(query, constant, self.work.queries)
+        if key is not None:
+            of_keys = self._side(key, constant if of_queries is None else None, self.work.keys)
+        return of_queries, of_keys
+
+    def _side(self, rows: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
+        """`[B, length, padded, padded]`, in the dtype of the scores."""
+        work = self.work
+        shape = work.batch, length, self.padded, self.padded
+        matrices = torch.empty(shape, dtype=work.score_dtype, device=work.device)
+        block, warps = tile_of_matrices()
+        work.kernels["dcmha_matrices"][length // block, work.batch](
+            matrices,
+            rows,
+            constant,
+            length,
+            heads=work.heads,
+            padded=self.padded,
+            count=_count(rows),
+            block=block,
+            num_warps=warps,
+        )
+        return matrices
+
+    def _launch(self, name: str, chunk: Chunk, *arguments: Any, **constants: int) -> None:
+        """Runs a kernel on all patches of a chunk."""
+        block_t, block_s, warps, stages = self.tiles[name]
+        sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
+        matrices = Matrices(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
+        items, queries, keys = chunk.counts
+        turns = self._turns(name, chunk)
+        self.work.kernels[name][keys // block_s, queries // (block_t * turns), items](
+            *arguments,
+            matrices,
+            chunk.sizes,
+            chunk.where,
+            heads=self.work.heads,
+            padded=self.padded,
+            block_t=block_t,
+            block_s=block_s,
+            turns=turns,
+            loads_ahead=stages > 1,
+            **constants,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    def _turns(self, name: str, chunk: Chunk) -> int:
+        """How many blocks of queries a program goes through: as many as divide those of a step."""
+        return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
+
+    def _launch_backward(self, name: str, stage: str, chunk: Chunk, *maps: Tensor, lse: Tensor) -> None:
+        """Runs a kernel of the backward pass, and adds what it says about the rows and the static matrix of a stage."""
+        sides = ("query", chunk.queries), ("key", chunk.keys)
+        rows = StageRows(*(_of_chunk(self.rows[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
+        partial = self._partial(name, chunk, rows, has_static=self.statics[stage] is not None)
+        counts = {"query_rows": _count(rows.query), "key_rows": _count(rows.key)}
+        self._launch(name, chunk, *maps, partial, rows, lse, **counts)
+        if partial.query is not None:
+            self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
+        if partial.key is not None:
+            self.work.add_keys(self.sums[f"{stage}_key"], partial.key, chunk)
+        if partial.static is not None:
+            heads = self.work.heads
+            self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
+
+    def _partial(self, name: str, chunk: Chunk, rows: StageRows, *, has_static: bool) -> RowGradients:
+        """Room for what each program adds.
+
+        Those of queries, of which there are as many as patches, are bfloat16 where the maps are.
+        """
+        block_t, block_s, *_ = self.tiles[name]
+        items, queries, keys = chunk.counts
+        blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
+        patches = items * blocks * (queries // block_t)
+        dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
+        new = functools.partial(torch.empty, device=self.work.device)
+        return RowGradients(
+            None if rows.query is None else new(items, blocks, queries, *rows.query.shape[2:], dtype=dtype),
+            None if rows.key is None else new(items, programs, keys, *rows.key.shape[2:], dtype=torch.float32),
+            torch.zeros(patches, self.padded, self.padded, device=self.work.device) if has_static else None,
+        )
+
+
+def _count(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.shape[2]
+
+
+def _of_chunk(rows: Tensor | None, items: slice, positions: slice) -> Tensor | None:
+    return None if rows is None else rows[items, positions]
+
+
+def _filled_up(heads: int) -> int:
+    return 16 if heads <= 16 else 32

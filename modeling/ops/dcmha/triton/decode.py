@@ -1,0 +1,216 @@
+"""`dcmha_triton` for a single query, a decoding step: a cache is read once, where it lies.
+
+Keys are split over programs, each of which has all heads of its keys (`dcmha_triton_decode_kernels` says why); nothing
+depends on values, so that a step may be captured in a CUDA graph.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...masking import split_mask
+from ..composition import Composition
+from .arguments import opaque
+from .kernels.registry import load_kernels
+
+# Programs that the splits of all items are to make together: two for each multiprocessor of an H100.
+PROGRAMS = 264
+# Keys of a block: the largest that leaves `PROGRAMS` programs something to do. Larger ones keep more loads in flight;
+# they are bounded by the registers of a tile of all heads, and by the shared memory that holds keys of `STAGES` blocks.
+BLOCKS = (64, 32, 16)
+LARGEST_TILE = 2048
+LARGEST_KEYS = 16384  # bytes
+WARPS, STAGES = 4, 4
+
+
+class Side(NamedTuple):
+    """One stage's factors of queries or of keys, with the strides that all of them share; heads are contiguous."""
+
+    down: Tensor | None  # [B, 1 or S, R, H]
+    up: Tensor | None  # [B, 1 or S, R, H]
+    gate: Tensor | None  # [B, 1 or S, H]
+    item: int
+    token: int
+    row: int
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else self.down.shape[2]
+
+
+class StageFactors(NamedTuple):
+    """All factors of one stage."""
+
+    query: Side
+    key: Side
+    static: Tensor | None  # [H, H]
+
+
+class Hidden(NamedTuple):
+    """What hides or biases keys; strides are those of items and keys."""
+
+    mask: Tensor | None  # [B, S], 8 bits
+    mask_strides: tuple[int, ...]
+    bias: Tensor | None  # [B, S]
+    bias_strides: tuple[int, ...]
+    first_keys: Tensor | None  # [B]
+
+
+class CacheSizes(NamedTuple):
+    """Keys from `first` up to `keys` count, both opaque for kernels; each of `splits` has `blocks` blocks of them."""
+
+    first: int
+    keys: int
+    blocks: int
+    splits: int
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` on the last key, without gradients.
+
+    Args:
+        key, value: `[B, H_kv, S, D]`.
+        mask: boolean or additive, four dimensions that broadcast to `[B, 1, 1, S]`.
+        first_keys: `[B, 1]` integers.
+    """
+    factors = [_tensors(stage) for stage in (pre, post)]
+    groups = [1 if stage is None else stage.groups for stage in (pre, post)]
+    if first_keys is not None:
+        first_keys = first_keys.to(query.device)
+    return _decode_op(query, key, value, *factors, mask, first_keys, scaling, sliding_window, *groups)
+
+
+@torch.library.custom_op("dynattn::dcmha_triton_decode", mutates_args=())
+def _decode_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: list[Tensor | None],
+    post: list[Tensor | None],
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    pre_groups: int,
+    post_groups: int,
+) -> Tensor:
+    with torch.no_grad(), torch.cuda.device_of(query):
+        stages = _stage(pre), _stage(post)
+        where = _hidden(mask, first_keys, query.shape[0], key.shape[2])
+        return _attend(query, key, value, stages, (pre_groups, post_groups), where, scaling, sliding_window)
+
+
+@_decode_op.register_fake
+def _(query: Tensor, *_: object) -> Tensor:
+    batch, heads, queries, width = query.shape
+    return query.new_empty(batch, queries, heads, width)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stages: tuple[StageFactors, StageFactors],
+    groups: tuple[int, int],
+    where: Hidden,
+    scaling: float,
+    sliding_window: int | None,
+) -> Tensor:
+    kernels = load_kernels(query.device)
+    query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
+    batch, heads, _, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    first = 0 if sliding_window is None else max(0, keys - sliding_window)
+    sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize)
+    sizes, block_s = plan(batch, first, keys, fitting)
+    splits, sizes = sizes.splits, sizes._replace(first=opaque(first), keys=opaque(keys))
+    common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
+    common |= {"num_warps": WARPS, "num_stages": STAGES}
+    constants = [
+        common | {"query_rank": stage.query.rank, "key_rank": stage.key.rank, "groups": count}
+        for stage, count in zip(stages, groups, strict=True)
+    ]
+    scores = query.new_empty(batch, keys - first, heads, dtype=torch.float32)
+    partial_lse = scores.new_empty(batch, splits, heads)
+    output = query.new_empty(batch, 1, heads, width)
+    partial = output if splits == 1 else scores.new_empty(batch, splits, heads, width)
+    strides = [rows.stride()[:3] for rows in (query, key, value)]
+    grid = splits, batch
+    kernels["dcmha_decode_scores"][grid](
+        query, key, scores, partial_lse, stages[0], where, sizes, *strides[:2], scaling, **constants[0]
+    )
+    kernels["dcmha_decode_outputs"][grid](
+        scores, partial_lse, value, partial, stages[1], sizes, strides[2], **constants[1]
+    )
+    if splits > 1:
+        kernels["dcmha_decode_sum"][heads, batch](
+            partial, output, splits, heads, width, sides["block_d"], num_warps=WARPS
+        )
+    return output
+
+
+def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[CacheSizes, int]:
+    """Returns the sizes and which of `blocks`, largest first, has the keys of a block: from shapes alone."""
+    counts = {block: -(-(keys - first) // block) for block in blocks}
+    block_s = next((block for block in blocks if batch * counts[block] >= PROGRAMS), blocks[-1])
+    of_split = -(-counts[block_s] // max(1, PROGRAMS // batch))
+    return CacheSizes(first, keys, of_split, splits=-(-counts[block_s] // of_split)), block_s
+
+
+def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Returns the sides of tiles for all heads, heads that share a key head, and widths; and what fits beside them.
+
+    Sides are powers of two that are at least what matrix instructions take; what fits are numbers of keys.
+    """
+    counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
+    sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
+    most = min(LARGEST_TILE // sides["block_h"], LARGEST_KEYS // (sides["block_d"] * itemsize))
+    return sides, tuple(block for block in BLOCKS if block <= most) or BLOCKS[-1:]
+
+
+def _tensors(composition: Composition | None) -> list[Tensor | None]:
+    """What `_stage` takes."""
+    names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("down", "up", "gate")]
+    return [getattr(composition, name, None) for name in (*names, "static")]
+
+
+def _stage(tensors: list[Tensor | None]) -> StageFactors:
+    static = tensors[6]
+    return StageFactors(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
+
+
+def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Side:
+    """Factors where they lie, if all of them have the strides that those in a cache have in common; else a copy."""
+    if gate is not None:
+        gate = gate.unsqueeze(2)
+    parts = [part for part in (down, up, gate) if part is not None]
+    if not parts:
+        return Side(None, None, None, 0, 0, 0)
+    alike = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
+    if not alike or (down is not None and up is not None and down.stride(2) != up.stride(2)):
+        copies = iter(torch.cat(parts, dim=2).split([part.shape[2] for part in parts], dim=2))
+        down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))
+        return _side(down, up, None if gate is None else gate.squeeze(2))
+    return Side(down, up, gate, *parts[0].stride()[:3])
+
+
+def _hidden(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> Hidden:
+    visible, bias = (None if part is None else part.expand(batch, 1, 1, keys)[:, 0, 0] for part in split_mask(mask))
+    visible = None if visible is None else visible.view(torch.uint8)
+    strides = [(0, 0) if part is None else part.stride() for part in (visible, bias)]
+    return Hidden(visible, strides[0], bias, strides[1], None if first_keys is None else first_keys[:, 0].contiguous())
+
+
+def _with_contiguous_rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,58 @@
+"""Head groups for `dcmha_triton`: low-rank terms mix no heads of different groups, so that a group is a batch item."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..composition import Composition
+
+
+def common_groups(*stages: Composition | None) -> int:
+    """Returns the number of groups that heads fall into for all stages together."""
+    low_rank = [
+        stage.groups
+        for stage in stages
+        if stage is not None and (stage.query_down is not None or stage.key_down is not None)
+    ]
+    return math.gcd(*low_rank) or 1
+
+
+def within_groups(composition: Composition | None, groups: int) -> Composition | None:
+    """Returns the same composition in `groups` groups, a divisor of its own number; of a higher rank if they differ."""
+    if composition is None or composition.groups == groups:
+        return composition
+    names = ("query_down", "query_up", "key_down", "key_up")
+    factors = {name: getattr(composition, name) for name in names}
+    spread = {
+        name: _spread(factor, groups, composition.groups // groups)
+        for name, factor in factors.items()
+        if factor is not None
+    }
+    return replace(composition, **spread, groups=groups)
+
+
+def _spread(factor: Tensor, groups: int, parts: int) -> Tensor:
+    """`[B, T or S, R, H]` to `[B, T or S, R * parts, H]`: a row for each part of every group, zero outside of it."""
+    own = torch.eye(parts, dtype=factor.dtype, device=factor.device)[:, None, :, None]
+    split = factor.unflatten(-1, (groups, parts, -1)).unsqueeze(3)  # [B, T or S, R, 1, groups, parts, heads]
+    return (split * own).flatten(4).flatten(2, 3)
+
+
+def split_heads(rows: Tensor, groups: int) -> Tensor:
+    """`[B, H, T, D]` to `[B * groups, H / groups, T, D]`; heads are repeated where groups share one."""
+    rows = rows.repeat_interleave(groups // math.gcd(groups, rows.shape[1]), dim=1)
+    return rows.unflatten(1, (groups, -1)).flatten(0, 1)
+
+
+def split_factors(rows: Tensor | None, groups: int) -> Tensor | None:
+    """`[B, T or S, rows, H]` to `[B * groups, T or S, rows, H / groups]`."""
+    if rows is None:
+        return None
+    return rows.unflatten(-1, (groups, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def join_groups(output: Tensor, groups: int) -> Tensor:
+    """`[B * groups, T, H / groups, D]` to `[B, T, H, D]`."""
+    return output.unflatten(0, (-1, groups)).transpose(1, 2).flatten(2, 3)

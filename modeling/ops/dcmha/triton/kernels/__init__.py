@@ -1,0 +1,1 @@
+"""Triton kernels, and the tiles that they are made of."""

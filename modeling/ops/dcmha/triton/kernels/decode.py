@@ -1,0 +1,257 @@
+"""The kernels of `dcmha_triton_decode`: one query of each item against a cache.
+
+    dcmha_decode_scores   s = q k; x = pre(s), written; the log-sum-exp of each head over the keys of one split
+    dcmha_decode_outputs  p = exp(x - lse); a = post(p), written over x; a v, summed over the keys of one split
+    dcmha_decode_sum      the sum over splits
+
+A program has all heads of its keys, since composition mixes heads for each key on its own. Two kernels have to read the
+cache, not one: composition after the softmax adds up heads that have different normalisers, all of which depend on all
+keys. A single kernel could rescale its output as plain flash decoding does only if it kept one output for each pair
+(head that is read, head that is written); reading keys in one kernel and values in another costs nothing, because
+neither reads what the other does.
+
+Memory: keys, values and the keys' factors are read once, where they lie in the cache: `2 D H_kv` numbers and the packed
+rows of `H` numbers for each key, which is the floor. Between the kernels pass `H` float32 scores for each key, written
+three times and read three times, all but one of the reads by the program that wrote them: each time 1 / D of the bytes
+of keys and values in half precision, times the number of heads that share a key head. Partial outputs are written and
+read once; those of a split are as many bytes as the scores of D keys.
+
+Scores lie as `[B, S, H]`: a tile of all heads of some keys is then contiguous, as the keys' factors are. Products fill
+the 16 rows that a matrix instruction has with the heads that share a key head, and zeros. Blocks of keys are small
+(`BLOCKS` in `dcmha_triton_decode`), since with all heads in a program only keys and items are left to fill the device.
+"""
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+from .tiles import PARTS, bound, finite, log_sum_exp, opened, product
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def dcmha_decode_scores(
+    query,  # [B, H, 1, D]
+    key,  # [B, H_kv, S, D]
+    scores,  # [B, S, H], written, float32: composed; minus infinity where hidden
+    partial_lse,  # [B, splits, H], written, float32
+    pre,
+    where,
+    sizes,
+    query_strides,
+    key_strides,
+    scaling,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    query_rank: tl.constexpr,
+    key_rank: tl.constexpr,
+    groups: tl.constexpr,
+    block_s: tl.constexpr,
+    block_h: tl.constexpr,
+    block_g: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """Composed scores of one split's keys."""
+    item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    members = tl.arange(0, block_g)
+    column = tl.arange(0, block_d)
+    repeats: tl.constexpr = heads // kv_heads
+    # One loop over key heads and blocks, so that loads of the next ones are under way.
+    for step in range(kv_heads * bound(sizes.blocks)):
+        kv_head = step // sizes.blocks
+        block = step - kv_head * sizes.blocks
+        head = kv_head * repeats + members
+        row = _rows_of(query, query_strides, item, head)[:, None] + column[None, :]
+        rows = tl.load(row, mask=(members[:, None] < repeats) & (column[None, :] < width), other=0.0)
+        s = _keys_of(split, block, sizes, block_s)
+        inside = (column[:, None] < width) & (s[None, :] < opened(sizes.keys))
+        here = _rows_of(key, key_strides, item, kv_head) + s[None, :] * key_strides[2] + column[:, None]
+        score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
+        place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
+        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)))
+    # What follows reads what other threads have written.
+    tl.debug_barrier()
+    every = tl.arange(0, block_h)
+    highest = tl.full([block_h], float("-inf"), tl.float32)
+    total = tl.zeros([block_h], tl.float32)
+    for block in range(bound(sizes.blocks)):
+        s = _keys_of(split, block, sizes, block_s)
+        at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
+        inside = (s[:, None] < opened(sizes.keys)) & (every[None, :] < heads)
+        composed = _compose(
+            tl.load(at, mask=inside, other=0.0), pre, item, s, every, sizes, heads, query_rank, key_rank, groups
+        )
+        composed = _hide(composed, where, item, s, sizes)
+        tl.store(at, composed, mask=inside)
+        higher = tl.maximum(highest, tl.max(composed, axis=0))
+        total = total * tl.exp(highest - finite(higher)) + tl.sum(tl.exp(composed - finite(higher)[None, :]), axis=0)
+        highest = higher
+    lse = partial_lse + (item * sizes.splits + split) * heads + every
+    tl.store(lse, finite(highest) + tl.log(total), mask=every < heads)
+
+
+@triton.jit
+def dcmha_decode_outputs(
+    scores,  # [B, S, H], float32: composed; overwritten by composed probabilities
+    partial_lse,  # [B, splits, H], float32
+    value,  # [B, H_kv, S, D]
+    partial,  # [B, splits, H, D], written
+    post,
+    sizes,
+    value_strides,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    query_rank: tl.constexpr,
+    key_rank: tl.constexpr,
+    groups: tl.constexpr,
+    block_s: tl.constexpr,
+    block_h: tl.constexpr,
+    block_g: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """What one split's keys contribute to the output."""
+    item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    head = tl.arange(0, block_h)
+    lse = finite(
+        log_sum_exp(partial_lse + item * sizes.splits * heads, sizes.splits, heads, head, head < heads, block_h)
+    )
+    for block in range(bound(sizes.blocks)):
+        s = _keys_of(split, block, sizes, block_s)
+        at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
+        inside = (s[:, None] < opened(sizes.keys)) & (head[None, :] < heads)
+        probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
+        tl.store(at, _compose(probs, post, item, s, head, sizes, heads, query_rank, key_rank, groups), mask=inside)
+    # What follows reads what other threads have written.
+    tl.debug_barrier()
+    members = tl.arange(0, block_g)
+    column = tl.arange(0, block_d)
+    repeats: tl.constexpr = heads // kv_heads
+    output = tl.zeros([block_g, block_d], tl.float32)
+    # One loop over value heads and blocks, so that loads of the next ones are under way.
+    for step in range(kv_heads * bound(sizes.blocks)):
+        kv_head = step // sizes.blocks
+        block = step - kv_head * sizes.blocks
+        member = kv_head * repeats + members
+        s = _keys_of(split, block, sizes, block_s)
+        place = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
+        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)), other=0.0)
+        row = _rows_of(value, value_strides, item, kv_head) + s[:, None] * value_strides[2]
+        real = (s[:, None] < opened(sizes.keys)) & (column[None, :] < width)
+        rows = tl.load(row + column[None, :], mask=real, other=0.0)
+        output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
+        result = partial + ((item * sizes.splits + split) * heads + member)[:, None] * width + column[None, :]
+        inside = (members[:, None] < repeats) & (column[None, :] < width) & (block == sizes.blocks - 1)
+        tl.store(result, output.to(partial.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dcmha_decode_sum(
+    partial,  # [B, splits, H, D], float32
+    output,  # [B, 1, H, D], written
+    splits,
+    heads: tl.constexpr,
+    width: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """The output of one head, always summed in the same order."""
+    item, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = tl.arange(0, block_d)
+    total = tl.zeros([PARTS, block_d], tl.float32)
+    for first in range(0, bound(splits), PARTS):
+        split = first + tl.arange(0, PARTS)
+        at = partial + ((item * splits + split) * heads + head)[:, None] * width + column[None, :]
+        total += tl.load(at, mask=(split[:, None] < splits) & (column[None, :] < width), other=0.0)
+    result = tl.sum(total, axis=0).to(output.dtype.element_ty)
+    tl.store(output + (item * heads + head) * width + column, result, mask=column < width)
+
+
+@triton.jit
+def _rows_of(rows, strides, item, head):
+    """Where the rows of a head start, or of some: farther from the first ones than 32 bits can count."""
+    return rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
+
+
+@triton.jit
+def _keys_of(split, block, sizes, block_s: tl.constexpr):
+    """`[block_s]` positions in the cache."""
+    return opened(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
+
+
+@triton.jit
+def _place(scores, item, s, sizes, heads: tl.constexpr):
+    """Where the scores of each key start, `[block_s]`."""
+    return scores + (item * (opened(sizes.keys) - opened(sizes.first)) + s - opened(sizes.first)) * heads
+
+
+@triton.jit
+def _hide(composed, where, item, s, sizes):
+    """Biases scores `[block_s, heads]` and sets those of hidden keys to minus infinity."""
+    visible = s < opened(sizes.keys)
+    if where.mask is not None:
+        mask = tl.load(where.mask + item * where.mask_strides[0] + s * where.mask_strides[1], mask=visible, other=0)
+        visible = visible & (mask != 0)
+    if where.first_keys is not None:
+        visible = visible & (s >= tl.load(where.first_keys + item))
+    if where.bias is not None:
+        bias = where.bias + item * where.bias_strides[0] + s * where.bias_strides[1]
+        composed += tl.load(bias, mask=visible, other=0.0).to(tl.float32)[:, None]
+    return tl.where(visible[:, None], composed, float("-inf"))
+
+
+@triton.jit
+def _compose(
+    maps,
+    stage,
+    item,
+    s,
+    head,
+    sizes,
+    heads: tl.constexpr,
+    query_rank: tl.constexpr,
+    key_rank: tl.constexpr,
+    groups: tl.constexpr,
+):
+    """The composition of all heads `[block_s, heads]` of some keys."""
+    composed = maps
+    in_keys = s[:, None] < opened(sizes.keys)
+    of_query = item * stage.query.item + head[None, :]
+    of_key = item * stage.key.item + s[:, None] * stage.key.token + head[None, :]
+    for group in tl.static_range(groups):
+        inside = (head[None, :] < heads) & (head[None, :] // (heads // groups) == group)
+        for rank in tl.static_range(query_rank):
+            at = of_query + rank * stage.query.row
+            composed += _low_rank(maps, stage.query.down + at, stage.query.up + at, inside)
+        for rank in tl.static_range(key_rank):
+            at = of_key + rank * stage.key.row
+            composed += _low_rank(maps, stage.key.down + at, stage.key.up + at, inside & in_keys)
+    inside = head[None, :] < heads
+    if stage.query.gate is not None:
+        composed += maps * tl.load(stage.query.gate + of_query, mask=inside, other=0.0).to(tl.float32)
+    if stage.key.gate is not None:
+        composed += maps * tl.load(stage.key.gate + of_key, mask=inside & in_keys, other=0.0).to(tl.float32)
+    if stage.static is not None:
+        for other in range(heads):
+            theirs = tl.sum(tl.where(head[None, :] == other, maps, 0.0), axis=1)
+            static = tl.load(stage.static + other * heads + head[None, :], mask=inside, other=0.0)
+            composed += theirs[:, None] * static.to(tl.float32)
+    return composed
+
+
+@triton.jit
+def _low_rank(maps, down, up, inside):
+    """One hidden map of all heads, and what it gives back to them."""
+    hidden = tl.sum(maps * tl.load(down, mask=inside, other=0.0).to(tl.float32), axis=1)
+    return hidden[:, None] * tl.load(up, mask=inside, other=0.0).to(tl.float32)
+
+
+DECODE_KERNELS = {
+    "dcmha_decode_scores": dcmha_decode_scores,
+    "dcmha_decode_outputs": dcmha_decode_outputs,
+    "dcmha_decode_sum": dcmha_decode_sum,
+}

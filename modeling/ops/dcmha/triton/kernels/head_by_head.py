@@ -1,0 +1,282 @@
+"""Kernels of `dcmha_triton` that go through the heads: all between the matrix products, for a patch of scores.
+
+They serve where those of `dcmha_triton_matrix_kernels` do not: in float32, and for few or many heads.
+
+A patch is `block_t` queries by `block_s` keys of one batch item. Composition mixes heads for each (query, key) pair on
+its own, so a program that sees a patch of *every* head needs nothing from its neighbours. For one stage, with factors
+`down`, `up` and `gate` (those of the query and those of the key, summed), a map `z` per head and its composition `y`:
+
+    hidden[r] = sum_h z[h] down[r, h]          y[h] = z[h] (1 + gate[h]) + sum_r hidden[r] up[r, h]
+
+The transposed composition, from gradients of `y` to those of `z`, is the same with `down` and `up` swapped.
+
+    dcmha_statistics     x = pre(s); the log-sum-exp of a row over this patch
+    dcmha_merge          the log-sum-exp of a row over all patches
+    dcmha_probs          p = exp(x - lse); a = post(p), written over s
+    dcmha_backward_post  dp = post^T(da); writes a, dp, the sums of p dp (delta) and the gradients of the post factors
+    dcmha_backward_pre   dx = p (dp - delta); ds = pre^T(dx); writes ds and the gradients of the pre factors
+
+The gradients of factors are, with `hz = down z` and `hg = up dy`, sums over keys for queries and over queries for keys:
+
+    d down[r, h] = sum z[h] hg[r]      d up[r, h] = sum dy[h] hz[r]      d gate[h] = sum z[h] dy[h]
+
+where `z` is `s` or `p` and `dy` is `dx` or `da`. Delta needs all heads of `dp`, so that, other than in plain attention,
+it cannot come from the output, and the backward pass needs two sweeps.
+
+Memory: heads are looped over, not held. A program reads its patch two or three times, one head's tile after the other,
+so that registers hold hidden maps only, whatever the number of heads. What would take longer to compute twice than to
+read again is left in memory between the loops: probabilities, where the composed ones will be, in the dtype of the
+scores, and `dx`, where `ds` will be. The repeated reads are meant to be served by the first-level cache (16 heads of
+a 32 x 64 patch in half precision are 64 KiB). From the device's memory each kernel then reads and writes a map once:
+2 + 4 bytes for each (head, query, key) forward and 8 + 6 backward in half precision, where the matrix products need
+another 4 and 10; the second-level cache sees 2 more of each kernel but the first. 2 of the 8 are `dp`, which goes to
+the last kernel over `da`: composing it again would cost that kernel 17 instructions.
+
+Instructions: a thread's for each (head, query, key), in the loops over heads at rank 2 with gates in bfloat16, compiled
+for sm_90 and counted in the assembly, not run (`python tests/modeling/test_triton_compile.py 90`); with 16 heads there
+are 2 more outside of the loops:
+
+    dcmha_statistics       28   of them 18 on float32, 1 exponential
+    dcmha_probs            36           22             1
+    dcmha_backward_post    98           51             1              18 that move sums between threads
+    dcmha_backward_pre     86           42             1              17
+
+At 132 multiprocessors of 128 lanes and 1.75 GHz, 29.6 of them in a picosecond, these are 2.3 ps forward and 6.4 ps
+backward if nothing waits. That is why factors come in float32 and in panels (no conversions, one address for a side),
+why all patches are whole (no bounds), why powers are those of two, and why what hides a key is a number that is added.
+
+A static matrix is a full mix of heads, a matrix product, and is left to the vendor's: `statics` has maps that it has
+mixed already (scores; gradients of composed probabilities), read in place of the identity's term, and `plain`, where
+kernels leave the tiles that it has yet to mix (p; dx). Each stage that has one costs two more maps written and read.
+
+Head groups, whose low-rank terms are apart, come as items of the batch; `groups` items share one row of a mask.
+
+Tiles are 2-D, and a thread holds the same entries of each, so that sums over heads stay in a thread. Sums over keys
+and over queries do not; larger patches make them rarer, and registers bound the patches: `TILES` in
+`dcmha_triton_choice` has their sizes. Two sums leave at once where they can, so that threads wait for each other
+half as often. Gradients of factors leave as one partial sum for each patch and are added up in a fixed order: no
+atomics, the same result every time.
+"""
+
+from .tiles import (
+    LOG2_E,
+    compose,
+    exp2,
+    finite,
+    gather,
+    hidden_maps,
+    load,
+    load_of_queries,
+    log_sum_exp,
+    make_patch,
+    make_penalty,
+    make_stage,
+    mixed,
+    no_hidden,
+    probability,
+    store,
+    store_of_factors,
+    store_of_queries,
+    transposed,
+)
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def dcmha_statistics(
+    scores,  # [items, H, c, n]
+    partial_lse,  # [items, n / block_s, H, c], float32
+    factors,
+    sizes,
+    where,
+    statics,
+    heads: tl.constexpr,
+    rows: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """The log-sum-exp of each row of composed scores over one patch; minus infinity where it hides all keys."""
+    patch = make_patch(sizes, where, heads, block_t, block_s)
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    penalty = make_penalty(where, patch)
+    hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    for head in range(heads):
+        score = load(scores, patch, head)
+        composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
+        exponent = composed * LOG2_E + penalty
+        reference = finite(tl.max(exponent, axis=1))
+        total = tl.sum(exp2(exponent - reference[:, None]), axis=1)
+        store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, head, heads, patch)
+
+
+@triton.jit
+def dcmha_merge(
+    partial_lse,  # [items, blocks, H, c], float32
+    lse,  # [items, H, c of T], float32, written
+    blocks,
+    queries,
+    all_queries,
+    block_t: tl.constexpr,
+):
+    """The log-sum-exp of each row, from those of its patches; zero where all keys are hidden."""
+    t, head, item = tl.program_id(0) * block_t + tl.arange(0, block_t), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    partial = partial_lse + (item * blocks * heads + head) * queries
+    merged = log_sum_exp(partial, blocks, heads * queries, t, t < queries, block_t)
+    tl.store(lse + (item * heads + head) * all_queries + t, finite(merged), mask=t < queries)
+
+
+@triton.jit
+def hidden_probabilities(
+    scores,
+    kept,  # [items, H, c, n], written: the probabilities
+    lse,
+    pre,
+    post,
+    where,
+    statics,
+    patch,
+    heads: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """The hidden maps of the softmax over composed scores, which stays in memory for the second reading."""
+    penalty = make_penalty(where, patch)
+    hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    hidden = no_hidden(post, block_t, block_s)
+    for head in range(heads):
+        score = load(scores, patch, head)
+        prob = probability(score, hidden_scores, pre, (lse, penalty), statics, patch, head)
+        tl.debug_barrier()
+        store(kept, prob, patch, head)
+        hidden = gather(hidden, prob, post[0], head)
+    tl.debug_barrier()
+    return hidden
+
+
+@triton.jit
+def dcmha_probs(
+    scores,  # [items, H, c, n]
+    probs,  # the same memory, in the dtype of the values
+    lse,  # [items, H, c of T], float32
+    factors,
+    sizes,
+    where,
+    statics,
+    heads: tl.constexpr,
+    rows: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """Replaces scores by composed probabilities."""
+    patch = make_patch(sizes, where, heads, block_t, block_s)
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
+    hidden = hidden_probabilities(scores, scores, lse, pre, post, where, statics, patch, heads, block_t, block_s)
+    for head in range(heads):
+        prob = load(scores, patch, head)
+        # Another thread may have loaded what this one stores.
+        tl.debug_barrier()
+        store(probs, compose(prob, prob, hidden, post, head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, prob, patch, head)
+
+
+@triton.jit
+def dcmha_backward_post(
+    scores,  # [items, H, c, n]
+    grad_composed,  # [items, H, c, n], of the composed probabilities
+    kept,  # the memory of `probs`, in the dtype of the scores
+    probs,  # [items, H, c, n], written: the composed probabilities
+    grad_probs,  # [items, H, c, n], written; may be the memory of `grad_composed`, or of `statics.grads`
+    partial_delta,  # [items, n / block_s, H, c], float32
+    partial_query,  # [items, c / block_t, n / block_s, H, rows, block_t], float32
+    partial_key,  # [items, c / block_t, n / block_s, H, rows, block_s], float32
+    lse,  # [items, H, c of T], float32
+    factors,
+    sizes,
+    where,
+    statics,
+    heads: tl.constexpr,
+    rows: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
+    patch = make_patch(sizes, where, heads, block_t, block_s)
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
+    hidden_probs = hidden_probabilities(scores, kept, lse, pre, post, where, statics, patch, heads, block_t, block_s)
+    hidden_grads = hidden_maps(grad_composed, transposed(post), patch, heads, block_t, block_s)
+    for head in range(heads):
+        prob, grad = load(kept, patch, head), load(grad_composed, patch, head)
+        mixed_grad = mixed(statics.grads, grad, patch, head)
+        tl.debug_barrier()
+        store(probs, compose(prob, prob, hidden_probs, post, head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, prob, patch, head)
+        grad_prob = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
+        store(grad_probs, grad_prob, patch, head)
+        delta = tl.sum(prob * grad_prob, axis=1)
+        store_of_queries(partial_delta, delta, head, heads, patch)
+        store_of_factors(
+            partial_query, partial_key, prob, grad, hidden_probs, hidden_grads, patch, head, rows[2], rows[3]
+        )
+
+
+@triton.jit
+def dcmha_backward_pre(
+    scores,  # [items, H, c, n]
+    grad_probs,  # [items, H, c, n], of the probabilities
+    grad_scores,  # [items, H, c, n], written
+    delta,  # [items, H, c of T], float32
+    partial_query,  # [items, c / block_t, n / block_s, H, rows, block_t], float32
+    partial_key,  # [items, c / block_t, n / block_s, H, rows, block_s], float32
+    lse,  # [items, H, c of T], float32
+    factors,
+    sizes,
+    where,
+    statics,
+    heads: tl.constexpr,
+    rows: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """Second sweep of the backward pass: gradients of the scores and of the factors before the softmax."""
+    patch = make_patch(sizes, where, heads, block_t, block_s)
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    softmax = (lse, make_penalty(where, patch))
+    hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    for head in range(heads):
+        score = load(scores, patch, head)
+        prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
+        grad = prob * (load(grad_probs, patch, head) - load_of_queries(delta, patch, head)[:, None])
+        store(grad_scores, grad, patch, head)
+    tl.debug_barrier()
+    hidden_grads = hidden_maps(grad_scores, transposed(pre), patch, heads, block_t, block_s)
+    for head in range(heads):
+        score, grad = load(scores, patch, head), load(grad_scores, patch, head)
+        tl.debug_barrier()
+        store(grad_scores, compose(grad, grad, hidden_grads, transposed(pre), head), patch, head)
+        if statics.plain is not None:
+            store(statics.plain, grad, patch, head)
+        store_of_factors(
+            partial_query, partial_key, score, grad, hidden_scores, hidden_grads, patch, head, rows[0], rows[1]
+        )
+
+
+KERNELS = {
+    "dcmha_statistics": dcmha_statistics,
+    "dcmha_merge": dcmha_merge,
+    "dcmha_probs": dcmha_probs,
+    "dcmha_backward_post": dcmha_backward_post,
+    "dcmha_backward_pre": dcmha_backward_pre,
+}

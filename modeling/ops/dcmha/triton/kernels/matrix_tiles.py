@@ -1,0 +1,272 @@
+"""What the matrix kernels of `dcmha_triton` are made of: tiles `[block_t, padded, block_s]` of all heads.
+
+One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
+"""
+
+from .tiles import LOG2_E, Patch, exp2, make_penalty, opened, product, rounded, shift_of
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def make_patch(
+    turn, turns: tl.constexpr, sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr
+):
+    """One of the blocks of queries that this program goes through, with its keys, the same in each turn."""
+    t = (tl.program_id(1) * turns + turn) * block_t + tl.arange(0, block_t)
+    s = tl.program_id(0) * block_s + tl.arange(0, block_s)
+    shift = shift_of(where, tl.program_id(1) * turns * block_t)
+    return Patch(tl.program_id(2).to(tl.int64), t, s, shift, heads, sizes)
+
+
+@triton.jit
+def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+    """The first turn whose queries may see a key of the program, and the one after the last, by distance alone."""
+    key = tl.program_id(0) * block_s + patch.shift + opened(where.start)
+    query = tl.program_id(1) * turns * block_t + opened(where.position)
+    first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
+    last = tl.minimum(tl.cdiv(tl.maximum(key + block_s + where.behind - query, 0), block_t), turns)
+    return first, tl.maximum(first, last)
+
+
+@triton.jit
+def load_matrices(matrices, positions, length, padded: tl.constexpr):
+    """`[block, padded, padded]` of a side's matrices, `[items, length, padded, padded]`; None if it has none."""
+    found = None
+    if matrices is not None:
+        first = matrices + tl.program_id(2).to(tl.int64) * length * (padded * padded)
+        found = tl.load(first + _entries(positions, padded))
+    return found
+
+
+@triton.jit
+def store_matrices(matrices, values, item, positions, length, padded: tl.constexpr):
+    """Writes what `load_matrices` reads."""
+    first = matrices + item * length * (padded * padded)
+    tl.store(first + _entries(positions, padded), rounded(values, matrices.dtype.element_ty))
+
+
+@triton.jit
+def _entries(positions, padded: tl.constexpr):
+    """`[block, padded, padded]`, where the matrices of these positions lie."""
+    head = tl.arange(0, padded)
+    return positions[:, None, None] * (padded * padded) + head[None, :, None] * padded + head[None, None, :]
+
+
+@triton.jit
+def _tiles(maps, patch, padded: tl.constexpr):
+    """`[block_t, padded, block_s]`, where the patch lies in maps `[items, H, c, n]`."""
+    plane = patch.sizes.queries * patch.sizes.keys
+    first = maps + patch.item * patch.heads * plane
+    inside = patch.t[:, None, None] * patch.sizes.keys + patch.s[None, None, :]
+    return first + (tl.arange(0, padded)[None, :, None].to(tl.int64) * plane + inside)
+
+
+@triton.jit
+def load(maps, patch, padded: tl.constexpr):
+    """A patch, in the dtype of its maps; heads that only fill up are zero."""
+    if patch.heads == padded:
+        tiles = tl.load(_tiles(maps, patch, padded))
+    else:
+        real = (tl.arange(0, padded) < patch.heads)[None, :, None]
+        tiles = tl.load(_tiles(maps, patch, padded), mask=real, other=0.0)
+    return tiles
+
+
+@triton.jit
+def store(maps, tiles, patch, padded: tl.constexpr):
+    """Writes what `load` reads."""
+    tiles = rounded(tiles, maps.dtype.element_ty)
+    if patch.heads == padded:
+        tl.store(_tiles(maps, patch, padded), tiles)
+    else:
+        tl.store(_tiles(maps, patch, padded), tiles, mask=(tl.arange(0, padded) < patch.heads)[None, :, None])
+
+
+@triton.jit
+def load_of_queries(numbers, patch, padded: tl.constexpr, other: tl.constexpr):
+    """`[block_t, padded]` of the chunk's part of `[B, H, T]`; heads that only fill up have `other`."""
+    head = tl.arange(0, padded)[None, :]
+    place = numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t[:, None]
+    return tl.load(place, mask=head < patch.heads, other=other)
+
+
+@triton.jit
+def store_of_queries(partial, numbers, patch, padded: tl.constexpr):
+    """Writes `[block_t, padded]` as what this block of keys says about its queries, in `[items, blocks, H, c]`."""
+    head = tl.arange(0, padded)[None, :]
+    block = patch.item * tl.num_programs(0) + tl.program_id(0)
+    place = partial + (block * patch.heads + head) * patch.sizes.queries + patch.t[:, None]
+    tl.store(place, numbers, mask=head < patch.heads)
+
+
+@triton.jit
+def turned(tiles):
+    """`[a, padded, b]` as `[b, padded, a]`."""
+    return tl.permute(tiles, (2, 1, 0))
+
+
+@triton.jit
+def transposed(matrices, dtype: tl.constexpr):
+    """The transposed matrices of a side, in the dtype of what they compose; None stays None."""
+    found = None
+    if matrices is not None:
+        found = tl.permute(rounded(matrices.to(tl.float32), dtype), (0, 2, 1))
+    return found
+
+
+@triton.jit
+def compose(tiles, of_queries, of_keys):
+    """`(Q[t] + K[s]) z[t, :, s]` in float32, of matrices in the dtype of the tiles; without any, the tiles."""
+    if of_queries is not None:
+        composed = product(of_queries, tiles)
+        if of_keys is not None:
+            composed += turned(product(of_keys, turned(tiles)))
+    elif of_keys is not None:
+        composed = turned(product(of_keys, turned(tiles)))
+    else:
+        composed = tiles.to(tl.float32)
+    return composed
+
+
+@triton.jit
+def exponents(score, of_queries, of_keys, where, patch):
+    """Composed and masked scores in base 2."""
+    return compose(score, of_queries, of_keys) * LOG2_E + make_penalty(where, patch)[:, None, :]
+
+
+@triton.jit
+def probabilities(score, of_queries, of_keys, lse, where, patch, padded: tl.constexpr):
+    """The softmax over composed scores; zero for heads that only fill up."""
+    reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
+    return exp2(exponents(score, of_queries, of_keys, where, patch) - reference[:, :, None])
+
+
+@triton.jit
+def no_gradients(partial, first: tl.constexpr, padded: tl.constexpr):
+    """`[first, padded, padded]` of zeros to add gradients of matrices to; None if nothing asks for them."""
+    gradients = None
+    if partial is not None:
+        gradients = tl.zeros([first, padded, padded], tl.float32)
+    return gradients
+
+
+@triton.jit
+def gradients_of_queries(grad, tiles):
+    """`dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T` of a patch."""
+    return product(grad, tl.permute(tiles, (0, 2, 1)))
+
+
+@triton.jit
+def gradients_of_keys(grad, tiles):
+    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of a patch."""
+    return product(turned(grad), tl.permute(tiles, (2, 0, 1)))
+
+
+@triton.jit
+def rows_of(rows, part, length, positions, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
+    """`[block, 1, padded]`, where these positions' row 0 lies in `[.., length, count, H]`, and which heads are real."""
+    head = tl.arange(0, padded)[None, None, :]
+    return rows + part * length * (count * heads) + (positions[:, None, None] * (count * heads) + head), head < heads
+
+
+@triton.jit
+def load_row(places, index: tl.constexpr, heads: tl.constexpr):
+    """`[block, 1, padded]` in float32; zero for heads that only fill up."""
+    return tl.load(places[0] + index * heads, mask=places[1], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(places, index: tl.constexpr, row, heads: tl.constexpr):
+    """Writes `[block, 1, padded]`."""
+    tl.store(places[0] + index * heads, rounded(row, places[0].dtype.element_ty), mask=places[1])
+
+
+@triton.jit
+def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
+    """Writes what the gradients of matrices, `[block, padded, padded]`, are for the rows that these are made of.
+
+    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `rows_of`. Products
+    have the precision of `dtype`, whatever the rows have.
+    """
+    padded: tl.constexpr = gradients.shape[2]
+    if count > 1:
+        # Both kinds of rows in one factor, of which products need 16.
+        rank: tl.constexpr = count // 2
+        row = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
+        real = (row < 2 * rank) & source[1]
+        factors = tl.load(source[0] + row * heads, mask=real, other=0.0)
+        of_up = _factors_product(factors, tl.permute(gradients, (0, 2, 1)), dtype)
+        of_down = _factors_product(factors, gradients, dtype)
+        place = target[0] + tl.where(row < rank, row + rank, row - rank) * heads
+        tl.store(place, rounded(tl.where(row < rank, of_up, of_down), target[0].dtype.element_ty), mask=real)
+    if count % 2:
+        head = tl.arange(0, padded)
+        diagonal = tl.where((head[:, None] == head[None, :])[None, :, :], gradients, 0.0)
+        store_row(target, count - 1, tl.sum(diagonal, axis=2)[:, None, :], heads)
+
+
+@triton.jit
+def _factors_product(factors, gradients, dtype: tl.constexpr):
+    """A product of factors and float32 in the precision of a dtype; for float16 that is tf32, which has more range."""
+    factors = factors.to(tl.float32)
+    if dtype == tl.bfloat16:
+        result = product(rounded(factors, dtype), rounded(gradients, dtype))
+    elif dtype == tl.float16:
+        result = tl.dot(factors, gradients, input_precision="tf32")
+    else:
+        result = product(factors, gradients)
+    return result
+
+
+@triton.jit
+def store_gradients_of_query_rows(partial, rows, grad, tiles, patch, padded: tl.constexpr, count: tl.constexpr):
+    """Writes what a patch says about its queries' rows, if they have any."""
+    if rows is not None:
+        source = rows_of(rows, patch.item, patch.sizes.all_queries, patch.t, patch.heads, padded, count)
+        target = _places_of_queries(partial, patch, padded, count)
+        store_row_gradients(target, source, gradients_of_queries(grad, tiles), patch.heads, count, grad.dtype)
+
+
+@triton.jit
+def store_no_gradients_of_query_rows(partial, patch, padded: tl.constexpr, count: tl.constexpr):
+    """The same for a patch of hidden keys."""
+    if partial is not None:
+        target = _places_of_queries(partial, patch, padded, count)
+        for row in tl.static_range(count):
+            store_row(target, row, tl.zeros([patch.t.shape[0], 1, padded], tl.float32), patch.heads)
+
+
+@triton.jit
+def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr):
+    """Where a patch writes gradients of its queries' rows."""
+    block = patch.item * tl.num_programs(0) + tl.program_id(0)
+    return rows_of(partial, block, patch.sizes.queries, patch.t, patch.heads, padded, count)
+
+
+@triton.jit
+def store_gradients_of_key_rows(
+    partial, rows, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
+):
+    """Writes what a program says about its keys' rows, if they have any."""
+    if rows is not None:
+        program = patch.item * tl.num_programs(1) + tl.program_id(1)
+        source = rows_of(rows, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
+        target = rows_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
+        store_row_gradients(target, source, gradients, patch.heads, count, dtype)
+
+
+@triton.jit
+def store_gradient_of_static(partial, grad, tiles, turn, turns: tl.constexpr, padded: tl.constexpr):
+    """Writes what a patch says about the static matrix, if there is one: what it says about its queries', summed."""
+    if partial is not None:
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        place = partial + _entries(program * turns + turn + tl.arange(0, 1), padded)
+        tl.store(place, tl.sum(gradients_of_queries(grad, tiles), axis=0, keep_dims=True))

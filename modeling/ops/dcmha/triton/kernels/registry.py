@@ -1,0 +1,23 @@
+"""The kernels by name, imported when a device first needs them."""
+
+import os
+from typing import Any
+
+import torch
+
+
+def load_kernels(device: torch.device) -> dict[str, Any]:
+    """Returns the kernels by name; their modules are not imported before they are needed.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: Triton does not run on `device`.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"implementation='triton' runs on CUDA devices, not on {device.type!r}; use 'chunked'")
+    from .decode import DECODE_KERNELS
+    from .head_by_head import KERNELS
+    from .tensor_cores import MATRIX_KERNELS
+    from .window_matmuls import BAND_KERNELS
+
+    return KERNELS | MATRIX_KERNELS | BAND_KERNELS | DECODE_KERNELS

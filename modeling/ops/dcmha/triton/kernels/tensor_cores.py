@@ -1,0 +1,297 @@
+"""Kernels of `dcmha_triton` that compose on the tensor cores: one matrix for each query and one for each key.
+
+Composition is linear in the heads of a (query, key) pair. All its terms, low rank, gates and static, add up to
+
+    y[t, :, s] = (Q[t] + K[s]) z[t, :, s]
+
+with `[H, H]` matrices, `Q[t] = 1 + static + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` likewise but for 1 and static.
+For all heads of a patch of `block_t` queries by `block_s` keys that is a product `[H, H] @ [H, block_s]` for each query
+and a product `[H, H] @ [H, block_t]` for each key: `2 H` multiplications for each (head, query, key), where low rank
+needs about 10, on units that do 12 times as many. The gradients of matrices are products of the same size, and those of
+the rows that a matrix `M` is made of follow from them, for queries as for keys:
+
+    dz[t, :, s] = (Q[t] + K[s])^T dy[t, :, s]
+    dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T        dK[s] = sum_t dy[t, :, s] z[t, :, s]^T
+    d up = dM down^T        d down = up^T dM        d gate = diag(dM)        d static = sum_t dQ[t]
+
+One kernel makes the matrices, and four have their counterparts in `dcmha_triton_kernels`:
+
+    dcmha_matrices              Q or K of one side, from its packed rows
+    dcmha_matrix_statistics     x = pre(s); the log-sum-exp of a row over a block of keys
+    dcmha_matrix_probs          p = exp(x - lse); a = post(p), written over s
+    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's rows
+    dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's rows
+
+A program holds a patch of all heads in registers, 16 or 32 of them; zeros make up for what is missing. It goes through
+`turns` blocks of queries for one block of keys, whose matrices and their gradients stay with it, and passes over
+patches that a causal mask or a window hides. The gradients of queries' rows leave as one partial sum for each patch,
+those of keys' as one for each program, and are added up in a fixed order.
+
+Instructions: a thread's for each (head, query, key) of a turn, at 16 and 32 heads in bfloat16 without a mask, compiled
+for sm_90 and counted in the assembly, not run (`python tests/modeling/test_triton_compile.py 90`), next to those of the
+kernels that go through the heads, whatever the rank here:
+
+                       16 heads    32 heads    rank 2, gates, head by head
+    statistics         20          20          28
+    probs              23          25          36
+    backward_post      43          56          98
+    backward_pre       40          51          86
+
+At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.8 ps
+backward if nothing waits: less than the memory's time. Between the product for queries and that for keys a patch turns
+through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with rows of queries
+alone, 16 heads need 15, 14, 24 and 25.
+
+Loading ahead: where `loads_ahead`, a loop over turns has no branches, so that the compiler can load what the next one
+needs while this one computes. With branches it holds fewer registers from turn to turn, which serves better where
+several programs share a multiprocessor, and hide each other's waiting.
+
+Memory: each kernel reads and writes a map once, as in `dcmha_triton_kernels`: 2 + 4 bytes for each (head, query, key)
+forward and 8 + 6 backward in half precision. Matrices come from the second-level cache, `2 H / block_s` bytes of
+queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage. Of `R` packed rows, 5 at rank 2
+with a gate, `2 R / block_s` bytes leave in a backward pass for queries, `4 R / (block_t turns)` for keys: 0.3 and 0.2
+with 16 heads, where gradients of matrices would be 1 and 0.5.
+
+Precision: scores, probabilities and the matrices that compose them are float16, gradients of maps and the matrices in
+front of them bfloat16 for inputs of that dtype; all products add up in float32. In float32, for tests, all is float32.
+"""
+
+from .matrix_tiles import (
+    compose,
+    exponents,
+    gradients_of_keys,
+    load,
+    load_matrices,
+    load_of_queries,
+    load_row,
+    make_patch,
+    no_gradients,
+    probabilities,
+    reached_turns,
+    rows_of,
+    store,
+    store_gradient_of_static,
+    store_gradients_of_key_rows,
+    store_gradients_of_query_rows,
+    store_matrices,
+    store_no_gradients_of_query_rows,
+    store_of_queries,
+    transposed,
+)
+from .tiles import LOG2_E, bound, exp2, finite, rounded
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def dcmha_matrix_statistics(
+    scores,  # [items, H, c, n]
+    partial_lse,  # [items, n / block_s, H, c], float32
+    matrices,
+    sizes,
+    where,
+    heads: tl.constexpr,
+    padded: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+    turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
+):
+    """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
+            reference = finite(tl.max(exponent, axis=2))
+            total = tl.sum(exp2(exponent - reference[:, :, None]), axis=2)
+            store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, patch, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            store_of_queries(partial_lse, tl.full([block_t, padded], float("-inf"), tl.float32), patch, padded)
+
+
+@triton.jit
+def dcmha_matrix_probs(
+    scores,  # [items, H, c, n]
+    probs,  # the same memory, in the dtype of the values
+    lse,  # [items, H, c of T], float32
+    matrices,
+    sizes,
+    where,
+    heads: tl.constexpr,
+    padded: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+    turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
+):
+    """Replaces scores by composed probabilities."""
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
+            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
+            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
+            store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+
+
+@triton.jit
+def dcmha_matrix_backward_post(
+    scores,  # [items, H, c, n]
+    grad_composed,  # [items, H, c, n], of the composed probabilities; written: those of the probabilities
+    probs,  # [items, H, c, n], written: the composed probabilities
+    partial_delta,  # [items, n / block_s, H, c], float32
+    partial,  # `RowGradients`, written
+    rows,  # `StageRows` of what comes after the softmax
+    lse,  # [items, H, c of T], float32
+    matrices,
+    sizes,
+    where,
+    heads: tl.constexpr,
+    padded: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+    turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
+    query_rows: tl.constexpr,
+    key_rows: tl.constexpr,
+):
+    """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
+    dtype: tl.constexpr = grad_composed.dtype.element_ty
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
+    grad_key = no_gradients(rows.key, block_s, padded)
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
+            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
+            store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
+            grad = load(grad_composed, patch, padded)
+            grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
+            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
+            store(grad_composed, grad_prob, patch, padded)
+            store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
+            prob = rounded(prob, dtype)
+            store_gradients_of_query_rows(partial.query, rows.query, grad, prob, patch, padded, query_rows)
+            if grad_key is not None:
+                grad_key += gradients_of_keys(grad, prob)
+            store_gradient_of_static(partial.static, grad, prob, turn, turns, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
+            store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
+
+
+@triton.jit
+def dcmha_matrix_backward_pre(
+    scores,  # [items, H, c, n]
+    grad_probs,  # [items, H, c, n], of the probabilities
+    grad_scores,  # [items, H, c, n], written
+    delta,  # [items, H, c of T], float32
+    partial,  # `RowGradients`, written
+    rows,  # `StageRows` of what comes before the softmax
+    lse,  # [items, H, c of T], float32
+    matrices,
+    sizes,
+    where,
+    heads: tl.constexpr,
+    padded: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+    turns: tl.constexpr,
+    loads_ahead: tl.constexpr,
+    query_rows: tl.constexpr,
+    key_rows: tl.constexpr,
+):
+    """Second sweep of the backward pass: gradients of the scores and of what composes them."""
+    dtype: tl.constexpr = grad_probs.dtype.element_ty
+    here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
+    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    grad_key = no_gradients(rows.key, block_s, padded)
+    first, last = reached_turns(where, here, turns, block_t, block_s)
+    for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
+        if loads_ahead or ((first <= turn) & (turn < last)):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            score = load(scores, patch, padded)
+            prob = probabilities(score, pre_query, pre_key, lse, where, patch, padded)
+            mean = load_of_queries(delta, patch, padded, 0.0)
+            grad = rounded(prob * (load(grad_probs, patch, padded) - mean[:, :, None]), dtype)
+            store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
+            score = rounded(score.to(tl.float32), dtype)
+            store_gradients_of_query_rows(partial.query, rows.query, grad, score, patch, padded, query_rows)
+            if grad_key is not None:
+                grad_key += gradients_of_keys(grad, score)
+            store_gradient_of_static(partial.static, grad, score, turn, turns, padded)
+    for turn in range(turns):
+        if (turn < first) | (turn >= last):
+            patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
+            store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
+    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
+
+
+@triton.jit
+def dcmha_matrices(
+    matrices,  # [items, length, padded, padded], written
+    rows,  # [items, length, count, H], packed; None are none
+    constant,  # [H, H], float32, [out, in]: what is the same for all positions; None is zero
+    length,
+    heads: tl.constexpr,
+    padded: tl.constexpr,
+    count: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The matrices of one side of a stage; zero for heads that only fill up."""
+    item, positions = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
+    rank: tl.constexpr = count // 2
+    head = tl.arange(0, padded)
+    matrix = tl.zeros([block, padded, padded], tl.float32)
+    if rows is not None:
+        places = rows_of(rows, item, length, positions, heads, padded, count)
+        for index in tl.static_range(rank):
+            down, up = load_row(places, index, heads), load_row(places, rank + index, heads)
+            matrix += tl.permute(up, (0, 2, 1)) * down
+        if count % 2:
+            matrix += tl.where((head[:, None] == head[None, :])[None, :, :], load_row(places, count - 1, heads), 0.0)
+    if constant is not None:
+        inside = (head < heads)[:, None] & (head < heads)[None, :]
+        matrix += tl.load(constant + head[:, None] * heads + head[None, :], mask=inside, other=0.0)[None, :, :]
+    store_matrices(matrices, matrix, item, positions, length, padded)
+
+
+MATRIX_KERNELS = {
+    "dcmha_matrices": dcmha_matrices,
+    "dcmha_matrix_statistics": dcmha_matrix_statistics,
+    "dcmha_matrix_probs": dcmha_matrix_probs,
+    "dcmha_matrix_backward_post": dcmha_matrix_backward_post,
+    "dcmha_matrix_backward_pre": dcmha_matrix_backward_pre,
+}

@@ -1,0 +1,173 @@
+"""Kernels of `dcmha_triton` for bands of causal windows: the matrix products between rows and maps.
+
+Column `s` of row `t` of a map is key `s + t // step * step`, counted from the chunk's first key (`dcmha_triton_cut`).
+Batched products of a vendor want one stride from block to block and one product for each, so that they would need a
+copy of keys and values for each block that reaches them, about 3, and leave as many partial gradients to add up. Here
+rows are read where they lie, and each key's gradient is written once:
+
+    dcmha_band_maps     z[t, s] = x[t] . y[key(t, s)]              scores, gradients of composed probabilities
+    dcmha_band_queries  x[t] = sum_s z[t, s] y[key(t, s)]          output, gradients of queries
+    dcmha_band_keys     y[k] = sum_{key(t, s) = k} z[t, s] x[t]    gradients of values and of keys
+
+All three are bound by the map, which each moves once: 2 bytes in half precision for each (head, query, key), where a
+product has `2 D` operations. Tiles of maps that no query of them can see are not read. Heads that share keys and values
+add up in `dcmha_band_keys`. A width is filled up to a power of two.
+
+Why not one kernel for a whole window: composition needs the scores of all heads, and the output those of all keys. A
+multiprocessor has room for 16 queries of them (16 heads, 272 keys, float16: 136 KiB), so that a key and its value would
+be read for 16 queries: `2 * 2 D (W + 16) / (16 W)` bytes for each (head, query, visible key), 17 at `D = 64` and
+`W = 256`. Here a forward pass moves a map five times, with blocks of 64 queries 12.5 bytes, and the tiles read 4 + 2
+bytes of rows for each entry, 7.5: 20 bytes. That is about as many, from memory that both sides may share with other
+programs; one kernel would save launches, but the backward pass has four maps at once and no room for 16 queries.
+"""
+
+from .tiles import is_reached, opened, product, rounded, shift_of
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def places_of(rows, strides, item, head, positions, is_real, width: tl.constexpr):
+    """`[block, filled]`, where rows of one head lie, and what of it is there; `strides` of items, heads, positions."""
+    channel = tl.arange(0, triton.next_power_of_2(width))[None, :]
+    first = rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return first + (positions.to(tl.int64)[:, None] * strides[2] + channel), is_real[:, None] & (channel < width)
+
+
+@triton.jit
+def load_rows(places):
+    """What lies there, and zeros elsewhere."""
+    return tl.load(places[0], mask=places[1], other=0.0)
+
+
+@triton.jit
+def store_rows(places, rows):
+    """Writes what `load_rows` reads."""
+    tl.store(places[0], rounded(rows, places[0].dtype.element_ty), mask=places[1])
+
+
+@triton.jit
+def is_key(positions, where):
+    """Which of these are positions of real keys."""
+    return (positions >= 0) & (positions < opened(where.real_keys))
+
+
+@triton.jit
+def tile_of(maps, plane, t, s, sizes):
+    """`[block_t, block_s]`, where a tile lies in maps `[items, H, c, n]`; a plane is one head's map of one item."""
+    return maps + plane.to(tl.int64) * sizes.queries * sizes.keys + (t[:, None] * sizes.keys + s[None, :])
+
+
+@triton.jit
+def dcmha_band_maps(
+    left,  # [items, H, c of T, D]
+    right,  # [items, H_kv, S, D]
+    maps,  # [items, H, c, n], written
+    left_strides,
+    right_strides,
+    sizes,
+    where,
+    scaling,
+    heads: tl.constexpr,
+    share: tl.constexpr,
+    width: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """A tile of one head's map: scaled products of its queries' rows with its keys' rows."""
+    item, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
+    t, s = tl.program_id(1) * block_t + tl.arange(0, block_t), tl.program_id(0) * block_s + tl.arange(0, block_s)
+    key = s + shift_of(where, tl.program_id(1) * block_t) + opened(where.start)
+    of_queries = load_rows(places_of(left, left_strides, item, head, t, t < opened(where.real_queries), width))
+    of_keys = load_rows(places_of(right, right_strides, item, head // share, key, is_key(key, where), width))
+    tile = product(of_queries, tl.trans(of_keys)) * scaling
+    tl.store(tile_of(maps, tl.program_id(2), t, s, sizes), rounded(tile, maps.dtype.element_ty))
+
+
+@triton.jit
+def dcmha_band_queries(
+    maps,  # [items, H, c, n]
+    right,  # [items, H_kv, S, D]
+    rows,  # [items, H, c of T, D], written
+    right_strides,
+    strides,
+    sizes,
+    where,
+    scaling,
+    heads: tl.constexpr,
+    share: tl.constexpr,
+    width: tl.constexpr,
+    reach: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """Rows of one head's queries: scaled sums over the keys of their block."""
+    plane, first = tl.program_id(1), tl.program_id(0) * block_t
+    item, head, t = (plane // heads).to(tl.int64), plane % heads, first + tl.arange(0, block_t)
+    start = shift_of(where, first) + opened(where.start)
+    total = tl.zeros([block_t, triton.next_power_of_2(width)], tl.float32)
+    for column in range(0, reach, block_s):
+        if is_reached(where, first, start + column, block_t, block_s):
+            s = column + tl.arange(0, block_s)
+            key = start + s
+            of_keys = load_rows(places_of(right, right_strides, item, head // share, key, is_key(key, where), width))
+            total += product(tl.load(tile_of(maps, plane, t, s, sizes)), of_keys)
+    store_rows(places_of(rows, strides, item, head, t, t < opened(where.real_queries), width), total * scaling)
+
+
+@triton.jit
+def dcmha_band_keys(
+    maps,  # [items, H, c, n]
+    left,  # [items, H, c of T, D]
+    rows,  # [items, H_kv, S, D], written, or added to
+    left_strides,
+    strides,
+    sizes,
+    where,
+    scaling,
+    heads: tl.constexpr,
+    share: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    reach: tl.constexpr,
+    is_added: tl.constexpr,
+    block_t: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """Rows of one head's keys: scaled sums over the queries of blocks that reach them, and over heads that share."""
+    first, kv_heads = tl.program_id(0) * block_s, heads // share
+    item, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
+    total = tl.zeros([block_s, triton.next_power_of_2(width)], tl.float32)
+    for member in range(share):
+        head = kv_head * share + member
+        for back in range((reach + step - 1) // step):
+            block = first // step - back
+            column = first - block * step
+            if (block >= 0) & (block * step < sizes.queries) & (column < reach):
+                for inside in range(0, step, block_t):
+                    query = block * step + inside
+                    if is_reached(where, query, opened(where.start) + first, block_t, block_s):
+                        t = query + tl.arange(0, block_t)
+                        tile = tl.load(tile_of(maps, item * heads + head, t, column + tl.arange(0, block_s), sizes))
+                        of_queries = places_of(left, left_strides, item, head, t, t < opened(where.real_queries), width)
+                        total += product(tl.trans(tile), load_rows(of_queries))
+    key = opened(where.start) + first + tl.arange(0, block_s)
+    places = places_of(rows, strides, item, kv_head, key, is_key(key, where), width)
+    total *= scaling
+    if is_added:
+        total += load_rows(places)
+    store_rows(places, total)
+
+
+BAND_KERNELS = {
+    "dcmha_band_maps": dcmha_band_maps,
+    "dcmha_band_queries": dcmha_band_queries,
+    "dcmha_band_keys": dcmha_band_keys,
+}

@@ -1,0 +1,127 @@
+"""The matrix products of `dcmha_triton`'s passes: all that a `Composer` does not do."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .arguments import Chunk, MapInputs
+from .workspace import Workspace, padded
+
+
+class Products(ABC):
+    """Makes maps `[items, H, c, n]` of rows, and rows of maps, one chunk after the other.
+
+    Args:
+        grad_output: `[B, T, H, D]`, in a backward pass.
+
+    Attributes:
+        output: `[B, T, H, D]`, in a forward pass: what `attend` has set.
+    """
+
+    output: Tensor
+
+    @abstractmethod
+    def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None: ...
+
+    @abstractmethod
+    def scores(self, chunk: Chunk) -> Tensor:
+        """Leaves the scaled scores in a buffer."""
+
+    @abstractmethod
+    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+        """Sets the output of the chunk's queries."""
+
+    @abstractmethod
+    def grad_composed(self, chunk: Chunk) -> Tensor:
+        """Leaves the gradients of composed probabilities in a buffer."""
+
+    @abstractmethod
+    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+        """Adds to the gradients of values, given composed probabilities."""
+
+    @abstractmethod
+    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+        """Sets the gradients of queries and adds to those of keys, given the gradients of scores."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients of `query`, `key` and `value`."""
+
+
+class VendorProducts(Products):
+    """The vendor's products, for chunks of whole rows."""
+
+    def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
+        self.work, self.kv_heads, width = work, inputs.key.shape[1], inputs.query.shape[3]
+        self.query = padded(inputs.query, 2, work.queries)
+        self.key, self.value = (
+            padded(rows, 2, work.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value)
+        )
+        self.score_query, self.score_key = self.query.to(work.score_dtype), self.key.to(work.score_dtype)
+        if grad_output is None:
+            self.output = self.query.new_zeros(work.batch, work.queries, work.heads, width)
+        else:
+            self.grad_output = padded(grad_output.transpose(1, 2), 2, work.queries)
+            self.grad_query = torch.zeros_like(self.query)
+            self.grad_key, self.grad_value = (
+                torch.zeros_like(rows, dtype=torch.float32) for rows in (self.key, self.value)
+            )
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = self.work.map("scores", chunk, self.work.score_dtype)
+        query, key = self._of_queries(self.score_query, chunk), self._of_keys(self.score_key, chunk)
+        _multiply(query, key.transpose(1, 2), out=self._grouped(scores), scaling=self.work.scaling)
+        return scores
+
+    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+        rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
+        self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
+
+    def grad_composed(self, chunk: Chunk) -> Tensor:
+        grads, value = self.work.map("grad_composed", chunk), self._of_keys(self.value, chunk)
+        _multiply(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
+        return grads
+
+    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+        self._add(self.grad_value, chunk, self._grouped(probs), self._of_queries(self.grad_output, chunk))
+
+    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+        grads, scaling = self._grouped(grads), self.work.scaling
+        self._add(self.grad_key, chunk, grads, self._of_queries(self.query, chunk), scaling)
+        total = self.grad_query[chunk.items, :, chunk.queries]
+        rows = total.new_empty(*grads.shape[:2], total.shape[-1])
+        _multiply(grads, self._of_keys(self.key, chunk), out=rows, scaling=scaling)
+        total.copy_(rows.view(total.shape))
+
+    def gradients(self) -> dict[str, Tensor]:
+        structure = self.work.structure
+        key, value = (
+            rows[:, : structure.keys].unflatten(0, (-1, self.kv_heads)) for rows in (self.grad_key, self.grad_value)
+        )
+        return {"query": self.grad_query[:, :, : structure.queries], "key": key, "value": value}
+
+    def _grouped(self, rows: Tensor) -> Tensor:
+        """`[items, H, c, D or n]` to what a product with keys takes, `[items * H_kv, H / H_kv * c, D or n]`."""
+        return rows.reshape(rows.shape[0] * self.kv_heads, -1, rows.shape[-1])
+
+    def _of_queries(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """`[B, H, T, D]` to grouped rows of the chunk's queries."""
+        return self._grouped(rows[chunk.items, :, chunk.queries])
+
+    def _of_keys(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """`[B * H_kv, S, D]` to `[items * H_kv, n, D]`, a view."""
+        return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
+
+    def _add(self, total: Tensor, chunk: Chunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
+        """Adds `maps^T @ rows * scaling` to the gradients of the chunk's keys."""
+        total, maps = self._of_keys(total, chunk), maps.transpose(1, 2)
+        if maps.is_cuda and maps.dtype != total.dtype:
+            torch.baddbmm(total, maps, rows, alpha=scaling, out_dtype=total.dtype, out=total)
+        else:
+            total.baddbmm_(maps.to(total.dtype), rows.to(total.dtype), alpha=scaling)
+
+
+def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
+    """`out = left @ right * scaling`, scaled before it is rounded."""
+    torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)

@@ -1,0 +1,108 @@
+"""The matrix products of `dcmha_triton` for causal windows, by kernels that know bands."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import Chunk, MapInputs
+from .matmuls import Products
+from .tiling import BandCut
+from .tuning import tile_of_band
+from .workspace import Workspace
+
+
+class BandProducts(Products):
+    """Rows are read where they lie; gradients of keys are summed in float32 where several chunks add to them."""
+
+    def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
+        assert isinstance(work.cut, BandCut)
+        self.work, self.cut = work, work.cut
+        self.query, self.key, self.value = map(_in_place, (inputs.query, inputs.key, inputs.value))
+        block_t, block_s, self.warps = tile_of_band(work.dtype)
+        # Whole tiles make a block, and what it reaches.
+        self.tile = math.gcd(self.cut.step, block_t), math.gcd(self.cut.step, self.cut.reach, block_s)
+        self.share = work.heads // self.key.shape[1]
+        self.is_added = len(self.cut.spans) > 1
+        if grad_output is None:
+            batch, heads, queries, width = self.query.shape
+            self.output = self.query.new_empty(batch, queries, heads, width)
+        else:
+            self.grad_output = _in_place(grad_output.transpose(1, 2))
+            self.grad_query = torch.empty_like(self.query)
+            dtype = torch.float32 if self.is_added else work.dtype
+            self.grad_key, self.grad_value = (
+                torch.zeros(rows.shape, dtype=dtype, device=work.device) for rows in (self.key, self.value)
+            )
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = self.work.map("scores", chunk, self.work.score_dtype)
+        return self._maps(chunk, self.query, self.key, scores, self.work.scaling)
+
+    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+        self._queries(chunk, probs, self.value, self.output.transpose(1, 2), 1.0)
+
+    def grad_composed(self, chunk: Chunk) -> Tensor:
+        return self._maps(chunk, self.grad_output, self.value, self.work.map("grad_composed", chunk), 1.0)
+
+    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+        self._keys(chunk, probs, self.grad_output, self.grad_value, 1.0)
+
+    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+        self._queries(chunk, grads, self.key, self.grad_query, self.work.scaling)
+        self._keys(chunk, grads, self.query, self.grad_key, self.work.scaling)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {"query": self.grad_query, "key": self.grad_key, "value": self.grad_value}
+
+    def _maps(self, chunk: Chunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:
+        """Sets maps to products of rows of queries and of keys."""
+        left, right = left[chunk.items, :, chunk.queries], right[chunk.items]
+        block_t, block_s = self.tile
+        items, queries, keys = chunk.counts
+        grid = keys // block_s, queries // block_t, items * self.work.heads
+        self._launch("dcmha_band_maps", grid, chunk, left, right, maps, _strides(left), _strides(right), scaling)
+        return maps
+
+    def _queries(self, chunk: Chunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
+        """Sets rows of the chunk's queries to sums over keys."""
+        right, rows = right[chunk.items], rows[chunk.items, :, chunk.queries]
+        grid = chunk.counts[1] // self.tile[0], chunk.counts[0] * self.work.heads
+        tensors = maps, right, rows, _strides(right), _strides(rows)
+        self._launch("dcmha_band_queries", grid, chunk, *tensors, scaling, reach=self.cut.reach)
+
+    def _keys(self, chunk: Chunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
+        """Adds sums over queries to rows of the chunk's keys."""
+        left, rows = left[chunk.items, :, chunk.queries], rows[chunk.items]
+        keys = chunk.keys.stop - chunk.keys.start
+        grid = keys // self.tile[1], chunk.counts[0] * rows.shape[1]
+        constants = {"step": self.cut.step, "reach": self.cut.reach, "is_added": self.is_added}
+        tensors = maps, left, rows, _strides(left), _strides(rows)
+        self._launch("dcmha_band_keys", grid, chunk, *tensors, scaling, **constants)
+
+    def _launch(self, name: str, grid: tuple[int, ...], chunk: Chunk, *arguments: Any, **constants: int) -> None:
+        *tensors_and_strides, scaling = arguments
+        block_t, block_s = self.tile
+        self.work.kernels[name][grid](
+            *tensors_and_strides,
+            chunk.sizes,
+            chunk.where,
+            scaling,
+            heads=self.work.heads,
+            share=self.share,
+            width=self.query.shape[3],
+            **constants,
+            block_t=block_t,
+            block_s=block_s,
+            num_warps=self.warps,
+        )
+
+
+def _in_place(rows: Tensor) -> Tensor:
+    """Rows that a kernel can read where they lie: with the channels of each one side by side."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _strides(rows: Tensor) -> tuple[int, ...]:
+    return rows.stride()[:3]

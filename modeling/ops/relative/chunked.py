@@ -1,0 +1,350 @@
+"""Relative attention in linear memory: one chunk of queries at a time, everything recomputed in the backward pass.
+
+Inside a chunk, scores against the position tables come from one matrix product with the reachable rows, ordered from
+the farthest distance to the nearest. Key `j` of the chunk's keys and query `t` then meet in column `c - 1 - t + j` (`c`
+queries to a chunk), which is row `t` of the product shifted by one more for each query: a view with a row stride
+shorter by one, so that the relative shift of Transformer-XL costs nothing in either direction.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masking import split_mask
+from .eager import relative_eager
+
+# Queries of a chunk.
+CHUNK = 64
+# The first arguments of the op, which have gradients.
+DIFFERENTIABLE = 6
+
+
+class Terms(NamedTuple):
+    """What all chunks share; tensors have heads first, so that heads are the batch of every matrix product."""
+
+    query: Tensor  # [H, B, T, D]
+    key: Tensor  # [H, B, S, D]
+    value: Tensor  # [H, B, S, D]
+    embeddings: Tensor | None  # [H, L, D], the farthest distance first
+    bias: Tensor | None  # [H, L], the farthest distance first
+    content_bias: Tensor | None  # [H, 1, 1, D]
+    visible: Tensor | None  # broadcastable to [H, B, T, S]
+    added: Tensor | None  # the same, additive
+
+
+def relative_chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    position_embeddings: Tensor | None,
+    position_bias: Tensor | None,
+    content_bias: Tensor | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    offset: int | Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, None]:
+    """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
+
+    Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
+
+    A single query, and queries that do not end where the keys end, take the definition: there it is linear too, and
+    such calls come from decoding.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == 1 or offset is not None or not is_causal:
+        output, _ = relative_eager(
+            query,
+            key,
+            value,
+            position_embeddings=position_embeddings,
+            position_bias=position_bias,
+            content_bias=content_bias,
+            scaling=scaling,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            offset=offset,
+            dropout=dropout,
+        )
+        return output, None
+    reach = keys if sliding_window is None else min(keys, sliding_window)
+    tensors = [
+        query,
+        key,
+        value,
+        None if position_embeddings is None else position_embeddings[:reach],
+        None if position_bias is None else position_bias[:reach],
+        content_bias,
+    ]
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    seed = torch.randint(2**62, ()) if dropout else None
+    return _forward_op(*tensors, attention_mask, seed, scaling, sliding_window, dropout), None
+
+
+@torch.library.custom_op("dynattn::relative_chunked", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    dropout: float,
+) -> Tensor:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
+            probs = chunk.probabilities(terms, scaling)
+            kept = chunk.dropout_mask(probs, dropout, seed)
+            probs = probs if kept is None else probs * kept
+            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = probs @ terms.value[:, :, chunk.keys]
+        return output
+
+
+@torch.library.custom_op("dynattn::relative_chunked_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor,
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    dropout: float,
+) -> list[Tensor]:
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+        grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
+        delta = (grad_output * output).sum(-1, keepdim=True).permute(2, 0, 1, 3)  # [H, B, T, 1]
+        grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
+        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
+            probs = chunk.probabilities(terms, scaling)
+            kept = chunk.dropout_mask(probs, dropout, seed)
+            grad_rows = grad_output[:, :, chunk.queries]
+            grads.value[:, :, chunk.keys] += (probs if kept is None else probs * kept).transpose(-1, -2) @ grad_rows
+            grad_probs = grad_rows @ terms.value[:, :, chunk.keys].transpose(-1, -2)
+            grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
+            grad_scores = grad_probs.sub_(delta[:, :, chunk.queries]).mul_(probs).mul_(scaling)
+            chunk.accumulate(terms, grads, grad_scores)
+        return _as_given(grads)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    batch, heads, queries, width = query.shape
+    return query.new_empty(batch, queries, heads, width)
+
+
+@_backward_op.register_fake
+def _(grad_output: Tensor, output: Tensor, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, *inputs[: DIFFERENTIABLE + 2])
+    ctx.settings = inputs[DIFFERENTIABLE + 2 :]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    output, *tensors = ctx.saved_tensors
+    grads = iter(_backward_op(grad_output, output, *tensors, *ctx.settings))
+    given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
+    return *given, None, None, *(None for _ in ctx.settings)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Chunk(NamedTuple):
+    """A run of queries and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    sliding_window: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+    def probabilities(self, terms: Terms, scaling: float) -> Tensor:
+        """Softmax of the scores, `[H, B, c, keys of the chunk]`, in the dtype of the queries."""
+        rows, columns = self.shape
+        query = terms.query[:, :, self.queries]
+        content = query if terms.content_bias is None else query + terms.content_bias
+        key = terms.key[:, :, self.keys].transpose(-1, -2)
+        positions = self._position_scores(terms, query)
+        if positions is None:
+            scores = (content @ key).mul_(scaling)
+        else:
+            batched = torch.baddbmm(
+                positions.reshape(-1, rows, columns),
+                content.flatten(0, 1),
+                key.flatten(0, 1),
+                beta=scaling,
+                alpha=scaling,
+            )
+            scores = batched.unflatten(0, query.shape[:2])
+        return self._softmax(scores, terms)
+
+    def accumulate(self, terms: Terms, grads: Terms, grad_scores: Tensor) -> None:
+        """Adds the gradients of everything that the scores were made of."""
+        query = terms.query[:, :, self.queries]
+        content = query if terms.content_bias is None else query + terms.content_bias
+        grad_query = grad_scores @ terms.key[:, :, self.keys]
+        grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
+        if grads.content_bias is not None:
+            grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
+        if terms.embeddings is not None or terms.bias is not None:
+            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, keys of the chunk]
+            if grads.bias is not None:
+                self._table_rows(grads.bias).add_(unshifted.sum(1)[:, self._hidden_columns(terms) :])
+            if terms.embeddings is not None and grads.embeddings is not None:
+                unshifted = unshifted[..., self._hidden_columns(terms) :]
+                rows = self._table_rows(grads.embeddings)
+                rows.add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
+                grad_query += (unshifted @ self._table_rows(terms.embeddings)).view_as(grad_query)
+        grads.query[:, :, self.queries] = grad_query
+
+    def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
+        """What to multiply probabilities by; the same in both passes, because it comes from the seed."""
+        if seed is None:
+            return None
+        generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
+        kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
+        return kept.to(probs.dtype).div_(1 - dropout)
+
+    def _position_scores(self, terms: Terms, query: Tensor) -> Tensor | None:
+        """Scores against the tables, shifted to `[H * B, c, keys of the chunk]`; entries of hidden keys are garbage."""
+        if terms.embeddings is None and terms.bias is None:
+            return None
+        heads, batch = query.shape[:2]
+        rows, columns = self.shape
+        hidden = self._hidden_columns(terms)
+        by_distance = query.new_empty(heads, batch * rows, columns)
+        by_distance[..., :hidden] = 0
+        reachable = by_distance[..., hidden:]
+        if terms.embeddings is None:
+            reachable.copy_(self._table_rows(terms.bias)[:, None])  # type: ignore[arg-type]
+        else:
+            table = self._table_rows(terms.embeddings).transpose(-1, -2)
+            if terms.bias is None:
+                torch.bmm(query.flatten(1, 2), table, out=reachable)
+            else:
+                torch.baddbmm(self._table_rows(terms.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+        return by_distance.as_strided(
+            (heads * batch, rows, columns), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+        )
+
+    def _unshift(self, grad_scores: Tensor) -> Tensor:
+        """The way back of the relative shift: gradients by distance, `[H, B, c, keys of the chunk]`, 0 where hidden."""
+        rows, columns = self.shape
+        by_distance = torch.zeros_like(grad_scores)
+        flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
+        # A row of the shifted view ends where the next begins: that one entry is the last key, which only the last
+        # query sees.
+        shifted = flat.as_strided(
+            (flat.shape[0], rows, columns - 1), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+        )
+        shifted.copy_(source[..., :-1])
+        flat[:, -1, -1] = source[:, -1, -1]
+        return by_distance
+
+    def _table_rows(self, table: Tensor) -> Tensor:
+        """The rows of a farthest-first table that queries of this chunk reach."""
+        return table[:, max(table.shape[1] - self.shape[1], 0) :]
+
+    def _hidden_columns(self, terms: Terms) -> int:
+        """Columns, from the left, whose distance lies beyond the tables; the window hides them from every query."""
+        table = terms.embeddings if terms.embeddings is not None else terms.bias
+        return 0 if table is None else max(self.shape[1] - table.shape[1], 0)
+
+    def _softmax(self, scores: Tensor, terms: Terms) -> Tensor:
+        rows, columns = self.shape
+        ahead = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
+        scores[..., columns - rows :].masked_fill_(ahead, -torch.inf)
+        if self.sliding_window is not None and columns > self.sliding_window:
+            # The first query that loses sight of the first key is the one `sliding_window` keys behind it.
+            behind = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
+            behind.tril_(columns - rows - self.sliding_window)
+            scores.masked_fill_(behind, -torch.inf)
+        hidden = None
+        if terms.added is not None:
+            scores = scores + self._of_chunk(terms.added)
+        if terms.visible is not None:
+            hidden = ~self._of_chunk(terms.visible)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        probs = torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
+        if hidden is None:
+            return probs
+        return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
+
+    def _of_chunk(self, mask: Tensor) -> Tensor:
+        """The part of a mask, broadcastable to `[H, B, T, S]`, that belongs to this chunk."""
+        mask = mask[:, :, self.queries] if mask.shape[2] > 1 else mask
+        return mask[..., self.keys] if mask.shape[3] > 1 else mask
+
+
+def _chunks(queries: int, keys: int, sliding_window: int | None) -> list[_Chunk]:
+    """Cuts the queries, which end where the keys end, into runs of `CHUNK`."""
+    first, chunks = keys - queries, []
+    for start in range(0, queries, CHUNK):
+        stop = min(start + CHUNK, queries)
+        oldest = 0 if sliding_window is None else max(first + start - sliding_window + 1, 0)
+        chunks.append(_Chunk(slice(start, stop), slice(oldest, first + stop), sliding_window))
+    return chunks
+
+
+def _heads_first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embeddings: Tensor | None,
+    bias: Tensor | None,
+    content_bias: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Terms:
+    """Lays everything out for the chunks: heads first, tables from the farthest distance to the nearest."""
+    visible, added = split_mask(attention_mask)
+    query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+    return Terms(
+        query,
+        key,
+        value,
+        None if embeddings is None else embeddings.flip(0).transpose(0, 1).contiguous(),
+        None if bias is None else bias.flip(0).T.contiguous(),
+        None if content_bias is None else content_bias[:, None, None],
+        *(None if mask is None else _four_dimensions(mask).transpose(0, 1) for mask in (visible, added)),
+    )
+
+
+def _four_dimensions(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _as_given(grads: Terms) -> list[Tensor]:
+    """Gradients in the shapes of the op's arguments, of those that are there."""
+    given = [
+        *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
+        None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),
+        None if grads.bias is None else grads.bias.T.flip(0),
+        None if grads.content_bias is None else grads.content_bias[:, 0, 0],
+    ]
+    return [grad.contiguous() for grad in given if grad is not None]

@@ -1,0 +1,79 @@
+"""The truth: relative attention in the order of its equation, with every intermediate in memory."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masking import both, masked_softmax, split_mask
+
+
+def relative_eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    position_embeddings: Tensor | None,
+    position_bias: Tensor | None,
+    content_bias: Tensor | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    offset: int | Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`relative_attention` by definition. Softmax runs in at least float32.
+
+    Returns:
+        The output `[B, T, H, D]` and the probabilities `[B, H, T, S]`.
+    """
+    distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
+    content_query = query if content_bias is None else query + content_bias[:, None]
+    scores = content_query @ key.transpose(-1, -2)  # [B, H, T, S]
+    positions = position_scores(query, position_embeddings, position_bias, distance)
+    scores = (scores if positions is None else scores + positions) * scaling
+    given, bias = split_mask(attention_mask)
+    visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
+    probs = masked_softmax(scores if bias is None else scores + bias, visible)
+    probs = F.dropout(probs, dropout) if dropout else probs
+    return (probs @ value).transpose(1, 2), probs
+
+
+def key_distances(queries: int, keys: int, offset: int | Tensor | None, device: torch.device) -> Tensor:
+    """How many tokens each key lies before each query, `[T, S]`; negative for later keys."""
+    first = keys - queries if offset is None else offset
+    return (torch.arange(queries, device=device) + first)[:, None] - torch.arange(keys, device=device)
+
+
+def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int | None) -> Tensor | None:
+    """Which distances a query sees, same shape; None where it sees all."""
+    if not is_causal and sliding_window is None:
+        return None
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if is_causal:
+        visible &= distance >= 0
+    if sliding_window is not None:
+        visible &= distance.abs() < sliding_window
+    return visible
+
+
+def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | None, distance: Tensor) -> Tensor | None:
+    """The terms of the score that read the position tables, before scaling.
+
+    Args:
+        query: `[B, H, T, D]`.
+        embeddings, bias: `[L, H, D]` and `[L, H]`, either may be None.
+        distance: `[T, S]`; what lies outside the tables takes their nearest row, and must be hidden by the caller.
+
+    Returns:
+        Broadcastable to `[B, H, T, S]`; None without tables.
+    """
+    scores: Tensor | None = None
+    if embeddings is not None:
+        by_distance = torch.einsum("bhtd,lhd->bhtl", query, embeddings)
+        rows = distance.clamp(0, embeddings.shape[0] - 1).expand(*query.shape[:3], -1)
+        scores = by_distance.gather(-1, rows)
+    if bias is not None:
+        by_distance = bias[distance.clamp(0, bias.shape[0] - 1)].permute(2, 0, 1)  # [H, T, S]
+        scores = by_distance if scores is None else scores + by_distance
+    return scores

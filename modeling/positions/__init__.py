@@ -1,0 +1,1 @@
+"""How a model knows where its tokens stand."""
