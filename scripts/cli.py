@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .errors import UserError
+from .common.errors import UserError
 
 JOBS = {
     "pretrain": ("dynattn.scripts.pretrain.main", "train a model from scratch, or continue one, with Accelerate"),

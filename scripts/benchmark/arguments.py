@@ -5,11 +5,11 @@ from typing import Literal
 
 import torch
 
-from ..errors import UserError
-from .shapes import Shape, parse_shape
+from ..common.errors import UserError
+from .harness.settings import LAYERS, VOCABULARY, Settings
+from .harness.shapes import parse_shape
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-LAYERS, VOCABULARY = 2, 2048
 # What one sample of a fast call lasts at least: shorter ones would measure the clock.
 SAMPLE_SECONDS, QUICK_SAMPLE_SECONDS = 0.05, 0.01
 
@@ -68,26 +68,6 @@ class BenchmarkArguments:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"budget must be more than 0 seconds, not {self.budget:g}")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments as the subjects read them."""
-
-    dtype: torch.dtype
-    device: torch.device
-    window: int | None
-    batch_size: int
-    seed: int
-    rounds: int
-    sample_seconds: float
-    quick: bool
-    shapes: tuple[Shape, ...]
-    budget: float | None = None
-    layers: int = LAYERS
-    vocabulary: int = VOCABULARY
-    # When to begin no further case, on the monotonic clock.
-    end: float | None = None
 
 
 def listed(values: list[str]) -> list[str]:

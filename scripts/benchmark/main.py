@@ -14,23 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..arguments import parse_arguments
-from ..errors import UserError
-from .accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
-from .arguments import BenchmarkArguments, Settings, listed, read_settings
-from .attention import ATTENTION
-from .contest import COMPILED, OVER_BUDGET, Case, Contestant, Subject, run_case
-from .decode import DECODE
-from .long import LONG
-from .measuring import copy_rate, gemm_rate
-from .models import BLOCK, PREFILL, TRAINING
-from .preset import GPU, check_device, run_preset
-from .process import circumstances, pin_process
-from .profile import PROFILE, add_profiles, pass_rate
-from .relative import RELATIVE_ATTENTION
-from .shapes import Shape, parse_shape
-from .step import STEP
-from .tables import case_title, format_case, format_record
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
+from ..common.measuring import copy_rate, gemm_rate
+from .arguments import BenchmarkArguments, listed, read_settings
+from .gpu_preset import GPU, check_device, run_preset
+from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
+from .harness.contest import COMPILED, OVER_BUDGET, Case, Contestant, Subject, run_case
+from .harness.process import circumstances, pin_process
+from .harness.settings import Settings
+from .harness.shapes import Shape, parse_shape
+from .report.tables import case_title, format_case, format_record
+from .subjects.attention import ATTENTION
+from .subjects.decode import DECODE
+from .subjects.generation_step import STEP
+from .subjects.long_sequences import LONG
+from .subjects.models import BLOCK, PREFILL, TRAINING
+from .subjects.profile import PROFILE, add_profiles, pass_rate
+from .subjects.relative import RELATIVE_ATTENTION
 
 SUBJECTS = {
     one.name: one for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, LONG, PROFILE)
@@ -222,7 +223,7 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
 def draw_plots(record: dict[str, Any], folder: Path) -> None:
     """Draws everything, or says that it cannot: a machine that only measures needs no Matplotlib."""
     try:
-        from .plots import draw_everything
+        from .report.plots import draw_everything
     except ModuleNotFoundError as error:
         print(f"no plots: {error}; draw them elsewhere with `dynattn benchmark --redraw {folder / RECORD}`")
     else:

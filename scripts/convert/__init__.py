@@ -3,16 +3,16 @@
 `upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA`.
 """
 
-from .arguments import OfficialArguments
 from .check import CheckArguments, compare_checkpoints
-from .job import Conversion, convert_official
-from .llama_layout import LLAMA
-from .neox_layout import NEOX
-from .rcmha_arguments import RCMHAArguments
-from .rcmha_job import RCMHAConversion, convert_rcmha
-from .upcycle import upcycle_checkpoint
-from .upcycle_arguments import UpcycleArguments
-from .upcycle_plan import Upcycling
+from .official.arguments import OfficialArguments
+from .official.job import Conversion, convert_official
+from .rcmha.arguments import RCMHAArguments
+from .rcmha.job import RCMHAConversion, convert_rcmha
+from .upcycle.arguments import UpcycleArguments
+from .upcycle.job import upcycle_checkpoint
+from .upcycle.parents.llama import LLAMA
+from .upcycle.parents.neox import NEOX
+from .upcycle.plan import Upcycling
 
 __all__ = [
     "LLAMA",

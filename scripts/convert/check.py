@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 
 from transformers.utils.logging import disable_progress_bar
 
-from ..arguments import parse_arguments
-from ..errors import UserError
-from .arguments import name_folders
-from .hub import locate
-from .probing import Comparison, ask, compare_answers, load_config, load_for_probe, make_probe
-from .upcycle import describe, describe_effect
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
+from .common.arguments import name_folders
+from .common.hub import locate
+from .common.probe import (
+    Comparison,
+    ask,
+    compare_answers,
+    describe,
+    describe_effect,
+    load_config,
+    load_for_probe,
+    make_probe,
+)
 
 
 @dataclass

@@ -6,13 +6,13 @@ Run: `dynattn convert KIND SRC DST [--option value]`
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..errors import UserError
+from ..common.errors import UserError
 
 SUB_JOBS = {
-    "official": ("dynattn.scripts.convert.official", "DCFormer and DCPythia as the authors released them"),
-    "rcmha": ("dynattn.scripts.convert.rcmha", "RCMHA, RMHA, MDHA and MHA as their authors' code stores them"),
-    "pythia": ("dynattn.scripts.convert.pythia", "Pythia or another GPT-NeoX into a DCPythia that starts as it"),
-    "llama": ("dynattn.scripts.convert.llama", "Llama, Mistral or Qwen3 into a DCFormer that starts as it"),
+    "official": ("dynattn.scripts.convert.official.main", "DCFormer and DCPythia as the authors released them"),
+    "rcmha": ("dynattn.scripts.convert.rcmha.main", "RCMHA, RMHA, MDHA and MHA as their authors' code stores them"),
+    "pythia": ("dynattn.scripts.convert.upcycle.pythia", "Pythia or another GPT-NeoX to a DCPythia that starts as it"),
+    "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral or Qwen3 into a DCFormer that starts as it"),
     "check": ("dynattn.scripts.convert.check", "compare the logits of any two checkpoints"),
 }
 

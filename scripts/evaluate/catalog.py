@@ -9,8 +9,8 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from ..errors import UserError
-from .hub import offline_if_unreachable
+from ..common.errors import UserError
+from .offline import offline_if_unreachable
 
 TASKS = Path(__file__).parent / "tasks"
 HELDOUT = "builtin_heldout"

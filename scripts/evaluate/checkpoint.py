@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import dynattn  # noqa: F401  registers the model types
 
-from ..errors import UserError
-from .hub import offline_if_unreachable
+from ..common.errors import UserError
+from .offline import offline_if_unreachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 

@@ -15,9 +15,9 @@ from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ..corpus import builtin_documents
-from ..errors import UserError
-from ..memory import check_memory, longest_segment
+from ..common.builtin_corpus import builtin_documents
+from ..common.errors import UserError
+from ..common.segment_memory import check_memory, longest_segment
 from .catalog import HELDOUT, SUITES, TaskCatalog, leaf_tasks
 from .checkpoint import check_pair, refuse_nan
 from .heldout import score_documents

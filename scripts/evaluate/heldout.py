@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..corpus import builtin_documents
+from ..common.builtin_corpus import builtin_documents
 
 METRIC = Path(__file__).parent / "metrics" / "next_token.py"
 

@@ -13,7 +13,7 @@ from lm_eval.utils import setup_logging
 
 import dynattn  # noqa: F401  registers the model types
 
-from ..errors import UserError
+from ..common.errors import UserError
 from .catalog import TASKS
 
 

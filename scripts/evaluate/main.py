@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..arguments import parse_arguments
-from ..errors import UserError
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
 from .catalog import SUITES, TaskCatalog
 from .checkpoint import load_checkpoint
 from .harness import evaluate_model

@@ -15,8 +15,8 @@ import torch
 from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
-from ..environment import hardware, versions
-from ..errors import UserError
+from ..common.environment import hardware, versions
+from ..common.errors import UserError
 
 RESULTS, TABLE, SAMPLES = "results.json", "results.md", "samples.jsonl"
 

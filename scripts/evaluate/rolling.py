@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from ..streams import TokenStreams
+from ..common.token_streams import TokenStreams
 from .checkpoint import refuse_nan
 
 IGNORED = -100

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ..errors import UserError
+from ..common.errors import UserError
 
 Precision = Literal["no", "bf16"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .arguments import PretrainArguments
-from .documents import is_hub_name
+from .data.documents import is_hub_name
 from .results import Result
 
 LISTED_ARGUMENTS = (

@@ -17,22 +17,24 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broad
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..environment import hardware, versions
-from ..errors import UserError
-from ..memory import NoMemory, StreamMemory
-from . import checkpoint, tokenizer
+from ..common.environment import hardware, versions
+from ..common.errors import UserError
+from ..common.segment_memory import NoMemory, StreamMemory
 from .arguments import PretrainArguments
 from .card import write_card
-from .checkpoint import Fingerprint, Progress
-from .metrics import MetricsLog
+from .data import tokenizer
+from .data.batch_order import TrainingOrder
+from .data.packing import Sequences
+from .data.preparation import Source, open_sequences, prepare
 from .model import build_config, build_model, count_parameters
-from .optimizer import CosineSchedule, build_optimizer
-from .order import TrainingOrder
-from .packing import Sequences
-from .preparation import Source, open_sequences, prepare
+from .optimizer import build_optimizer
+from .outputs import checkpoint
+from .outputs.checkpoint import Fingerprint, Progress
+from .outputs.metrics import MetricsLog
+from .outputs.run_folder import RunFolder, remove
+from .outputs.throughput import Speedometer
 from .results import Result, measured
-from .run_folder import RunFolder, remove
-from .speed import Speedometer
+from .schedule import CosineSchedule
 from .trainer import Trainer
 from .validation import Validation
 

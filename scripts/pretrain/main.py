@@ -3,7 +3,7 @@
     dynattn pretrain [FILE.yaml] [--option value ...]
     torchrun --nproc_per_node 2 -m dynattn.scripts.cli pretrain [FILE.yaml] [--option value ...]
 
-FILE.yaml is a file of yours or the name of one that ships beside this module, like `tiny.yaml`.
+FILE.yaml is a file of yours or the name of one of the shipped `recipes`, like `tiny.yaml`.
 The output folder must be on storage that all processes see.
 """
 
@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..arguments import parse_arguments
-from ..errors import UserError
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .job import pretrain
 from .results import Result
 
+RECIPES = Path(__file__).parent / "recipes"
 DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def find_shipped(argv: Sequence[str]) -> list[str]:
     """Puts the path of a shipped YAML file in place of its bare name, unless the user has a file of that name."""
-    shipped = Path(__file__).with_name(argv[0]) if argv else None
+    shipped = RECIPES / argv[0] if argv else None
     if shipped is None or shipped.suffix != ".yaml" or Path(argv[0]).exists() or not shipped.exists():
         return list(argv)
     return [str(shipped), *argv[1:]]

@@ -20,10 +20,10 @@ from dynattn import keep_attention_outputs  # the front door registers the packa
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.head_composition import DynamicComposition
 
-from ..errors import UserError
-from ..memory import check_memory
+from ..common.errors import UserError
+from ..common.segment_memory import check_memory
 from .arguments import PretrainArguments
-from .tokenizer import required_vocabulary, start_token_id
+from .data.tokenizer import required_vocabulary, start_token_id
 
 DEFAULT_MODEL_TYPE = "dcformer"
 DEFAULT_MODEL_SIZE = "tiny"

@@ -1,8 +1,5 @@
 """AdamW's parameter groups and the learning rate as a function of the step."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,31 +7,6 @@ from torch import nn
 
 from .arguments import PretrainArguments
 from .model import composition_weights
-
-
-@dataclass(frozen=True)
-class CosineSchedule:
-    """Linear warmup to `peak`, then a cosine to `peak * min_ratio` at the last of `max_steps` updates.
-
-    Weights that learn from update `first_step` on meet the same cosine, after a warmup of their own: Adam knows nothing
-    of them yet, and full steps in the direction of its first gradients would undo what they have learned.
-    """
-
-    peak: float
-    warmup_steps: int
-    max_steps: int
-    min_ratio: float
-    first_step: int = 0
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 0; 0 before `first_step`."""
-        if step < self.first_step:
-            return 0.0
-        progress = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
-        cosine = (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
-        rate = self.peak * (self.min_ratio + (1 - self.min_ratio) * cosine)
-        learned = step - self.first_step + 1
-        return rate * learned / self.warmup_steps if learned < self.warmup_steps else rate
 
 
 def build_optimizer(model: nn.Module, arguments: PretrainArguments) -> torch.optim.AdamW:
@@ -64,24 +36,3 @@ def build_optimizer(model: nn.Module, arguments: PretrainArguments) -> torch.opt
         eps=arguments.adam_epsilon,
         fused=next(model.parameters()).is_cuda,
     )
-
-
-def group_schedules(schedule: CosineSchedule, arguments: PretrainArguments) -> list[CosineSchedule]:
-    """The schedule of each group of `build_optimizer`; that of the composition has its own peak and is never frozen."""
-    if not arguments.treats_composition_apart:
-        return [schedule, schedule]
-    peak = arguments.composition_learning_rate or schedule.peak
-    return [schedule, schedule, replace(schedule, peak=peak, first_step=0)]
-
-
-def prepare_update(optimizer: torch.optim.Optimizer, schedules: Sequence[CosineSchedule], step: int) -> None:
-    """Sets the learning rates of update `step`, between its backward pass and the clipping of its gradients.
-
-    Groups that do not learn yet lose their gradients: AdamW passes a weight without one by, so that neither decay nor
-    moments begin before its first update. Processes need not know, as they have exchanged all gradients.
-    """
-    for group, schedule in zip(optimizer.param_groups, schedules, strict=True):
-        group["lr"] = schedule(step)
-        if step < schedule.first_step:
-            for weight in group["params"]:
-                weight.grad = None

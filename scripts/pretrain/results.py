@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import PretrainArguments
-from .metrics import Record, read_metrics
 from .model import ParameterCounts
+from .outputs.metrics import Record, read_metrics
 from .validation import Validation
 
 # What training lines of the metrics say of speed.

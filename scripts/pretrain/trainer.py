@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..errors import UserError
-from ..memory import NoMemory
-from . import checkpoint
+from ..common.errors import UserError
+from ..common.segment_memory import NoMemory
 from .arguments import PretrainArguments
-from .checkpoint import Fingerprint, Progress
-from .metrics import MetricsLog
+from .data.batch_order import ProcessBatches, TrainingOrder
+from .data.packing import Sequences
 from .model import loss_options
-from .optimizer import CosineSchedule, group_schedules, prepare_update
-from .order import ProcessBatches, TrainingOrder
-from .packing import Sequences
-from .run_folder import RunFolder
-from .speed import Speedometer
+from .outputs import checkpoint
+from .outputs.checkpoint import Fingerprint, Progress
+from .outputs.metrics import MetricsLog
+from .outputs.run_folder import RunFolder
+from .outputs.throughput import Speedometer
+from .schedule import CosineSchedule, group_schedules, prepare_update
 from .validation import Validation, count_targets, validate
 
 Batch = dict[str, Tensor]

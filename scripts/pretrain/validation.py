@@ -9,9 +9,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ..memory import NoMemory
+from ..common.segment_memory import NoMemory
+from .data.packing import IGNORED, Sequences
 from .model import loss_options
-from .packing import IGNORED, Sequences
 
 
 @dataclass(frozen=True)

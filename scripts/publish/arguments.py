@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import UserError
+from ..common.errors import UserError
 
 
 @dataclass

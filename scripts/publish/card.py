@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig
 
-from ..errors import UserError
+from ..common.errors import UserError
 from .checkpoint import Checkpoint, last_line
 
 TASKS = {

@@ -10,9 +10,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 import dynattn
 from dynattn.remote_code import registered_classes
 
-from ..checkpoint_folder import read_config
-from ..errors import UserError
-from ..messages import last_line
+from ..common.checkpoint_files import read_config
+from ..common.errors import UserError, last_line
 from .weights import Weights, read_weights
 
 TOKENIZER_FILES = (

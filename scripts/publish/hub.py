@@ -7,8 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from ..errors import UserError
-from ..messages import last_line
+from ..common.errors import UserError, last_line
 
 # What an earlier push may have left behind and Transformers would prefer to, or mix with, the files of this one.
 STALE = ["*.safetensors", "*.safetensors.index.json", "*.py", "pytorch_model*.bin*"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynattn.remote_code import write_code
 
-from ..staging import check_destination, recover, staged_folder
+from ..common.atomic_folder import check_destination, recover, staged_folder
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint

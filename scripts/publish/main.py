@@ -6,7 +6,7 @@ Run: `dynattn publish CHECKPOINT [--output FOLDER] [--repo NAME/MODEL] [--dry_ru
 import sys
 from collections.abc import Iterator, Sequence
 
-from ..arguments import parse_arguments
+from ..common.arguments import parse_arguments
 from .arguments import PublishArguments
 from .job import Publication, publish
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import dynattn
 
-from ..errors import UserError
-from ..messages import last_line
+from ..common.errors import UserError, last_line
 from . import probe
 from .checkpoint import Checkpoint
 

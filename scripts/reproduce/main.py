@@ -6,7 +6,7 @@ Run: `dynattn reproduce STUDY [--option value]`
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..errors import UserError
+from ..common.errors import UserError
 
 STUDIES = {
     "tiny-shakespeare": (
@@ -15,7 +15,7 @@ STUDIES = {
     ),
     "quickstart": ("dynattn.scripts.reproduce.quickstart", "a small DCFormer beside a plain Transformer"),
     "upcycling": (
-        "dynattn.scripts.reproduce.upcycling",
+        "dynattn.scripts.reproduce.upcycling.main",
         "continued training of a GPT-NeoX with and without composition",
     ),
 }

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..arguments import parse_arguments
-from ..errors import UserError
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
 from .plots import draw_losses
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}

@@ -17,7 +17,7 @@ from dynattn import (
     RCMHAForCausalLM,
     keep_attention_outputs,
 )
-from dynattn.scripts.benchmark.measuring import peak_memory
+from dynattn.scripts.common.measuring import peak_memory
 
 LAYERS = 3
 IDS = torch.randint(1, 97, (2, 150), generator=torch.Generator().manual_seed(7))

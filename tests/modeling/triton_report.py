@@ -11,8 +11,8 @@ from typing import Any
 
 from test_triton_compile import SHARED_MEMORY, compile_elsewhere
 
-from dynattn.scripts.benchmark.process import source_commit
-from dynattn.scripts.environment import versions
+from dynattn.scripts.benchmark.harness.process import source_commit
+from dynattn.scripts.common.environment import versions
 
 COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled": "spilled, bytes"}
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}

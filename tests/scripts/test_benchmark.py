@@ -15,11 +15,16 @@ from torch import Tensor
 
 from dynattn.modeling.ops.dcmha import attention as dcmha
 from dynattn.scripts import cli
-from dynattn.scripts.benchmark import long, plots, process
 from dynattn.scripts.benchmark import main as benchmark
-from dynattn.scripts.benchmark.accuracy import judge
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.measuring import (
+from dynattn.scripts.benchmark.harness import process
+from dynattn.scripts.benchmark.harness.accuracy import judge
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, make_inputs, truth_in
+from dynattn.scripts.benchmark.harness.shapes import Shape, parse_shape, visible_pairs
+from dynattn.scripts.benchmark.report import plots
+from dynattn.scripts.benchmark.report.tables import format_record
+from dynattn.scripts.benchmark.subjects import long_sequences as long
+from dynattn.scripts.common.measuring import (
     LEAST_ROUNDS,
     MOST_CALLS,
     calls_of_a_sample,
@@ -27,9 +32,6 @@ from dynattn.scripts.benchmark.measuring import (
     peak_memory,
     summarize,
 )
-from dynattn.scripts.benchmark.problem import COMPOSED, make_inputs, truth_in
-from dynattn.scripts.benchmark.shapes import Shape, parse_shape, visible_pairs
-from dynattn.scripts.benchmark.tables import format_record
 
 CPU = torch.device("cpu")
 PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png", "profile.png"}

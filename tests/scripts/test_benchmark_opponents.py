@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
-from dynattn.scripts.benchmark import models, relative
-from dynattn.scripts.benchmark.arguments import Settings
-from dynattn.scripts.benchmark.flops import attention_flops, composition_flops, decode_flops
-from dynattn.scripts.benchmark.opponents import (
+from dynattn.scripts.benchmark.baselines.dcmha import (
     attend_in_chunks,
     attend_whole,
     decode_with_matrices,
     key_matrix_cache,
     mixing_matrices,
 )
-from dynattn.scripts.benchmark.problem import (
+from dynattn.scripts.benchmark.baselines.relative import OfficialRelativeAttention, as_official, from_official
+from dynattn.scripts.benchmark.harness.inputs import (
     COMPOSED,
     PLAIN,
     STATIC,
@@ -33,9 +31,11 @@ from dynattn.scripts.benchmark.problem import (
     requiring_grad,
     truth_in,
 )
-from dynattn.scripts.benchmark.relative_opponent import OfficialRelativeAttention, as_official, from_official
-from dynattn.scripts.benchmark.shapes import Shape, visible_pairs
-from dynattn.scripts.flops import projection_flops
+from dynattn.scripts.benchmark.harness.settings import Settings
+from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
+from dynattn.scripts.benchmark.subjects import models, relative
+from dynattn.scripts.benchmark.subjects.op_flops import attention_flops, composition_flops, decode_flops
+from dynattn.scripts.common.flops import projection_flops
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent.parent / "golden"

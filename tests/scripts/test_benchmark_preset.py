@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
+from dynattn.scripts.benchmark import gpu_preset as preset
 from dynattn.scripts.benchmark import main as benchmark
-from dynattn.scripts.benchmark import preset
-from dynattn.scripts.benchmark.arguments import BenchmarkArguments, Settings, read_settings
-from dynattn.scripts.benchmark.preset import GPU, Part, make_trial, options_of, run_preset
-from dynattn.scripts.benchmark.shapes import parse_shape
-from dynattn.scripts.benchmark.tuning import Knob, Tuning, tune, using
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments, read_settings
+from dynattn.scripts.benchmark.gpu_preset import GPU, Part, make_trial, options_of, run_preset
+from dynattn.scripts.benchmark.harness.settings import Settings
+from dynattn.scripts.benchmark.harness.shapes import parse_shape
+from dynattn.scripts.benchmark.harness.tuning import Knob, Tuning, tune, using
 
 BLOCK, LEFT, RIGHT = (
     Knob("BLOCK", (16, 32, 64)),

@@ -13,11 +13,20 @@ from torch import Tensor
 from dynattn.modeling.ops.dcmha.chunked import chunk, tiling
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark import main as benchmark
-from dynattn.scripts.benchmark import process, profile
-from dynattn.scripts.benchmark.flops import attention_flops
-from dynattn.scripts.benchmark.problem import COMPOSED, PLAIN, Inputs, evaluate, make_inputs, requiring_grad
-from dynattn.scripts.benchmark.profile import BACKWARD_PARTS, FORWARD_PARTS, PROFILED, REST, UNCLOCKED, WHOLE, Clock
-from dynattn.scripts.benchmark.shapes import Shape, visible_pairs
+from dynattn.scripts.benchmark.harness import process
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN, Inputs, evaluate, make_inputs, requiring_grad
+from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
+from dynattn.scripts.benchmark.subjects import profile
+from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
+from dynattn.scripts.benchmark.subjects.profile import (
+    BACKWARD_PARTS,
+    FORWARD_PARTS,
+    PROFILED,
+    REST,
+    UNCLOCKED,
+    WHOLE,
+    Clock,
+)
 
 CPU = torch.device("cpu")
 HEADS, WIDTH, LENGTH = 2, 8, 100

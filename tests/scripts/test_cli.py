@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynattn.scripts import cli
-from dynattn.scripts.arguments import parse_arguments
-from dynattn.scripts.corpus import builtin_documents
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import quickstart
 from dynattn.scripts.reproduce.plots import draw_losses
 

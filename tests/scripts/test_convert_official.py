@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert.official_config import OfficialConfig
-from dynattn.scripts.convert.reference import OfficialModel
+from dynattn.scripts.convert.official.config import OfficialConfig
+from dynattn.scripts.convert.official.reference import OfficialModel
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.name for path in (*GOLDEN.glob("dcformer_*"), *GOLDEN.glob("dcpythia_*")))

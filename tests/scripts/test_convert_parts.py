@@ -17,14 +17,15 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert.arguments import OfficialArguments, name_folders, parse_size
-from dynattn.scripts.convert.official_config import OfficialConfig, field_warnings
-from dynattn.scripts.convert.official_export import to_json, to_official
-from dynattn.scripts.convert.official_layout import official_map
-from dynattn.scripts.convert.plan import meta_model, shapes_of
-from dynattn.scripts.convert.transforms import Chain, Keep, Reshape, Select, Split, Stack, Transform
-from dynattn.scripts.convert.weight_map import Drop, Rule, WeightMap, plan_export, plan_import, written_shapes
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.convert.common.arguments import name_folders, parse_size
+from dynattn.scripts.convert.common.planning import meta_model, shapes_of
+from dynattn.scripts.convert.common.transforms import Chain, Keep, Reshape, Select, Split, Stack, Transform
+from dynattn.scripts.convert.common.weight_map import Drop, Rule, WeightMap, plan_export, plan_import, written_shapes
+from dynattn.scripts.convert.official.arguments import OfficialArguments
+from dynattn.scripts.convert.official.config import OfficialConfig, field_warnings
+from dynattn.scripts.convert.official.export import to_json, to_official
+from dynattn.scripts.convert.official.layout import official_map
 
 RELEASED = {
     "dcformer": {
@@ -280,7 +281,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from dynattn.scripts.cli import main
-import dynattn.scripts.convert.official, transformers.models.auto.modeling_auto
+import dynattn.scripts.convert.official.main, transformers.models.auto.modeling_auto
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 assert main(["convert", "official", "--no-verify", *sys.argv[1:]]) == 0

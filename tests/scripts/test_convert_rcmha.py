@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from dynattn import DCFormerConfig, RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert import rcmha_layout
-from dynattn.scripts.convert.rcmha_config import OfficialRCMHAConfig
-from dynattn.scripts.convert.rcmha_reference import OfficialRCMHA
-from dynattn.scripts.convert.transforms import CausalKernel, Select
+from dynattn.scripts.convert.common.transforms import CausalKernel, Select
+from dynattn.scripts.convert.rcmha import layout as rcmha_layout
+from dynattn.scripts.convert.rcmha.config import OfficialRCMHAConfig
+from dynattn.scripts.convert.rcmha.reference import OfficialRCMHA
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 KINDS = ("rcmha", "rmha", "mdha", "mha")

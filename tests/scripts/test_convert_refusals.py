@@ -19,9 +19,11 @@ from transformers import PreTrainedConfig
 
 import dynattn
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert import official_layout, plan, shards, verify
-from dynattn.scripts.convert.transforms import Select
-from dynattn.scripts.convert.weight_map import Rule
+from dynattn.scripts.convert.common import comparison, shards
+from dynattn.scripts.convert.common.transforms import Select
+from dynattn.scripts.convert.common.weight_map import Rule
+from dynattn.scripts.convert.official import layout as official_layout
+from dynattn.scripts.convert.official import plan, verify
 
 SMALL = {
     "vocab_size": 61,
@@ -301,13 +303,13 @@ def test_a_full_disk_leaves_nothing(
 def test_memory_that_verification_lacks_is_told(
     official: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(comparison.os, "sysconf", lambda name: 1)
     assert "--no-verify" in refused()
 
 
 KILLED = """
 import os, signal
-from dynattn.scripts.convert import job
+from dynattn.scripts.convert.official import job
 from dynattn.scripts.cli import main
 def verify(*_): os.kill(os.getpid(), signal.SIGKILL)
 job.verify = verify

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert.transforms import Interleaved
-from dynattn.scripts.corpus import builtin_documents
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.convert.common.transforms import Interleaved
 
 VOCABULARY, ROWS = 280, 304  # embeddings are padded
 OFF = {"compose_pre": False, "compose_post": False}

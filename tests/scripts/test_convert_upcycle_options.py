@@ -222,7 +222,7 @@ def test_a_wrong_result_fails_the_command(
         (joined,) = tensors
         return list(joined.chunk(3))
 
-    monkeypatch.setattr("dynattn.scripts.convert.transforms.Interleaved.forward", swapped)
+    monkeypatch.setattr("dynattn.scripts.convert.common.transforms.Interleaved.forward", swapped)
     line = refused(capsys, "pythia", parent, parent.with_name("ours"))
     assert "logits differ from the source's" in line and "Nothing was written" in line
     assert not parent.with_name("ours").exists()
@@ -239,7 +239,7 @@ def test_a_name_on_the_hub_is_downloaded_in_one_format(
         return str(parent)
 
     listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in ("config.json", stored)])
-    monkeypatch.setattr("dynattn.scripts.convert.hub.snapshot_download", download)
+    monkeypatch.setattr("dynattn.scripts.convert.common.hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: listing)
     words = ("pythia", "someone/pythia", parent.with_name("ours"), "--revision", "step3000", "--no-verify")
     assert convert(*words) == 0

@@ -12,12 +12,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts.cli import main
-from dynattn.scripts.corpus import builtin_documents
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.rolling import roll_texts
-from dynattn.scripts.pretrain.tokenizer import train_bpe
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 HELDOUT = "builtin_heldout"
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

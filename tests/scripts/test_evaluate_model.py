@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.cli import main
-from dynattn.scripts.corpus import builtin_documents
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import catalog as catalog_module
 from dynattn.scripts.evaluate.catalog import SUITES, TASKS, TaskCatalog
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model

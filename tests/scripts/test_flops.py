@@ -16,10 +16,10 @@ from dynattn import (
     RCMHAConfig,
     RCMHAForCausalLM,
 )
-from dynattn.scripts.benchmark.flops import attention_flops
-from dynattn.scripts.benchmark.problem import COMPOSED
-from dynattn.scripts.benchmark.shapes import Shape
-from dynattn.scripts.flops import ModelFlops
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED
+from dynattn.scripts.benchmark.harness.shapes import Shape
+from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
+from dynattn.scripts.common.flops import ModelFlops
 
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}

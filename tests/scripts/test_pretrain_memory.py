@@ -18,14 +18,15 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from dynattn import RCMHAForCausalLM
-from dynattn.scripts.arguments import parse_arguments
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain import trainer as trainer_module
+from dynattn.scripts.pretrain.data.packing import IGNORED, StreamSegments, TokenStream
 from dynattn.scripts.pretrain.main import find_shipped
-from dynattn.scripts.pretrain.metrics import read_metrics
-from dynattn.scripts.pretrain.optimizer import CosineSchedule, build_optimizer
-from dynattn.scripts.pretrain.packing import IGNORED, StreamSegments, TokenStream
+from dynattn.scripts.pretrain.optimizer import build_optimizer
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
+from dynattn.scripts.pretrain.schedule import CosineSchedule
 
 STREAMS, SEGMENT = 4, 16
 MODEL: dict[str, Any] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dynattn.scripts.pretrain.order import ProcessBatches, TrainingOrder
-from dynattn.scripts.pretrain.packing import IGNORED, PackedSequences, TokenStream, split_long, write_stream
-from dynattn.scripts.pretrain.tokenizer import train_bpe
+from dynattn.scripts.pretrain.data.batch_order import ProcessBatches, TrainingOrder
+from dynattn.scripts.pretrain.data.packing import IGNORED, PackedSequences, TokenStream, split_long, write_stream
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.validation import count_targets
 
 # Three documents of 5, 1 and 4 text tokens between a start token 100 and an end token 101.

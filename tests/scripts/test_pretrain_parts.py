@@ -8,13 +8,14 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dynattn.scripts.arguments import parse_arguments
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.documents import cut_tail, hold_out, load_documents
+from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, load_documents
+from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, required_vocabulary, train_bpe
 from dynattn.scripts.pretrain.main import find_shipped
-from dynattn.scripts.pretrain.optimizer import CosineSchedule, build_optimizer
-from dynattn.scripts.pretrain.tokenizer import load_tokenizer, required_vocabulary, train_bpe
+from dynattn.scripts.pretrain.optimizer import build_optimizer
+from dynattn.scripts.pretrain.schedule import CosineSchedule
 from dynattn.scripts.pretrain.validation import Validation
 
 

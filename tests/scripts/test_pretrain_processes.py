@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from dynattn.scripts.pretrain.metrics import read_metrics
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

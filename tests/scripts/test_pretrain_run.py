@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynattn  # noqa: F401
 from dynattn.scripts.cli import main
-from dynattn.scripts.corpus import builtin_documents
-from dynattn.scripts.errors import UserError
-from dynattn.scripts.flops import ModelFlops
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain import trainer as trainer_module
-from dynattn.scripts.pretrain.documents import load_documents
-from dynattn.scripts.pretrain.metrics import read_metrics
+from dynattn.scripts.pretrain.data.documents import load_documents
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.results import RATES
-from dynattn.scripts.pretrain.tokenizer import train_bpe
 
 LLAMA = {
     "hidden_size": 16,

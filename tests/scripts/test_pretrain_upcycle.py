@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dynattn.scripts.arguments import parse_arguments
+from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert import NEOX, UpcycleArguments, upcycle_checkpoint
-from dynattn.scripts.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.main import find_shipped
-from dynattn.scripts.pretrain.metrics import read_metrics
 from dynattn.scripts.pretrain.model import composition_weights
-from dynattn.scripts.pretrain.optimizer import CosineSchedule, build_optimizer, group_schedules, prepare_update
+from dynattn.scripts.pretrain.optimizer import build_optimizer
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
+from dynattn.scripts.pretrain.schedule import CosineSchedule, group_schedules, prepare_update
 
 NEOX_CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 RUN: dict[str, Any] = {

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dynattn
 from dynattn.scripts.cli import main
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish import job, probe, verify
 from dynattn.scripts.publish.checkpoint import read_checkpoint
 from dynattn.scripts.publish.verify import (

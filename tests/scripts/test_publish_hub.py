@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 import dynattn
 from dynattn.scripts.cli import main
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish import publish
 from dynattn.scripts.publish.arguments import PublishArguments
 from dynattn.scripts.publish.hub import push

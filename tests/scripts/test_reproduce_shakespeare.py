@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dynattn.scripts import cli
-from dynattn.scripts.errors import UserError
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.token_streams import TokenStreams
 from dynattn.scripts.reproduce.tiny_shakespeare import main, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.paired import paired_difference
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
 from dynattn.scripts.reproduce.tiny_shakespeare.progress import Tally
 from dynattn.scripts.reproduce.tiny_shakespeare.record import make_record
 from dynattn.scripts.reproduce.tiny_shakespeare.text import Corpus, load_corpus
-from dynattn.scripts.streams import TokenStreams
 
 WORDS = ["speak", "we", "are", "accounted", "poor", "citizens", "the", "gods", "know"]
 TINY = Setting(8, 8, "streaming", "relu2", streams=2, evaluation_streams=2, steps=3, warmup=1)

@@ -8,10 +8,11 @@ import pytest
 from safetensors.torch import load_file
 
 from dynattn.scripts import cli
-from dynattn.scripts.errors import UserError
-from dynattn.scripts.reproduce import upcycling, upcycling_runs
-from dynattn.scripts.reproduce.upcycling import UpcyclingArguments, claim
-from dynattn.scripts.reproduce.upcycling_record import compare, table
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.reproduce.upcycling import main as upcycling
+from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
+from dynattn.scripts.reproduce.upcycling.main import UpcyclingArguments, claim
+from dynattn.scripts.reproduce.upcycling.record import compare, table
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynattn.scripts.streams import TokenStreams
+from dynattn.scripts.common.token_streams import TokenStreams
 
 
 def test_streams_are_successive_pieces_of_the_text_and_segments_follow_each_other():

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...arguments import parse_arguments
-from ...errors import UserError
-from ...staging import write_whole
-from ...streams import TokenStreams
+from ...common.arguments import parse_arguments
+from ...common.atomic_folder import write_whole
+from ...common.errors import UserError
+from ...common.token_streams import TokenStreams
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
 from .probe import measure

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ...benchmark.measuring import interleave, peak_memory, sample
-from ...streams import TokenStreams
+from ...common.measuring import interleave, peak_memory, sample
+from ...common.token_streams import TokenStreams
 from .plan import TYPES, Run, Setting
 from .text import Corpus
 from .training import make_model, read_segment, training_streams, update

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, load_dataset
 from torch import Tensor
 
-from ...errors import UserError
+from ...common.errors import UserError
 
 TRAIN_SHARE = 0.9
 KNOWN = {

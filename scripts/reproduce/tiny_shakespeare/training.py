@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from ....configuration.configuration_rcmha import RCMHAConfig
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
-from ...environment import hardware, versions
-from ...streams import TokenStreams
+from ...common.environment import hardware, versions
+from ...common.token_streams import TokenStreams
 from .plan import PEAK_RATE, Run
 from .progress import Progress, Tally
 from .text import Corpus

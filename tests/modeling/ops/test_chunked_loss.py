@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from dynattn import DCFormerForCausalLM
 from dynattn.modeling.ops import chunked_loss
 from dynattn.modeling.ops.chunked_loss import chunked_causal_loss
-from dynattn.scripts.benchmark.measuring import peak_memory
+from dynattn.scripts.common.measuring import peak_memory
 
 B, T, E, V = 2, 13, 8, 31
 MakeModel = Callable[..., DCFormerForCausalLM]

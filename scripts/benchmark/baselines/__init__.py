@@ -1,0 +1,1 @@
+"""Other ways to compute the same, which ours is compared with."""

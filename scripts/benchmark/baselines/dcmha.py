@@ -1,0 +1,143 @@
+"""Opponents written for the comparison: composition and plain attention as others compute them.
+
+The official-style ones follow the published training and decoding code of DCMHA (arXiv 2405.08553) in what they do, not
+in its words: query chunks of 128, composition as separate passes over the heads for every rank, side and gate, and a
+cache of `H x H` matrices. They compute exactly the same function as ours: where that code rounds probabilities to
+bfloat16 in every dtype, or runs one empty chunk more, they do not.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from dynattn.modeling.layers.attention_interface import chunked_mask
+from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.masking import visible_keys
+
+from ..harness.contest import COMPILED, compiled
+from ..harness.inputs import Inputs, factors_of
+
+CHUNK = 128
+
+
+def compose_in_passes(scores: Tensor, composition: Composition) -> Tensor:
+    """Mixes the heads of `[B, H, T, S]` one rank, one side and one gate after another: 38 passes with two ranks."""
+    composed = scores
+    for side, axis in (("query", 3), ("key", 2)):
+        down, up, gate = (getattr(composition, f"{side}_{name}") for name in ("down", "up", "gate"))
+        for rank in range(0 if down is None else down.shape[2]):
+            mixing, spreading = (factor[:, :, rank].transpose(1, 2).unsqueeze(axis) for factor in (down, up))
+            hidden = (scores * mixing).sum(1, keepdim=True)
+            composed = composed + hidden * spreading
+        if gate is not None:
+            composed = composed + scores * gate.transpose(1, 2).unsqueeze(axis)
+    if composition.static is not None:
+        composed = composed + torch.einsum("bnts,nm->bmts", scores, composition.static)
+    return composed
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, pre: dict[str, Any], post: dict[str, Any]
+) -> Tensor:
+    """One chunk of queries against the keys that it may see. Returns `[B, H, T, D]`."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = compose_in_passes(scores, Composition(**pre))
+    scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    return compose_in_passes(probs, Composition(**post)) @ value
+
+
+compiled_attend_rows = compiled(attend_rows)
+
+
+def attend_in_chunks(inputs: Inputs, *, compile_rows: bool = False) -> Tensor:
+    """Attention over query chunks, composed, static or plain as the inputs are. Returns `[B, T, H, D]`."""
+    attend = compiled_attend_rows if compile_rows else attend_rows
+    outputs = []
+    length = inputs.query.shape[2]
+    for start in range(0, length, CHUNK):
+        rows = inputs.rows(start, min(start + CHUNK, length))
+        stages = [{} if stage is None else factors_of(stage) for stage in (rows.pre, rows.post)]
+        outputs.append(attend(rows.query, rows.key, rows.value, causal(rows), *stages))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def in_models(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    pre: Composition | None = None,
+    post: Composition | None = None,
+    *,
+    compile_rows: bool,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The official style behind Transformers' attention interface, for batches without padding."""
+    assert attention_mask is None
+    inputs = Inputs(query, key, value, query, pre, post, sliding_window)
+    return attend_in_chunks(inputs, compile_rows=compile_rows), None
+
+
+IN_MODELS = {"official": False, f"official{COMPILED}": True}
+for _name, _compiles in IN_MODELS.items():
+    AttentionInterface.register(_name, partial(in_models, compile_rows=_compiles))
+    AttentionMaskInterface.register(_name, chunked_mask)
+
+
+def causal(inputs: Inputs) -> Tensor:
+    """Which keys each query sees, `[T, S]`."""
+    queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
+    visible = visible_keys(queries, keys, is_causal=True, sliding_window=inputs.window, device=device)
+    assert visible is not None
+    return visible
+
+
+def attend_whole(inputs: Inputs) -> Tensor:
+    """Plain attention as three lines: matrix product, softmax, matrix product. Returns `[B, T, H, D]`."""
+    scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
+    visible = causal(inputs) if inputs.query.shape[2] > 1 else inputs.visible
+    if visible is not None:
+        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    return (probs @ inputs.value).transpose(1, 2)
+
+
+def mixing_matrices(side: str, *stages: Composition) -> Tensor:
+    """A side's terms as matrices, `[B, T or S, P, H (in), H (out)]`, without the identity."""
+    matrices = []
+    for stage in stages:
+        down, up, gate = (getattr(stage, f"{side}_{name}") for name in ("down", "up", "gate"))
+        matrices.append(torch.einsum("btrn,btrm->btnm", down, up) + torch.diag_embed(gate))
+    return torch.stack(matrices, dim=2)
+
+
+def key_matrix_cache(inputs: Inputs) -> Tensor:
+    """What the official decoding code keeps for each key: its mixing matrices plus the identity, `[B, S, 2, H, H]`."""
+    assert inputs.pre is not None and inputs.post is not None
+    matrices = mixing_matrices("key", inputs.pre, inputs.post)
+    return matrices + torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+
+
+def decode_with_matrices(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_matrices: Tensor,
+    key_matrices: Tensor,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """One composed token against a cache of matrices, as the official decoding code does it. Returns `[B, 1, H, D]`."""
+    pre, post = (query_matrices + key_matrices).unbind(2)  # [B, S, H, H] each
+    scores = (query @ key.transpose(-1, -2))[:, :, 0] * query.shape[-1] ** -0.5  # [B, H, S]
+    scores = torch.einsum("bns,bsnm->bms", scores, pre)
+    if visible is not None:
+        scores = torch.where(visible[:, 0], scores, torch.finfo(scores.dtype).min)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    probs = torch.einsum("bns,bsnm->bms", probs, post)
+    return (probs[:, :, None] @ value).transpose(1, 2)

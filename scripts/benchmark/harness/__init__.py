@@ -1,0 +1,1 @@
+"""How candidates are run side by side: settings, inputs, rounds, correctness, tuning."""

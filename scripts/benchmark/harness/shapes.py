@@ -1,0 +1,39 @@
+"""What is asked for on the command line as `16x64@2048` or `8x16@128+128`."""
+
+import re
+from dataclasses import dataclass
+
+from ...common.errors import UserError
+
+PATTERN = re.compile(r"(\d+)x(\d+)@(\d+)(?:\+(\d+))?")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads, width of a head, tokens, and rows of memory before them (the `relative` subject only)."""
+
+    heads: int
+    width: int
+    length: int
+    memory: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.width}@{self.length}" + (f"+{self.memory}" if self.memory else "")
+
+
+def parse_shape(text: str) -> Shape:
+    """Reads `HEADSxWIDTH@LENGTH` or `HEADSxWIDTH@LENGTH+MEMORY`.
+
+    Raises:
+        UserError: anything else, or a number that is zero.
+    """
+    found = PATTERN.fullmatch(text)
+    if found is None or "0" in {group.lstrip("0") or "0" for group in found.groups()[:3]}:
+        raise UserError(f"shape {text!r} is not HEADSxWIDTH@LENGTH with positive numbers, such as 16x64@2048")
+    return Shape(*(int(group or 0) for group in found.groups()))
+
+
+def visible_pairs(length: int, window: int | None, memory: int = 0) -> int:
+    """How many (query, key) pairs of one head causal attention computes, with `memory` keys before the queries."""
+    reach = memory + length if window is None else window
+    return sum(min(memory + query + 1, reach) for query in range(length))

@@ -1,0 +1,213 @@
+"""Plots that are drawn from a record."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from ..subjects.profile import UNCLOCKED, WHOLE
+from .tables import Record, case_title
+
+COLUMNS = 3
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STYLES = {"ours": "-", "plain": "--", "other": ":"}
+COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
+# Of the parts of a call, by the function of the op that does them.
+PRODUCT, COMPOSITION, SOFTMAX, OUTSIDE = "lightskyblue", "sandybrown", "lightgreen", "whitesmoke"
+PART_COLORS = {"multiply_heads": PRODUCT, "add_to_heads": PRODUCT, "compose": COMPOSITION}
+PART_COLORS |= {"compose_backward": COMPOSITION, "softmax": SOFTMAX, "softmax_backward": SOFTMAX}
+PART_LEGEND = {"matrix products": PRODUCT, "composition": COMPOSITION, "softmax with hiding": SOFTMAX, "rest": OUTSIDE}
+AGAIN = "//"
+# Of the whole bar; a smaller part has no room for its name.
+LEAST_LABELLED = 0.03
+
+
+def draw_everything(record: Record, folder: Path) -> None:
+    """Draws time and memory against length, ratios and a roofline into `folder`, and profiles if there are any."""
+    draw_scaling(record, folder / "time.png", lambda row: row["timing"]["median"] * 1e3, "median ms", floor=True)
+    draw_scaling(
+        record, folder / "memory.png", lambda row: row["peak_bytes"] / 2**20, "peak MiB above the inputs", maps=True
+    )
+    draw_ratios(record, folder / "ratios.png")
+    draw_roofline(record, folder / "roofline.png")
+    profiled = [case for case in record["cases"] if any("profile" in row for row in case["rows"])]
+    if profiled:
+        draw_profiles(profiled, record["machine"]["gemm_flops_per_second"], folder / "profile.png")
+
+
+def draw_scaling(
+    record: Record,
+    path: Path,
+    value: Callable[[Record], float],
+    label: str,
+    *,
+    floor: bool = False,
+    maps: bool = False,
+) -> None:
+    """One log-log panel for each subject, pass, head shape and window: `value` of every correct contestant by length.
+
+    A gray line is proportional to the number of tokens. The `floor` is the FLOPs of the function that the subject is
+    about, at the measured rate of a matrix product; `maps` draws what one map of one head over all pairs would take.
+    """
+    groups = group_by_length(record["cases"])
+    figure, panels = make_panels(len(groups))
+    for axes, (title, cases) in zip(panels, groups.items(), strict=False):
+        axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
+        for name, rows in _by_contestant(cases).items():
+            points = [(length, value(row)) for length, row in rows]
+            axes.plot(*zip(*points, strict=True), STYLES[rows[0][1]["role"]], marker="o", ms=4, label=name)
+        if len(cases) > 1:
+            _draw_linear(axes, cases, value)
+        if maps and cases[0]["subject"] == "long":
+            points = [(length, length**2 * ITEM_BYTES[cases[0]["dtype"]] / 2**20) for length in _lengths(cases)]
+            axes.plot(*zip(*points, strict=True), color="tab:red", lw=1, ls="-.", label="one map of one head")
+        if floor:
+            peak = record["machine"]["gemm_flops_per_second"]
+            points = [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
+            axes.plot(*zip(*points, strict=True), color="black", lw=1, marker="_", label="FLOP floor")
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=6)
+    _save(figure, path)
+
+
+def draw_ratios(record: Record, path: Path) -> None:
+    """Bars of time over the best plain attention, a panel for each case; wrong contestants have none."""
+    cases = [case for case in record["cases"] if any("ratio" in row for row in case["rows"])]
+    figure, panels = make_panels(len(cases))
+    for axes, case in zip(panels, cases, strict=False):
+        rows = sorted((row for row in case["rows"] if "ratio" in row), key=lambda row: -row["ratio"])
+        bars = axes.barh([row["name"] for row in rows], [row["ratio"] for row in rows])
+        for bar, row in zip(bars, rows, strict=True):
+            bar.set_color(COLORS[row["role"]])
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+        axes.axvline(1, color="black", lw=1)
+        axes.margins(x=0.15)
+        axes.set_title(case_title(case).replace(": ", ":\n"), fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel("time / best plain attention", fontsize=8)
+    _save(figure, path)
+
+
+def draw_roofline(record: Record, path: Path) -> None:
+    """FLOP/s reached against FLOPs for each byte of inputs and results, under what the machine can do."""
+    figure, axes = plt.subplots(figsize=(7, 5), dpi=120)
+    peak, bandwidth = record["machine"]["gemm_flops_per_second"], record["machine"]["copy_bytes_per_second"]
+    points = [
+        (row["flops"] / row["traffic_bytes"], row["flops_per_second"], row["role"], row["name"])
+        for case in record["cases"]
+        for row in case["rows"]
+        if row.get("traffic_bytes") and "flops_per_second" in row
+    ]
+    for intensity, rate, role, _ in points:
+        axes.plot(intensity, rate, "o", ms=4, color=COLORS[role], alpha=0.7)
+    edges = [intensity for intensity, *_ in points] + [peak / bandwidth]
+    reach = sorted({min(edges) / 2, peak / bandwidth, max(edges) * 2})
+    axes.plot(reach, [min(peak, bandwidth * intensity) for intensity in reach], color="black", label="roofline")
+    for role, color in COLORS.items():
+        axes.plot([], [], "o", color=color, label=role)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    _save(figure, path)
+
+
+def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
+    """Stacked bars of the parts of a call, a panel for each case; a line across a bar is the floor of the whole call.
+
+    What the backward pass computes again is hatched. A contestant without parts is one bar without a color.
+    """
+    figure, panels = make_panels(len(cases))
+    for axes, case in zip(panels, cases, strict=False):
+        rows = sorted((row for row in case["rows"] if "timing" in row), key=lambda row: "profile" not in row)
+        for place, row in enumerate(rows):
+            _draw_parts(axes, place, row)
+            floor = row["flops"] / peak * 1e3
+            axes.hlines(floor, place - 0.45, place + 0.45, color="black", lw=2)
+        axes.set_xticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+        axes.set_title(case_title(case).replace(": ", ":\n"), fontsize=8)
+        axes.set_ylabel("median ms")
+        keys: list[Any] = [
+            Patch(facecolor=color, edgecolor="gray", label=label) for label, color in PART_LEGEND.items()
+        ]
+        keys += [Patch(facecolor="white", edgecolor="black", hatch=AGAIN, label="computed again")]
+        keys += [Line2D([], [], color="black", lw=2, label="FLOP floor of the call")]
+        axes.legend(handles=keys, fontsize=6)
+    _save(figure, path)
+
+
+def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
+    """Cases that differ in length alone, by title, shortest first; only those of several lengths, if there are any."""
+    groups: dict[str, list[Record]] = {}
+    for case in sorted(cases, key=lambda case: case["shape"]["length"]):
+        shape = case["shape"]
+        title = f"{case['subject']}, {case['passes']}, {shape['heads']}x{shape['width']}"
+        title += f", window {case['window']}" if case["window"] else ""
+        title += f", {case['note']}" if case.get("note") else ""
+        groups.setdefault(title, []).append(case)
+    of_several = {title: found for title, found in groups.items() if len(found) > 1}
+    return of_several or groups
+
+
+def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
+    """A figure and its panels, at most `COLUMNS` in a row; what is left over in the last row is blank."""
+    rows, columns = max(math.ceil(count / COLUMNS), 1), max(min(count, COLUMNS), 1)
+    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.5 * rows), dpi=120, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
+    return figure, list(grid.flat)
+
+
+def _draw_parts(axes: Any, place: int, row: Record) -> None:
+    """A bar of as many parts as are known, the first work at the bottom."""
+    if "profile" not in row:
+        axes.bar(place, row["timing"]["median"] * 1e3, color="white", edgecolor="black")
+        return
+    bottom = 0.0
+    parts = [part for part in row["profile"] if part["name"] not in (WHOLE, UNCLOCKED)]
+    whole = sum(part["timing"]["median"] for part in parts)
+    for part in parts:
+        height = part["timing"]["median"] * 1e3
+        color = PART_COLORS.get(part["function"], OUTSIDE)
+        hatch = AGAIN if part["name"].endswith("again") else None
+        axes.bar(place, height, bottom=bottom, color=color, edgecolor="gray", hatch=hatch, lw=0.5)
+        if height > LEAST_LABELLED * whole * 1e3:
+            axes.text(place, bottom + height / 2, part["name"], ha="center", va="center", fontsize=5.5, zorder=3)
+        bottom += height
+
+
+def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:
+    """A line through ours at the shortest length (the least of them) that grows as the number of tokens does."""
+    starts = [value(row) for row in cases[0]["rows"] if row["role"] == "ours" and "ratio" in row]
+    if starts:
+        lengths = _lengths(cases)
+        points = [(length, min(starts) * length / lengths[0]) for length in (lengths[0], lengths[-1])]
+        axes.plot(*zip(*points, strict=True), color="gray", lw=3, alpha=0.4, label="linear in tokens")
+
+
+def _lengths(cases: Iterable[Record]) -> list[int]:
+    return [case["shape"]["length"] for case in cases]
+
+
+def _by_contestant(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]]:
+    found: dict[str, list[tuple[int, Record]]] = {}
+    for case in cases:
+        for row in case["rows"]:
+            if "timing" in row and row["verdict"]["correct"]:
+                found.setdefault(row["name"], []).append((case["shape"]["length"], row))
+    return found
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,125 @@
+"""A record as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..subjects.profile import WHOLE
+
+Record = Mapping[str, Any]
+NOTE = """\
+Times are medians of interleaved rounds in one process; `IQR` is the spread of the middle half. `/ best plain` divides
+by the fastest plain multi-head attention of the case (`1`). Errors are relative to the reference op in float64, all
+gradients as one vector; "wrong" is a tensor that is off by more than {rms:g} times the reference op's own error in this
+dtype ({largest:g} times for the largest single deviation), and gets no ratio. `of peak` counts composition as work and
+divides by the rate of a large matrix product. `peak` is the most memory above the inputs, results included. `first` is
+the first call, with what it compiles."""
+PROFILE_NOTE = """\
+Parts are timed inside whole calls, in interleaved rounds of their own; `share` is of the call. The floor of a matrix
+product is its FLOPs over visible pairs at the rate of a large square product ({product:,.0f} GFLOP/s). That of any
+other part is the longer of two: one in-place multiplication of as many elements of a map in the processor's cache
+({elements:,.1f} G elements/s), and the FLOPs of its composition at the rate of the product. That of the call is the
+FLOPs of the function, nothing computed again. All rates are of this run. `rest` is the call less its parts: packing,
+copies, buffers, autograd and the loop in Python; `without the clock` are calls in the same rounds that are not timed
+inside."""
+
+
+def format_record(record: Record) -> str:
+    """Circumstances, one table a case, and how to read them."""
+    parts = [_heading(record), NOTE.format(**record["error_multiples"])]
+    if any("profile" in row for case in record["cases"] for row in case["rows"]):
+        rates = [record["machine"][f"{name}_per_second"] / 1e9 for name in ("gemm_flops", "pass_elements")]
+        parts += [PROFILE_NOTE.format(product=rates[0], elements=rates[1])]
+    parts += [format_case(case, record["machine"]["gemm_flops_per_second"]) for case in record["cases"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def case_title(case: Record) -> str:
+    """What a case is, in a line."""
+    shape = case["shape"]
+    memory = f", memory {shape['memory']}" if shape["memory"] else ""
+    window = f", window {case['window']}" if case["window"] else ""
+    note = f", {case['note']}" if case.get("note") else ""
+    size = f"{shape['heads']}x{shape['width']}, {shape['length']} tokens{memory}{window}{note}"
+    return f"{case['subject']}, {case['passes']}: {size}, batch {case['batch_size']}, {case['dtype']}"
+
+
+def format_case(case: Record, peak: float) -> str:
+    """The table of a case, fastest first, what could not be measured last."""
+    head = ["contestant", "median ms", "min", "IQR", "n", "/ best plain", "peak MiB", "of peak"]
+    head += ["output error", "gradient error", "first s"]
+    with_tokens = any(row.get("tokens_per_second") for row in case["rows"])
+    head += ["tokens/s"] if with_tokens else []
+    measured = sorted((row for row in case["rows"] if "timing" in row), key=lambda row: row["timing"]["median"])
+    rows = [_cells(row, peak, with_tokens) for row in measured]
+    failures = [f"not measured: {row['name']}: {row['failure']}" for row in case["rows"] if "failure" in row]
+    wrong = [
+        f"wrong: {row['name']}: {row['verdict']['where']} is off by {row['verdict']['excess']:.3g} times the limit"
+        for row in measured
+        if not row["verdict"]["correct"]
+    ]
+    table = "\n".join([f"**{case_title(case)}**", "", *_aligned([head, *rows]), *wrong, *failures])
+    return "\n\n".join([table, *(format_profile(row) for row in measured if "profile" in row)])
+
+
+def format_profile(row: Record) -> str:
+    """The table of what a contestant's time goes to, in the order of the work."""
+    (whole,) = (part["timing"]["median"] for part in row["profile"] if part["name"] == WHOLE)
+    head = [f"part of {row['name']}", "median ms", "min", "IQR", "share", "calls", "floor ms", "/ floor"]
+    return "\n".join(_aligned([head, *(_part_cells(part, whole) for part in row["profile"])]))
+
+
+def _part_cells(part: Record, whole: float) -> list[str]:
+    timing, floor = part["timing"], part["floor_seconds"]
+    cells = [part["name"], *(f"{timing[name] * 1e3:.4g}" for name in ("median", "minimum", "spread"))]
+    cells += [f"{timing['median'] / whole:.1%}", "" if part["calls"] is None else f"{part['calls']:g}"]
+    return cells + (["", ""] if floor is None else [f"{floor * 1e3:.4g}", f"{timing['median'] / floor:.2f}"])
+
+
+def _cells(row: Record, peak: float, with_tokens: bool) -> list[str]:
+    timing, verdict = row["timing"], row["verdict"]
+    cells = [row["name"], *(f"{timing[name] * 1e3:.4g}" for name in ("median", "minimum", "spread")), str(timing["n"])]
+    cells += [_ratio(row), f"{row['peak_bytes'] / 2**20:.3g}"]
+    cells += [f"{row['flops_per_second'] / peak:.1%}" if verdict["correct"] else ""]
+    cells += [f"{verdict['output_error']:.1e}"]
+    cells += ["" if verdict["gradient_error"] is None else f"{verdict['gradient_error']:.1e}"]
+    cells += [f"{row['first_seconds']:.3g}"]
+    tokens = row.get("tokens_per_second")
+    return cells + ([f"{tokens:,.0f}" if tokens else ""] if with_tokens else [])
+
+
+def _ratio(row: Record) -> str:
+    if not row["verdict"]["correct"]:
+        return "wrong"
+    if "ratio" not in row:
+        return ""
+    return "1" if row["is_baseline"] else f"{row['ratio']:.2f}"
+
+
+def _heading(record: Record) -> str:
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers", "python"))
+    allocator = ", ".join(f"{name}={value}" for name, value in record["allocator"].items())
+    rates = record["machine"]["gemm_flops_per_second"] / 1e9, record["machine"]["copy_bytes_per_second"] / 1e9
+    load, load_after = record["load_average"][0], record["load_average_after"][0]
+    lines = [
+        f"`{' '.join(record['command'])}`",
+        "",
+        f"{record['started']}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
+        f"{record['threads']} threads, {versions}, {allocator}. Matrix product {rates[0]:,.0f} GFLOP/s, "
+        f"copy {rates[1]:,.1f} GB/s. Load average {load:.1f} before and {load_after:.1f} after.",
+    ]
+    if record["left_out"]:
+        lines += ["", f"Left out: {', '.join(record['left_out'])}."]
+    if record.get("cases_left_out"):
+        lines += ["", f"No time was left for: {'; '.join(record['cases_left_out'])}."]
+    if record.get("clocks"):
+        lines += ["", ", ".join(f"{name} {value}" for name, value in record["clocks"].items()) + "."]
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * width for width in widths]
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in [rows[0], rule, *rows[1:]]
+    ]

@@ -1,0 +1,82 @@
+"""One token through a whole model with a static cache: as it is, and compiled from the outside."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
+
+from ..harness.accuracy import Results
+from ..harness.contest import COMPILED, Case, Contestant, Role, Subject
+from ..harness.inputs import COMPOSED, PLAIN
+from ..harness.settings import Settings
+from ..harness.shapes import Shape
+from .models import ModelProblem, case, make_problem
+
+
+def contestants(device: torch.device) -> list[Contestant]:
+    """Every composing implementation of models, and the same model without composition, once as is, once compiled."""
+    usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
+    entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in usable]
+    entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
+    found = []
+    for name, role, function, implementation in entries:
+        for compiles, ending in ((False, ""), (True, COMPILED)):
+            run = partial(prepare, function=function, implementation=implementation, compiles=compiles)
+            found.append(Contestant(name + ending, role, function, run))
+    return found
+
+
+def prepare(problem: ModelProblem, function: str, implementation: str, compiles: bool) -> Callable[[], Results]:
+    """Fills the cache before the clock starts."""
+    return token_step(problem.model(function, implementation), problem.tokens, compiles=compiles)
+
+
+def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callable[[], Results]:
+    """The last of `tokens` with all before it in a cache that has no room for more."""
+    model.eval()
+    length = tokens.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    with torch.no_grad():
+        model(input_ids=tokens[:, :-1], past_key_values=cache)
+    forward = torch.compile(model.forward) if compiles else model.forward
+    composed = [layer.factors for layer in cache.layers if hasattr(layer, "factors")]
+    counts = [vars(layer)["cumulative_length"] for layer in (*cache.layers, *composed)]
+
+    def step() -> Results:
+        for count in counts:
+            count.fill_(length - 1)
+        with torch.no_grad():
+            return {"output": forward(input_ids=tokens[:, -1:], past_key_values=cache).logits}
+
+    return step
+
+
+def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+    """One case; the operations counted are those of a whole prompt, less all but its last token's."""
+    problem = make_problem(shape, settings, token_step, settings.layers)
+    whole = case(problem, settings, logits=1)
+    shorter = make_problem(Shape(shape.heads, shape.width, shape.length - 1), settings, token_step, settings.layers)
+    before = case(shorter, settings, logits=0)
+    yield Case(
+        passes="forward",
+        problem=problem,
+        truth=problem.truth,
+        flops=lambda function: whole.flops(function) - before.flops(function),
+        tokens=settings.batch_size,
+    )
+
+
+STEP = Subject(
+    name="step",
+    function=COMPOSED,
+    shapes=("16x64@2048",),
+    quick_shapes=("4x32@256",),
+    contestants=contestants,
+    cases=cases,
+)

@@ -1,0 +1,37 @@
+"""Floating point operations of the benchmark's subjects, counted as `scripts.flops` counts those of a model.
+
+A backward pass needs twice the forward pass.
+"""
+
+from ...common.flops import stage_flops
+from ..baselines.relative import CONVOLUTIONAL, KERNEL, RELATIVE
+from ..harness.inputs import COMPOSED, RANK, STATIC
+from ..harness.shapes import Shape, visible_pairs
+
+
+def attention_flops(shape: Shape, window: int | None, function: str, stages: int = 2) -> float:
+    """Forward FLOPs of causal attention over one sequence."""
+    of_a_pair = 4 * shape.width + stages * composition_flops(function, shape.heads)
+    return shape.heads * visible_pairs(shape.length, window) * of_a_pair
+
+
+def decode_flops(shape: Shape, keys: int, function: str) -> float:
+    """FLOPs of one token against `keys` cached ones."""
+    return shape.heads * keys * (4 * shape.width + 2 * composition_flops(function, shape.heads))
+
+
+def composition_flops(function: str, heads: int) -> int:
+    """FLOPs of one stage for one head of one pair."""
+    if function == COMPOSED:
+        return stage_flops(sides=2, rank=RANK, gate=True, static_heads=0)
+    return stage_flops(sides=0, rank=0, gate=False, static_heads=heads if function == STATIC else 0)
+
+
+def relative_flops(shape: Shape, attention_type: str) -> float:
+    """Forward FLOPs of an attention layer of the RCMHA family over one segment and its memory."""
+    hidden, rows = shape.heads * shape.width, shape.memory + shape.length
+    projections = 2 * hidden**2 * (2 * shape.length + 2 * rows)
+    convolutions = 2 * KERNEL * hidden * (shape.length + 2 * rows) if attention_type in CONVOLUTIONAL else 0
+    pairs = shape.heads * visible_pairs(shape.length, None, shape.memory)
+    of_a_pair = (6 if attention_type in RELATIVE else 4) * shape.width
+    return projections + convolutions + pairs * of_a_pair

@@ -1,0 +1,162 @@
+"""Attention layers of the RCMHA family with segment memory: projections, convolutions, positions, attention, output."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynattn import RCMHAConfig
+from dynattn.modeling.caches.segment import Segment
+from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.ops.relative.attention import RELATIVE
+
+from ..baselines.relative import OfficialRelativeAttention, as_official, from_official
+from ..harness.accuracy import Results
+from ..harness.contest import COMPILED, Case, Contestant, Role, Subject
+from ..harness.settings import Settings
+from ..harness.shapes import Shape
+from .op_flops import relative_flops
+
+TYPES = ("rcmha", "rmha", "mdha", "mha")
+# Distances that tables know, in both styles.
+POSITIONS = 2048
+
+
+class LayerProblem(NamedTuple):
+    """Memory and segment as `[B, M + T, E]`, a gradient of the output `[B, T, E]`, and weights of each type."""
+
+    hidden_states: Tensor
+    cotangent: Tensor
+    configs: dict[str, RCMHAConfig]
+    weights: dict[str, dict[str, Tensor]]
+    backward: bool
+
+    def layer(self, attention_type: str, implementation: str, dtype: torch.dtype) -> RCMHAAttention:
+        """Our layer of a type, with the problem's weights."""
+        config = copy.deepcopy(self.configs[attention_type])
+        config._attn_implementation = implementation
+        with torch.device(self.hidden_states.device):
+            layer = RCMHAAttention(config, layer_idx=0)
+        layer.load_state_dict(self.weights[attention_type])
+        return layer.to(dtype).requires_grad_(self.backward)
+
+
+def contestants(device: torch.device) -> list[Contestant]:
+    """Each attention type in each of our implementations, in the official style, and in that compiled."""
+    found = []
+    for kind in TYPES:
+        role: Role = "plain" if kind == "mha" else "ours"
+        for name in RELATIVE:
+            found += [Contestant(f"{kind}-{name}", role, kind, partial(prepare_ours, kind=kind, implementation=name))]
+        role = "plain" if kind == "mha" else "other"
+        for suffix in ("", COMPILED):
+            prepare = partial(prepare_official, kind=kind, compiles=bool(suffix))
+            found += [Contestant(f"{kind}-official{suffix}", role, kind, prepare)]
+    return found
+
+
+def prepare_ours(
+    problem: LayerProblem, *, kind: str, implementation: str, dtype: torch.dtype | None = None
+) -> Callable[[], Results]:
+    """Our layer, as models call it."""
+    dtype = dtype or problem.hidden_states.dtype
+    layer = problem.layer(kind, implementation, dtype)
+    rows = problem.hidden_states.detach().to(dtype).requires_grad_(problem.backward)
+    length = problem.cotangent.shape[1]
+    segment = Segment(length=length, offset=None, tokens=None, document_positions=None, rotary=None)
+
+    def attend() -> Results:
+        output, _ = layer(rows, segment)
+        return results(output, rows, problem, dict(layer.named_parameters()))
+
+    return attend if problem.backward else torch.no_grad()(attend)
+
+
+def prepare_official(problem: LayerProblem, *, kind: str, compiles: bool) -> Callable[[], Results]:
+    """The official style, on its own layout of the same numbers."""
+    weights = problem.weights[kind]
+    width, heads = problem.hidden_states.shape[-1], problem.configs[kind].num_attention_heads
+    with torch.device(problem.hidden_states.device):
+        layer = OfficialRelativeAttention(kind, width, heads, POSITIONS)
+    layer.load_state_dict(as_official(weights, POSITIONS))
+    layer.to(problem.hidden_states.dtype).requires_grad_(problem.backward)
+    rows = problem.hidden_states.detach().transpose(0, 1).contiguous().requires_grad_(problem.backward)
+    memory = rows.shape[0] - problem.cotangent.shape[1]
+    forward = torch.compile(layer, dynamic=True) if compiles else layer
+
+    def attend() -> Results:
+        output = forward(rows[memory:], rows).transpose(0, 1)
+        found = results(output, rows, problem, dict(layer.named_parameters()))
+        if not problem.backward:
+            return found
+        gradients = {name.removeprefix("grad "): value for name, value in found.items() if name.startswith("grad ")}
+        ours = from_official(gradients, weights, POSITIONS)
+        return {
+            "output": found["output"],
+            "grad hidden_states": gradients["hidden_states"].transpose(0, 1),
+            **{f"grad {name}": value for name, value in ours.items()},
+        }
+
+    return attend if problem.backward else torch.no_grad()(attend)
+
+
+def results(output: Tensor, rows: Tensor, problem: LayerProblem, parameters: dict[str, Tensor]) -> Results:
+    """The output and, for a backward pass, the gradients of rows and parameters."""
+    if not problem.backward:
+        return {"output": output}
+    leaves = {"hidden_states": rows, **parameters}
+    gradients = torch.autograd.grad(output, list(leaves.values()), problem.cotangent.to(output.dtype))
+    return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
+
+
+def make_problem(shape: Shape, settings: Settings, *, backward: bool) -> LayerProblem:
+    """Random rows, and weights that let every term matter."""
+    torch.manual_seed(settings.seed)
+    hidden, rows = shape.heads * shape.width, shape.memory + shape.length
+    configs, weights = {}, {}
+    for kind in TYPES:
+        configs[kind] = RCMHAConfig(
+            attention_type=kind,
+            hidden_size=hidden,
+            num_attention_heads=shape.heads,
+            memory_type="segment",
+            mem_len=shape.memory,
+            max_position_embeddings=POSITIONS,
+        )
+        state = RCMHAAttention(configs[kind], layer_idx=0).state_dict()
+        weights[kind] = {
+            name: (torch.randn(value.shape) * (hidden**-0.5 if "proj" in name else 0.5)).to(
+                settings.device, settings.dtype
+            )
+            for name, value in state.items()
+        }
+    numbers = (torch.randn(settings.batch_size, length, hidden) for length in (rows, shape.length))
+    hidden_states, cotangent = (one.to(settings.device, settings.dtype) for one in numbers)
+    return LayerProblem(hidden_states, cotangent, configs, weights, backward)
+
+
+def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+    """Forward, then forward with backward."""
+    for backward in (False, True):
+        problem = make_problem(shape, settings, backward=backward)
+
+        def truth(kind: str, dtype: torch.dtype, problem: LayerProblem = problem) -> Results:
+            return prepare_ours(problem, kind=kind, implementation="eager", dtype=dtype)()
+
+        def flops(kind: str, backward: bool = backward) -> float:
+            return relative_flops(shape, kind) * settings.batch_size * (3 if backward else 1)
+
+        yield Case("forward+backward" if backward else "forward", problem, truth, flops)
+
+
+RELATIVE_ATTENTION = Subject(
+    name="relative",
+    function="rcmha",
+    shapes=("8x16@128+128", "8x16@512+512"),
+    quick_shapes=("8x16@128+128",),
+    contestants=contestants,
+    cases=cases,
+)

@@ -1,0 +1,77 @@
+"""What every conversion can be told, and what `dynattn convert official` can be told beyond that."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ...common.errors import UserError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass
+class ConversionArguments:
+    """Arguments of any conversion; a YAML file holds the same names.
+
+    Raises:
+        UserError: a size makes no sense.
+    """
+
+    source: str = field(metadata={"help": "folder to read (SRC, the first argument); it is left as it is"})
+    destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
+    reverse: bool = field(default=False, metadata={"help": "from our format to the official one"})
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "number format to write; auto: the one that is read"}
+    )
+    max_shard_size: str | None = field(
+        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
+    )
+    verify: bool = field(
+        default=True,
+        metadata={"help": "compare logits with the formulas on the official tensors; needs the model in float32"},
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
+
+    def __post_init__(self) -> None:
+        if self.max_shard_size is not None:
+            parse_size(self.max_shard_size)
+
+    def given(self, names: Sequence[str]) -> str:
+        """Those of the options `names` that are not left at their defaults, as text."""
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        return ", ".join(name for name in names if getattr(self, name) != defaults[name])
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of a size such as "5GB".
+
+    Raises:
+        UserError: it is no size, or nothing fits in it.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    unit = match and UNITS.get(match[2] or "B")
+    if not (match and unit):
+        raise UserError(f"max_shard_size {text!r} is no size; write it as 5GB, 500MB or 200MiB")
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise UserError(f"max_shard_size {text!r} holds nothing; give at least 1KB")
+    return size
+
+
+def name_folders(argv: Sequence[str], cls: type[Any]) -> list[str]:
+    """Lets two words, wherever they stand, be the values of the first two fields of the arguments `cls`."""
+    switches = {entry.name for entry in fields(cls) if entry.type is bool}
+    names = [f"--{entry.name}" for entry in fields(cls)[:2]]
+    rest: list[str] = []
+    expects_value = False
+    for text in argv:
+        if text.startswith("-"):
+            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
+            expects_value = "=" not in text and name not in switches
+        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
+            rest.append(names.pop(0))
+        else:
+            expects_value = False
+        rest.append(text)
+    return rest

@@ -1,0 +1,38 @@
+"""What a checkpoint folder holds beside weights and configuration."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from ...common.checkpoint_files import OTHERS, TOKENIZER_FILES
+from ...common.errors import last_line
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def copy_companions(source: Path, destination: Path) -> list[str]:
+    """Copies tokenizer, generation configuration and license; returns the names."""
+    patterns = (*TOKENIZER_FILES, *OTHERS)
+    names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    for name in names:
+        shutil.copyfile(source / name, destination / name)
+    return names
+
+
+def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str]:
+    """Sets the special tokens that `config` lacks from the tokenizer in `folder`; yields what the user should know."""
+    if not any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        yield "there is no tokenizer to copy"
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        yield f"the tokenizer was copied but does not load: {last_line(error)}"
+        return
+    for name in SPECIAL_TOKENS:
+        if getattr(config, name) is None:
+            setattr(config, name, getattr(tokenizer, name))
+    if len(tokenizer) > config.vocab_size:
+        yield f"the tokenizer has {len(tokenizer)} tokens but the model embeds {config.vocab_size}"

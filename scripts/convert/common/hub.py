@@ -1,0 +1,57 @@
+"""From what a user calls a checkpoint to a folder: it is one, or it is a name on the Hub."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from ...common.checkpoint_files import OTHERS, TOKENIZER_FILES
+from ...common.errors import UserError, first_line
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+PICKLES = ("*.bin", "*.bin.index.json")
+
+
+def locate(source: str, revision: str | None = None) -> Path:
+    """Returns the folder of a checkpoint, after downloading what a conversion needs if `source` is a name on the Hub.
+
+    Raises:
+        UserError: it is neither, or the Hub cannot be reached or does not have it.
+    """
+    folder = Path(source)
+    if folder.exists() or not _may_be_on_the_hub(source):
+        if revision is not None:
+            raise UserError(f"--revision {revision} only matters for a name on the Hub, and {source} is a folder")
+        if not folder.exists():
+            raise UserError(f"{source} does not exist; give the folder of a checkpoint, or its name on the Hub")
+        return folder.resolve()
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=_patterns(source, revision)))
+    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        where = source if revision is None else f"{source} at {revision}"
+        raise UserError(
+            f"{where} is no folder here, and the Hub did not give it: {first_line(error)}; check the name and the "
+            "network, or give the folder of a checkpoint"
+        ) from error
+
+
+def _patterns(source: str, revision: str | None) -> list[str]:
+    """Weights in one format, safetensors where there are any, and what else a conversion reads or copies."""
+    weights: tuple[str, ...] = (*WEIGHTS, *PICKLES)
+    try:
+        files = [file.rfilename for file in HfApi().model_info(source, revision=revision).siblings or []]
+        weights = WEIGHTS if any(name.endswith(".safetensors") for name in files) else PICKLES
+    except (HTTPError, OfflineModeIsEnabled):
+        pass  # an earlier download may be at hand, of either format
+    return ["config.json", *weights, *TOKENIZER_FILES, *OTHERS]
+
+
+def _may_be_on_the_hub(source: str) -> bool:
+    if source.startswith((".", "/", "~")):
+        return False
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""Writing a checkpoint in files of limited size, with never more than one of them in memory."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from ...common.errors import UserError
+from .weight_map import Step
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(
+    folder: Path,
+    steps: Sequence[Step],
+    read: Callable[[str], Tensor],
+    shapes: Mapping[str, torch.Size],
+    *,
+    dtype: torch.dtype,
+    limit: int,
+) -> dict[str, str]:
+    """Runs the steps and writes what they give as safetensors, with an index if there are several files.
+
+    Args:
+        folder: where to write.
+        steps: in the order in which they should be read.
+        read: gives one tensor of the source.
+        shapes: of all tensors that will be written.
+        dtype: of all tensors that will be written.
+        limit: bytes of one file; exceeded only by a step that gives more than that on its own.
+
+    Returns:
+        The file of every tensor.
+
+    Raises:
+        UserError: the disk is full or not writable, or a number is too large for `dtype`.
+    """
+    shards = list(pack(steps, shapes, dtype.itemsize, limit))
+    places: dict[str, str] = {}
+    progress = tqdm(total=len(steps), unit="step", leave=False, disable=None)  # only on a terminal
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for step in shard:
+            results = step.run([read(key) for key in step.reads])
+            tensors |= {key: cast(key, tensor, dtype) for key, tensor in zip(step.writes, results, strict=True)}
+            progress.update()
+        _save(tensors, folder / name)
+        places |= dict.fromkeys(tensors, name)
+    progress.close()
+    if len(shards) > 1:
+        total = sum(shapes[key].numel() for key in places) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return places
+
+
+def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int, limit: int) -> Iterator[list[Step]]:
+    """Cuts the steps into runs that write at most `limit` bytes each, or one step."""
+    shard: list[Step] = []
+    used = 0
+    for step in steps:
+        size = sum(shapes[key].numel() for key in step.writes) * itemsize
+        if shard and used + size > limit:
+            yield shard
+            shard, used = [], 0
+        shard.append(step)
+        used += size
+    yield shard
+
+
+def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a copy of `tensor` in `dtype` that shares memory with nothing.
+
+    Raises:
+        UserError: a finite number became infinite.
+    """
+    result = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if dtype.itemsize < tensor.dtype.itemsize and not torch.equal(result.isfinite(), tensor.isfinite()):
+        raise UserError(f"{key} has numbers that are too large for {dtype}; choose another --dtype")
+    return result
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.replace(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"cannot write {path.name}: {error}; is the disk full?") from error

@@ -1,0 +1,176 @@
+"""Reading a checkpoint's tensors one by one, from safetensors or `.bin`, in one file or several."""
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...common.errors import UserError, first_line
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
+NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
+
+
+class Header(NamedTuple):
+    """What is known about a tensor without reading it; `dtype` is None for formats that we do not convert."""
+
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype | None
+
+
+class TensorSource:
+    """The weights in a folder. Nothing is held but headers, and the last `.bin` file (mapped, if its format allows).
+
+    Raises:
+        UserError: there are no weights, a file is missing or damaged, or a pickle would run code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._loaded: tuple[Path, dict[str, Tensor]] | None = None
+        self.files, expected = find_weight_files(folder)
+        self.headers: dict[str, Header] = {}
+        for path in self.files:
+            for key, header in self._read_headers(path).items():
+                if key in self.headers:
+                    raise UserError(f"{key} is in {self.headers[key].path.name} and in {path.name}; keep one of them")
+                self.headers[key] = header
+        for key, path in expected.items():
+            if key not in self.headers or self.headers[key].path != path:
+                raise UserError(f"the index places {key} in {path}, which lacks it; copy or save the checkpoint again")
+
+    def read(self, key: str) -> Tensor:
+        """Returns one tensor in its own format.
+
+        Raises:
+            UserError: its file cannot be read any more.
+        """
+        path = self.headers[key].path
+        if path.suffix != ".safetensors":
+            return self._load(path)[key]
+        with _open(path) as file:
+            return file.get_tensor(key)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Every tensor's shape."""
+        return {key: header.shape for key, header in self.headers.items()}
+
+    def _read_headers(self, path: Path) -> dict[str, Header]:
+        if path.suffix != ".safetensors":
+            return {key: Header(path, tensor.shape, tensor.dtype) for key, tensor in self._load(path).items()}
+        with _open(path) as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  the handle is no mapping
+            return {
+                key: Header(path, torch.Size(part.get_shape()), DTYPES.get(part.get_dtype()))
+                for key, part in slices.items()
+            }
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        if self._loaded is None or self._loaded[0] != path:
+            self._loaded = None  # the old file's memory goes before the new one's comes
+            self._loaded = (path, load_pickle(path))
+        return self._loaded[1]
+
+
+def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:
+    """The narrowest format that holds all of these tensors exactly.
+
+    Raises:
+        UserError: a tensor is quantised, or no floating point number at all.
+    """
+    dtype: torch.dtype | None = None
+    for key, header in headers.items():
+        if header.dtype is None or header.dtype not in DTYPES.values():
+            what = header.dtype or "quantised, or not floating point"
+            raise UserError(f"{key} in {header.path.name} is {what}; only {', '.join(DTYPES)} weights can be converted")
+        dtype = header.dtype if dtype is None else torch.promote_types(dtype, header.dtype)
+    return dtype or torch.float32
+
+
+def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Returns the weight files, safetensors before `.bin`, and which tensors an index places in them.
+
+    Raises:
+        UserError: there are none, or one that an index or the numbering names is missing.
+    """
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        if (index := folder / f"{stem}{suffix}.index.json").is_file():
+            placed = {key: folder / name for key, name in _read_index(index).items()}
+            return _require_files(sorted(set(placed.values())), index.name), placed
+        if (single := folder / f"{stem}{suffix}").is_file():
+            return [single], {}
+        found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
+        if found:
+            return _require_files(_complete_numbering(found), "their numbering"), {}
+    raise UserError(f"{folder} has no weights (*.safetensors or *.bin)")
+
+
+def load_pickle(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a `torch.save` file without running any code in it.
+
+    Raises:
+        UserError: the file is damaged, needs code, or holds something else than tensors by name.
+    """
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} is damaged, or a pickle that runs code, and was not opened; get the weights as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is truncated or no weight file: {first_line(error)}; copy or save it again") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{path} holds something else than tensors by name; save the model's state_dict() in it")
+    return {key: tensor.detach() for key, tensor in content.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {key: Path(name).name for key, name in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no index of shards; copy or save the checkpoint again") from error
+    if not names:
+        raise UserError(f"{path} names no weights; copy or save the checkpoint again")
+    return names
+
+
+def _complete_numbering(found: list[Path]) -> list[Path]:
+    """The files that should be there if some are called `...-00002-of-00003...`."""
+    expected = set(found)
+    for path in found:
+        if match := NUMBERED.fullmatch(path.name):
+            stem, _, count, suffix = match.groups()
+            expected |= {path.with_name(f"{stem}-{n:05d}-of-{count}{suffix}") for n in range(1, int(count) + 1)}
+    return sorted(expected)
+
+
+def _require_files(paths: list[Path], said_by: str) -> list[Path]:
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} is missing, but {said_by} names it; copy it there")
+    return paths
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "gone"
+        raise UserError(
+            f"{path} ({size}) is truncated or no safetensors file: {first_line(error)}; copy or save it again"
+        ) from error

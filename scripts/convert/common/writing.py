@@ -1,0 +1,42 @@
+"""Writing a converted checkpoint: weights in shards, configuration, tokenizer."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from .arguments import parse_size
+from .companion_files import adopt_special_tokens
+from .shards import write_shards
+from .tensor_source import TensorSource
+from .weight_map import Step, written_shapes
+
+DEFAULT_SHARD = 5 * 10**9
+
+
+def write_weights(
+    folder: Path, source: TensorSource, steps: Sequence[Step], dtype: torch.dtype, max_shard_size: str | None
+) -> None:
+    """Streams the weights into `folder`."""
+    sizes = [path.stat().st_size for path in source.files]
+    limit = max(sizes) if len(sizes) > 1 else DEFAULT_SHARD
+    if max_shard_size is not None:
+        limit = parse_size(max_shard_size)
+    write_shards(folder, steps, source.read, written_shapes(steps, source.shapes), dtype=dtype, limit=limit)
+
+
+def write_json(folder: Path, content: dict[str, Any]) -> None:
+    """Writes a foreign `config.json`."""
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:
+    """Writes our `config.json` beside a tokenizer, if there is one; returns what the user should know."""
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    warnings = list(adopt_special_tokens(config, folder))
+    config.save_pretrained(folder)
+    return warnings

@@ -1,0 +1,1 @@
+"""DCFormer and DCPythia as the authors released them, to ours and back."""

@@ -1,0 +1,46 @@
+"""What `dynattn convert official` takes."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...common.errors import UserError
+from ..common.arguments import ConversionArguments
+
+
+@dataclass
+class OfficialArguments(ConversionArguments):
+    """Arguments of one conversion.
+
+    Raises:
+        UserError: a size or a window makes no sense, or an option has no meaning for the direction.
+    """
+
+    family: Literal["auto", "dcformer", "dcpythia"] = field(
+        default="auto", metadata={"help": "what the official model is; auto: its config.json and its weights tell"}
+    )
+    window: int | None = field(
+        default=None,
+        metadata={"help": "keys that a token of a local layer sees, itself included, whatever config.json says"},
+    )
+    official_prefill_window: bool = field(
+        default=False,
+        metadata={
+            "help": "one key more in local layers, as the official whole-prompt inference sees (not its trainer)"
+        },
+    )
+    prefer_merged: bool = field(
+        default=False,
+        metadata={"help": "take the composition from dw_m and qkw_m, which the official fine-tuning trains"},
+    )
+    static: Literal["refuse", "keep", "drop"] = field(
+        default="refuse",
+        metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w) that are no identity"},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window must be at least 1 (the token itself), not {self.window}")
+        given = self.given(("window", "official_prefill_window", "prefer_merged", "family", "static"))
+        if self.reverse and given:
+            raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")

@@ -1,0 +1,52 @@
+"""Looking into the official checkpoints' redundant tensors before any is dropped."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..common.tensor_source import TensorSource
+from .config import OfficialConfig
+from .layout import DYNAMIC, STATIC
+
+
+def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[tuple[int, float]]:
+    """Layers whose merged composition (`dw_m`, `qkw_m`) differs from its parts, with the largest difference.
+
+    The official training path trains the merged copies only, and its inference merges again from the parts.
+    """
+    for layer in range(config.n_layer):
+        prefix = DYNAMIC.replace("{layer}", str(layer))
+        differences = []
+        if {prefix + "dw_m", prefix + "dw1", prefix + "dd"} <= source.headers.keys():
+            parts = [source.read(prefix + part).flatten(1) for part in ("dw1", "dd")]
+            differences.append(merged_difference(source.read(prefix + "dw_m"), torch.cat(parts, dim=-1)))
+        if {prefix + "qkw_m", prefix + "qkw"} <= source.headers.keys():
+            differences.append(merged_difference(source.read(prefix + "qkw_m"), source.read(prefix + "qkw")))
+        if any(differences):
+            yield layer, max(differences)
+
+
+def merged_difference(copy: Tensor, original: Tensor) -> float:
+    """The largest difference between a merged copy and what it was made from; infinite if not comparable."""
+    if copy.numel() != original.numel() or not copy.is_floating_point():
+        return float("inf")
+    # Either may have been saved in a narrower format.
+    narrow = min(copy.dtype, original.dtype, key=lambda dtype: dtype.itemsize)
+    if torch.equal(copy.flatten().to(narrow), original.flatten().to(narrow)):
+        return 0.0
+    return (copy.flatten().float() - original.flatten().float()).abs().max().item()
+
+
+def static_matrices(source: TensorSource, config: OfficialConfig) -> tuple[list[str], list[str]]:
+    """The names of the stored matrices that mix heads, and of those that are mere placeholders (identity or zero)."""
+    mixing: list[str] = []
+    placeholders: list[str] = []
+    for layer in range(config.n_layer):
+        for name in STATIC:
+            key = DYNAMIC.replace("{layer}", str(layer)) + name
+            if key in source.headers:
+                matrix = source.read(key).float()
+                is_placeholder = not matrix.any() or torch.equal(matrix, torch.eye(config.n_head)[None])
+                (placeholders if is_placeholder else mixing).append(key)
+    return mixing, placeholders

@@ -1,0 +1,50 @@
+"""Everything that `dynattn convert rcmha` can be told."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...common.errors import UserError
+from ..common.arguments import ConversionArguments
+from .config import POSITIONS
+
+FORWARD_ONLY = ("max_position_embeddings", "memory_type")
+REVERSE_ONLY = ("official_positions", "from_streaming")
+
+
+@dataclass
+class RCMHAArguments(ConversionArguments):
+    """Arguments of one conversion.
+
+    Raises:
+        UserError: a number makes no sense, or an option has no meaning for the direction.
+    """
+
+    max_position_embeddings: int | None = field(
+        default=None,
+        metadata={
+            "help": "rows of the position tables to keep, more than mem_len: longest memory and segment together; "
+            "default: all that the official code can reach"
+        },
+    )
+    memory_type: Literal["segment", "streaming"] = field(
+        default="segment",
+        metadata={
+            "help": "segment: the official function; streaming: a window over mem_len tokens, another function with "
+            "the same weights, whose tables are mem_len + 1 rows long"
+        },
+    )
+    official_positions: int = field(
+        default=POSITIONS,
+        metadata={"help": "with --reverse: half the rows of the official tables, P; unchanged official code has 4096"},
+    )
+    from_streaming: bool = field(
+        default=False,
+        metadata={"help": "with --reverse: says that a streaming model may become one with segments, which differs"},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reverse and (given := self.given(FORWARD_ONLY)):
+            raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")
+        if not self.reverse and (given := self.given(REVERSE_ONLY)):
+            raise UserError(f"{given} only matter for writing the official format; add --reverse or leave them out")

@@ -1,0 +1,78 @@
+"""Comparing a converted RCMHA model with the official formulas, over segments with memory."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dynattn import RCMHAConfig
+
+from ..common.comparison import AFFORDABLE_OPERATIONS, SHORTEST_PROBE, Verification, compare, largest, load_model
+from .config import OfficialRCMHAConfig
+from .reference import OfficialRCMHA
+
+
+def verify_segments(
+    folder: Path, dtype: torch.dtype, config: RCMHAConfig, official: OfficialRCMHA
+) -> tuple[Verification, float | None]:
+    """Compares our model in `folder`, its memory by segments as in the official code, with the official logits.
+
+    Args:
+        folder: of our checkpoint.
+        dtype: weights are rounded to it.
+        config: ours.
+        official: the formulas.
+
+    Returns:
+        The proof, and for a streaming model by how much it differs when it runs as it is.
+
+    Raises:
+        UserError: it does not load or needs more memory than there is, or logits differ by more than rounding.
+    """
+    twin = by_segments(config)
+    model = load_model(folder, dtype, twin)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    segments = list(probe(official.config, twin.max_position_embeddings, parameters))
+    observed = segment_logits(model, segments)
+    del model
+    proof = compare(observed, official.logits(segments, torch.float64), official.logits(segments, torch.float32))
+    if twin is config:
+        return proof, None
+    segments = list(probe(official.config, max(official.config.P, twin.max_position_embeddings), parameters))
+    effect = segment_logits(load_model(folder, dtype), segments) - official.logits(segments, torch.float32)
+    return proof, largest(effect)
+
+
+def by_segments(config: RCMHAConfig) -> RCMHAConfig:
+    """The configuration with which a streaming model's weights compute what the official code computes."""
+    if config.memory_type == "segment":
+        return config
+    rows = {"max_position_embeddings": config.num_relative_positions} if config.is_relative else {}
+    return RCMHAConfig.from_dict({**config.to_dict(), "memory_type": "segment", **rows})
+
+
+@torch.no_grad()
+def segment_logits(model: PreTrainedModel, segments: Sequence[Tensor]) -> Tensor:
+    """Logits `[sum of T, V]` of consecutive segments `[T]`."""
+    memory = DynamicCache(config=model.config)
+    return torch.cat([model(ids[None], past_key_values=memory, use_cache=True).logits[0] for ids in segments])
+
+
+def probe(config: OfficialRCMHAConfig, reach: int, parameters: int) -> Iterator[Tensor]:
+    """Segments of random token ids: on an empty, a half full and a full memory, shorter and longer than a kernel.
+
+    Args:
+        config: the official configuration.
+        reach: most tokens that a segment and its memory may have together.
+        parameters: of the model; a large one gets shorter segments.
+    """
+    wanted = (config.mem_len // 2 + 1, config.mem_len // 2 + 2, 1, 5, 2, 64)
+    affordable = max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (6 * parameters * len(wanted))))
+    generator, seen = torch.Generator().manual_seed(0), 0
+    for length in wanted:
+        room = reach - min(seen, config.mem_len)
+        ids = torch.randint(config.vocab, (min(length, room, affordable),), generator=generator)
+        seen += len(ids)
+        yield ids

@@ -1,0 +1,1 @@
+"""A released plain model becomes one with composed heads that starts as its equal."""

@@ -1,0 +1,69 @@
+"""Everything that `dynattn convert pythia` and `dynattn convert llama` can be told."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynattn.configuration.composed_config import LAYER_TYPES
+
+from ...common.errors import UserError
+from ..common.arguments import ConversionArguments
+
+FORWARD_ONLY = ("init", "rank", "only", "static", "layer_types", "sliding_window", "qk_norm", "train_from_here", "seed")
+
+
+@dataclass
+class UpcycleArguments(ConversionArguments):
+    """Arguments of one conversion.
+
+    Raises:
+        UserError: a value makes no sense, or an option has no meaning for the direction.
+    """
+
+    source: str = field(metadata={"help": "folder, or name on the Hub, to read (SRC, the first argument)"})
+    reverse: bool = field(default=False, metadata={"help": "from our model, if it composes nothing, to the parent's"})
+    verify: bool = field(
+        default=True, metadata={"help": "run both models and compare logits; needs the model in float32"}
+    )
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub, such as step3000"})
+    init: Literal["identity", "paper"] = field(
+        default="identity",
+        metadata={"help": "start of the composition; identity: logits stay as they are, paper: small random numbers"},
+    )
+    rank: int = field(default=2, metadata={"help": "rank of the dynamic mixing of heads"})
+    only: Literal["both", "pre", "post"] = field(
+        default="both", metadata={"help": "compose before the softmax, after it, or at both places"}
+    )
+    static: bool = field(default=False, metadata={"help": "add a learned mixing that does not depend on the input"})
+    layer_types: str | None = field(
+        default=None, metadata={"help": "letters to repeat over the layers: L sees a window, G everything, such as LG"}
+    )
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "keys that a token of an L layer sees, itself included"}
+    )
+    qk_norm: bool = field(default=False, metadata={"help": "add a query-key norm; the model must then be trained"})
+    train_from_here: bool = field(
+        default=False, metadata={"help": "says that the result may differ from the parent, because it will be trained"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the random numbers that the composition starts from"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.given(FORWARD_ONLY)
+        if self.reverse and given:
+            raise UserError(f"{given} only matter for making our model; leave out --reverse or them")
+        if self.rank < 1:
+            raise UserError(f"rank must be at least 1, not {self.rank}")
+        if self.seed < 0:
+            raise UserError(f"seed must not be negative, but is {self.seed}")
+        if self.qk_norm and not self.train_from_here:
+            raise UserError(
+                "--qk-norm makes another model of the parent, useless until it is trained; add --train-from-here if "
+                "that is what you want"
+            )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UserError(f"sliding_window must be at least 1 (the token itself), not {self.sliding_window}")
+        if self.layer_types is not None and (not self.layer_types or set(self.layer_types) - LAYER_TYPES.keys()):
+            raise UserError(f"layer_types {self.layer_types!r} must be letters L (a window) and G (everything), as LG")

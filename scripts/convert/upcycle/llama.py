@@ -1,0 +1,14 @@
+"""Turns a Llama, Mistral or Qwen3 into a DCFormer that starts as it; with --reverse back, if nothing is composed.
+
+Run: `dynattn convert llama SRC DST [--option value]`
+"""
+
+from collections.abc import Sequence
+
+from .job import run
+from .parents.llama import LLAMA
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts and returns the exit status."""
+    return run(LLAMA, "llama", argv, __doc__)

@@ -1,0 +1,1 @@
+"""The model families that can be upcycled: one module each."""

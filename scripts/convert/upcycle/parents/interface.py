@@ -1,0 +1,57 @@
+"""What a family of plain models must tell so that it can be turned into one of ours, and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ....common.errors import UserError
+from ...common.weight_map import Drop, Rule, WeightMap
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Parent:
+    """One family.
+
+    Args:
+        model_types: those of Transformers that belong to it.
+        ours: our model type that contains it.
+        fields: gives our configuration's fields, for the same model, from theirs.
+        restore: gives their configuration from ours; raises UserError where they cannot run such a model.
+        weight_map: gives the table of weights for one of our configurations, leaving the composition aside.
+    """
+
+    model_types: tuple[str, ...]
+    ours: str
+    fields: Callable[[Any], dict[str, Any]]
+    restore: Callable[[Any], PreTrainedConfig]
+    weight_map: Callable[[Any], WeightMap]
+
+
+def shared_fields(config: PreTrainedConfig, names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields that both configurations call alike."""
+    return {name: getattr(config, name) for name in names}
+
+
+def head_rules(config: PreTrainedConfig, names: tuple[str, ...], embedding: str) -> tuple[list[Rule], list[Drop]]:
+    """The embedding and the head, which has no weights of its own where it is tied.
+
+    Args:
+        config: ours.
+        names: what files call the head; the first is what we write.
+        embedding: what they call the embedding.
+    """
+    rules = [Rule((embedding,), (EMBEDDING,))]
+    if config.tie_word_embeddings:
+        return rules, [Drop(name, "heads that are tied to the embedding") for name in names]
+    return [*rules, *(Rule((name,), (HEAD,)) for name in names)], []
+
+
+def require_fields(config: PreTrainedConfig, needed: dict[str, Any], family: str) -> None:
+    """Raises UserError where a field of ours has another value than the only one that `family` can run."""
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            raise UserError(f"{name} is {getattr(config, name)!r}, but a {family} model can only have {value!r}")

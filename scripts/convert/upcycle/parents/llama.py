@@ -1,0 +1,73 @@
+"""Llama, Mistral and Qwen3 as the plain model inside a DCFormer; their tensors have the names that ours have."""
+
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+
+from ...common.weight_map import Drop, Rule, WeightMap
+from .interface import EMBEDDING, HEAD, Parent, head_rules, require_fields, shared_fields
+
+SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("use_cache", "tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+LAYER = "model.layers.{layer}."
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def to_fields(config: Any) -> dict[str, Any]:
+    """Our fields for the same model."""
+    is_qwen = config.model_type == "qwen3"
+    window = getattr(config, "sliding_window", None)
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {
+        **shared_fields(config, SHARED),
+        "attention_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "sliding_window": window,
+        "layer_types": list(config.layer_types) if is_qwen else [kind] * config.num_hidden_layers,
+        "use_qk_norm": is_qwen,
+        "qk_norm_eps": config.rms_norm_eps,
+    }
+
+
+def restore(config: Any) -> PreTrainedConfig:
+    """The configuration of the parent that has what a DCFormer without composition has.
+
+    Raises:
+        UserError: none of the three has it.
+    """
+    fields = shared_fields(config, SHARED)
+    slides = "sliding_attention" in config.layer_types
+    require_fields(config, {"mgate_dim": None}, "Llama, Mistral or Qwen3")
+    if config.use_qk_norm:
+        require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
+        own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))
+        return Qwen3Config(**fields, **own, use_sliding_window=slides, architectures=["Qwen3ForCausalLM"])
+    if slides:
+        everywhere = ["sliding_attention"] * config.num_hidden_layers
+        require_fields(config, {"layer_types": everywhere, "attention_bias": False, "mlp_bias": False}, "Mistral")
+        return MistralConfig(**fields, sliding_window=config.sliding_window, architectures=["MistralForCausalLM"])
+    own = shared_fields(config, ("attention_bias", "mlp_bias"))
+    return LlamaConfig(**fields, **own, architectures=["LlamaForCausalLM"])
+
+
+def weight_map(config: Any) -> WeightMap:
+    """The table for one DCFormer configuration."""
+    rules, drops = head_rules(config, (HEAD,), EMBEDDING)
+    names = ["model.norm.weight"]
+    names += [f"{LAYER}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    for kind in ("weight", "bias"):
+        if kind == "weight" or config.attention_bias:
+            names += [f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkvo"]
+        if kind == "weight" or config.mlp_bias:
+            names += [f"{LAYER}mlp.{name}.{kind}" for name in MLP]
+    if config.use_qk_norm:
+        names += [f"{LAYER}self_attn.{name}_norm.weight" for name in "qk"]
+    rules += [Rule((name,), (name,)) for name in names]
+    drops.append(Drop(LAYER + "self_attn.rotary_emb.inv_freq", "buffers that old versions stored"))
+    return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops))
+
+
+LLAMA = Parent(("llama", "mistral", "qwen3"), "dcformer", to_fields, restore, weight_map)

@@ -1,0 +1,14 @@
+"""Turns a Pythia, or any GPT-NeoX, into a DCPythia that starts as it; with --reverse back, if nothing is composed.
+
+Run: `dynattn convert pythia SRC DST [--option value]`
+"""
+
+from collections.abc import Sequence
+
+from .job import run
+from .parents.neox import NEOX
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts and returns the exit status."""
+    return run(NEOX, "pythia", argv, __doc__)

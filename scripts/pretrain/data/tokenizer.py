@@ -1,0 +1,74 @@
+"""The tokenizer of a run: a byte-level BPE trained on its data, or a given one."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ...common.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_bpe(batches: Iterable[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE whose one special token starts, ends and pads.
+
+    Raises:
+        UserError: `vocab_size` cannot hold the 256 bytes and the special token.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 1:
+        raise UserError(f"vocab_size={vocab_size} is too small for a byte-level BPE; give {len(alphabet) + 1} or more")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(batches, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from a folder or the Hub; a missing padding token becomes the end-of-text token.
+
+    Raises:
+        UserError: it cannot be loaded, or has no end-of-text token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # missing, unreachable and malformed tokenizers all differ in type
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load the tokenizer {str(name)!r}: {first_line}; give bpe, a folder or a Hub name"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {str(name)!r} has no eos_token, which must end each document; add one and save it"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that stands before each document: `bos`, or `eos` where a tokenizer has no `bos`."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def required_vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The smallest number of embeddings that has a row for every token."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of everything that decides how text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else ""
+    content = [sorted(tokenizer.get_vocab().items()), rules, tokenizer.eos_token_id, start_token_id(tokenizer)]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

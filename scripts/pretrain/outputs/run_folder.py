@@ -1,0 +1,153 @@
+"""The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import UserError
+from . import checkpoint
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside the output folder. `run.json` marks it as ours; `model` exists once the run is finished."""
+
+    path: Path
+
+    @property
+    def marker(self) -> Path:
+        """The arguments of the run."""
+        return self.path / "run.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder for each checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The run's tokenizer in Hugging Face format."""
+        return self.path / "tokenizer"
+
+    @property
+    def data(self) -> Path:
+        """The tokenized documents."""
+        return self.path / "data"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        """The final model, tokenizer and card in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def result(self) -> Path:
+        """Arguments and final measurements."""
+        return self.path / "result.json"
+
+    @property
+    def prepared(self) -> Path:
+        """Tokenizer and data of a run that has not begun yet."""
+        return self.path / ".prepared"
+
+    def start_point(self, resume: str, overwrite: bool) -> Path | None:
+        """The checkpoint to resume from, or None to start anew; what it returns has been verified.
+
+        Raises:
+            UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
+        """
+        self._check_ours()
+        chosen = self._choose(resume, overwrite)
+        in_place = chosen is not None and self._holds(chosen)
+        if overwrite and in_place:
+            raise UserError(
+                f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
+            )
+        if not overwrite:
+            self._check_free(checkpoints_too=not in_place)
+        if chosen is not None:
+            checkpoint.verify(chosen)
+        return chosen
+
+    def begin(self, arguments: Mapping[str, Any], resume_from: Path | None) -> None:
+        """Moves the prepared tokenizer and data into place; an older run goes unless it is the one that resumes."""
+        if resume_from is None or not self._holds(resume_from):
+            kept = () if self.prepared.exists() else (self.tokenizer, self.data)
+            for path in self._own_paths():
+                if path not in kept:
+                    remove(path)
+        if self.prepared.exists():
+            for name in (self.tokenizer.name, self.data.name):
+                remove(self.path / name)
+                (self.prepared / name).rename(self.path / name)
+            self.prepared.rmdir()
+        self.marker.write_text(json.dumps(dict(arguments), indent=2, default=str) + "\n")
+
+    def discard_prepared(self) -> None:
+        """Removes what a run that could not begin had prepared, and the folder if nothing else is in it."""
+        remove(self.prepared)
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def _choose(self, resume: str, overwrite: bool) -> Path | None:
+        if resume not in ("auto", "never"):
+            return Path(resume)
+        found = checkpoint.list_checkpoints(self.checkpoints)
+        return found[-1] if found and resume == "auto" and not overwrite else None
+
+    def _holds(self, chosen: Path) -> bool:
+        return chosen.resolve().parent == self.checkpoints.resolve()
+
+    def _own_paths(self) -> tuple[Path, ...]:
+        return (
+            self.marker,
+            self.checkpoints,
+            self.tokenizer,
+            self.data,
+            self.metrics,
+            self.tensorboard,
+            self.model,
+            self.result,
+        )
+
+    def _check_ours(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"output={self.path} is a file; give a folder")
+        if self.path.is_dir() and not self.marker.exists():
+            foreign = sorted(entry.name for entry in self.path.iterdir() if entry != self.prepared)
+            if foreign:
+                raise UserError(
+                    f"output={self.path} holds {foreign[0]} and no run of dynattn pretrain; give a new or empty folder"
+                )
+
+    def _check_free(self, *, checkpoints_too: bool) -> None:
+        if self.model.exists():
+            raise UserError(
+                f"output={self.path} already holds a finished model; give another folder, or --overwrite to replace it"
+            )
+        found = checkpoint.list_checkpoints(self.checkpoints)
+        if checkpoints_too and found:
+            raise UserError(
+                f"output={self.path} already holds a run with {found[-1].name}; give another folder, --resume auto to "
+                "continue it, or --overwrite to replace it"
+            )
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

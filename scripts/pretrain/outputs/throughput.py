@@ -1,0 +1,67 @@
+"""Tokens per second, and how much of what the hardware can do they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynattn.modeling.common.heads import CausalLMHead
+
+from ...common.flops import ModelFlops
+from ...common.measuring import gemm_rate
+
+
+@dataclass
+class Speedometer:
+    """Sums up what all processes compute from one report to the next.
+
+    Model FLOPs utilization (MFU, PaLM, arXiv 2204.02311) is the FLOPs that the model needs, composition included and
+    recomputation not, over those that this many seconds of matrix products would have made.
+
+    Attributes:
+        flops: of the model; None of one whose operations are not known, and which has no MFU.
+        gemm_rate: FLOP/s of a large matrix product, measured here in the dtype of training, all processes together.
+    """
+
+    accelerator: Accelerator
+    flops: ModelFlops | None
+    gemm_rate: float
+    tokens: int = 0
+    seconds: float = 0.0
+    operations: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Speedometer":
+        """Measures the rate of matrix products, which draws random numbers."""
+        if not isinstance(model, CausalLMHead):
+            return cls(accelerator, None, 0.0)
+        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        rate = torch.tensor(gemm_rate(dtype, accelerator.device), device=accelerator.device)
+        return cls(accelerator, ModelFlops.of(model), accelerator.reduce(rate, reduction="sum").item())
+
+    def add(self, batches: Sequence[dict[str, Tensor]], tokens: int, seconds: float) -> None:
+        """Counts an update: the `batches` of this process, and the `tokens` of all."""
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.flops is not None:
+            self.operations += sum(self.flops.training(positions(batch)) for batch in batches)
+
+    def report(self) -> dict[str, float]:
+        """The rates since the last report; every process has to ask."""
+        rates = {"tokens_per_second": self.tokens / self.seconds}
+        if self.flops is not None:
+            operations = torch.tensor(float(self.operations), device=self.accelerator.device)
+            per_second = self.accelerator.reduce(operations, reduction="sum").item() / self.seconds
+            rates |= {"flops_per_second": per_second, "gemm_flops_per_second": self.gemm_rate}
+            rates["mfu"] = per_second / self.gemm_rate
+        self.tokens, self.seconds, self.operations = 0, 0.0, 0
+        return rates
+
+
+def positions(batch: dict[str, Tensor]) -> Tensor:
+    """How many earlier tokens of its document each token `[B, T]` sees; memory of earlier segments is not counted."""
+    given = batch.get("position_ids")
+    return torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) if given is None else given

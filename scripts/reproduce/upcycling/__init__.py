@@ -1,0 +1,1 @@
+"""The study of upcycling: runs, record, plot."""

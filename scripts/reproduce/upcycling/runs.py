@@ -1,0 +1,117 @@
+"""The runs of the upcycling study: parents, upcycled parents, and what becomes of them.
+
+Each run is a folder that `dynattn pretrain` or `dynattn convert` finishes by a rename, so a run is there or it is not.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
+from ...pretrain import PretrainArguments, pretrain
+from .record import read_run
+
+MODEL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+}
+COMMON: dict[str, Any] = {"dataset": "builtin", "sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
+PARENT: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 2048, "learning_rate": 2e-3}
+# One update in so many is warmup; in an arm that begins with frozen weights, one in so many is made with them.
+WARMUP, FROZEN = 12, 8
+VALIDATIONS = 6
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to continue a parent.
+
+    Attributes:
+        composed: whether its heads are composed.
+        rate_ratio: how many times as fast the composition learns as the parent's weights do.
+        frozen_first: whether the parent's weights wait at first.
+    """
+
+    label: str
+    composed: bool = False
+    rate_ratio: int = 1
+    frozen_first: bool = False
+
+
+ARMS = {
+    "plain": Arm("plain"),
+    "composed": Arm("composed", composed=True),
+    "fast": Arm("composed, composition 3 x as fast", composed=True, rate_ratio=3),
+    "frozen_first": Arm("composed, parent frozen first", composed=True, frozen_first=True),
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Makes the runs of a study, each once; a method returns the folder of a run that is finished.
+
+    Attributes:
+        output: folder of the study.
+        parent_steps, steps: updates of a parent, and of each run that continues it.
+    """
+
+    output: Path
+    parent_steps: int
+    steps: int
+
+    def parent(self, seed: int) -> Path:
+        """A GPT-NeoX from scratch; `seed` decides its initial weights and the order of the data."""
+        return self._train(self._folder(seed, "parent"), self.parent_steps, seed, model_config=MODEL, **PARENT)
+
+    def continued(self, seed: int, name: str, rate: float) -> Path:
+        """The parent of `seed` trained further as the arm `name`; all arms see the same tokens in the same order."""
+        arm = ARMS[name]
+        return self._train(
+            self._folder(seed, f"{name}-{rate:g}"),
+            self.steps,
+            seed,
+            init_from=str(self._upcycled(seed) if arm.composed else self.parent(seed) / "model"),
+            learning_rate=rate,
+            composition_learning_rate=None if arm.rate_ratio == 1 else arm.rate_ratio * rate,
+            freeze_parent_steps=-(-self.steps // FROZEN) if arm.frozen_first else 0,
+        )
+
+    def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, dict[str, float]]:
+        """The learning rate whose run ends best on `seed`, and the validation losses of all; one needs no run."""
+        if len(rates) == 1:
+            return rates[0], {}
+        losses = {rate: read_run(self.continued(seed, name, rate))["validation"][-1]["loss"] for rate in rates}
+        return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """What all runs have in common, for the record."""
+        lengths = {"parent_steps": self.parent_steps, "steps": self.steps}
+        shares = {"warmup_share": 1 / WARMUP, "frozen_share": 1 / FROZEN}
+        return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": COMMON}
+
+    def _upcycled(self, seed: int) -> Path:
+        """The parent as a DCPythia; the conversion proves that its logits are the parent's."""
+        folder = self._folder(seed, "upcycled")
+        if not folder.exists():
+            source = self.parent(seed) / "model"
+            upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)
+        return folder
+
+    def _train(self, folder: Path, steps: int, seed: int, **options: Any) -> Path:
+        if not (folder / "model").exists():
+            every = max(1, steps // VALIDATIONS)
+            lengths: dict[str, Any] = {
+                "max_steps": steps,
+                "warmup_steps": steps // WARMUP,
+                "eval_every": every,
+                "save_every": every,
+            }
+            print(f"\n{folder}", flush=True)
+            pretrain(PretrainArguments(output=str(folder), seed=seed, **lengths, **COMMON, **options))
+        return folder
+
+    def _folder(self, seed: int, name: str) -> Path:
+        return self.output / f"seed-{seed}" / name
