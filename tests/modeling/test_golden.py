@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dynattn.modeling.layers.composed_attention import ComposedAttention
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ATTENTION_CASES = sorted(path.name for path in GOLDEN.glob("dcmha_attn_*"))
 MODEL_RUNS = [
     (case.name, run["tag"])

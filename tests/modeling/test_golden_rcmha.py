@@ -15,7 +15,7 @@ from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ATTENTION_CASES = sorted(
     path.name for kind in ("rcmha", "rmha", "mdha", "mha") for path in GOLDEN.glob(f"{kind}_attn_*")
 )

@@ -33,7 +33,8 @@ another 4 and 10; the second-level cache sees 2 more of each kernel but the firs
 the last kernel over `da`: composing it again would cost that kernel 17 instructions.
 
 Instructions: a thread's for each (head, query, key), in the loops over heads at rank 2 with gates in bfloat16, compiled
-for sm_90 and counted in the assembly, not run (`python tests/modeling/test_triton_compile.py 90`); with 16 heads there
+for sm_90 and counted in the assembly, not run
+(`python tests/modeling/ops/dcmha/test_triton_compile.py 90`); with 16 heads there
 are 2 more outside of the loops:
 
     dcmha_statistics       28   of them 18 on float32, 1 exponential

@@ -28,7 +28,8 @@ patches that a causal mask or a window hides. The gradients of queries' rows lea
 those of keys' as one for each program, and are added up in a fixed order.
 
 Instructions: a thread's for each (head, query, key) of a turn, at 16 and 32 heads in bfloat16 without a mask, compiled
-for sm_90 and counted in the assembly, not run (`python tests/modeling/test_triton_compile.py 90`), next to those of the
+for sm_90 and counted in the assembly, not run
+(`python tests/modeling/ops/dcmha/test_triton_compile.py 90`), next to those of the
 kernels that go through the heads, whatever the rank here:
 
                        16 heads    32 heads    rank 2, gates, head by head

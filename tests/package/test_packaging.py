@@ -12,7 +12,7 @@ import pytest
 
 from dynattn.remote_code import flat_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = ("package", "configuration", "modeling", "scripts")
 
 

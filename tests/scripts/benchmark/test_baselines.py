@@ -38,7 +38,7 @@ from dynattn.scripts.benchmark.subjects.op_flops import attention_flops, composi
 from dynattn.scripts.common.flops import projection_flops
 
 CPU = torch.device("cpu")
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 GOLDEN_LAYERS = sorted(path.name for path in GOLDEN.glob("*_attn_q*"))
 
 

@@ -1,6 +1,7 @@
 """What the Triton kernels take of a GPU, compiled without one: registers, shared memory, spills and instructions.
 
-`python tests/modeling/triton_report.py model_cards/records/triton-compiled` writes `record.json` and `table.md`.
+`python tests/modeling/ops/dcmha/triton_report.py model_cards/records/triton-compiled` writes
+`record.json` and `table.md`.
 """
 
 import json
@@ -16,7 +17,7 @@ from dynattn.scripts.common.environment import versions
 
 COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled": "spilled, bytes"}
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}
-HEADING = """`python tests/modeling/triton_report.py model_cards/records/triton-compiled`
+HEADING = """`python tests/modeling/ops/dcmha/triton_report.py model_cards/records/triton-compiled`
 
 Compiled ahead of time, not run: commit {commit}, triton {triton}, torch {torch}.
 

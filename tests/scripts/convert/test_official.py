@@ -15,7 +15,7 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.convert.official.config import OfficialConfig
 from dynattn.scripts.convert.official.reference import OfficialModel
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.name for path in (*GOLDEN.glob("dcformer_*"), *GOLDEN.glob("dcpythia_*")))
 RUNS = [
     (case, run["tag"])

@@ -1,7 +1,7 @@
 """The Triton kernels compiled for GPUs that need not be there: every configuration fits, without spilling registers.
 
-`python tests/modeling/test_triton_compile.py 90` prints what each kernel takes on that compute capability; names of
-`CONFIGURATIONS` after it choose some of them.
+`python tests/modeling/ops/dcmha/test_triton_compile.py 90` prints what each kernel takes on that compute
+capability; names of `CONFIGURATIONS` after it choose some of them.
 """
 
 import json
@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
 
-RECORD = Path(__file__).parents[2] / "model_cards" / "records" / "triton-compiled" / "record.json"
+RECORD = Path(__file__).parents[4] / "model_cards" / "records" / "triton-compiled" / "record.json"
 # Bytes of shared memory that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes that a thread may spill: a few values outside of the loops.

@@ -18,7 +18,7 @@ from dynattn.scripts.convert.rcmha import layout as rcmha_layout
 from dynattn.scripts.convert.rcmha.config import OfficialRCMHAConfig
 from dynattn.scripts.convert.rcmha.reference import OfficialRCMHA
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS = ("rcmha", "rmha", "mdha", "mha")
 CASES = sorted(path.name for kind in KINDS for path in GOLDEN.glob(f"{kind}_model_*"))
 RELATIVE = [case for case in CASES if case.startswith(("rcmha", "rmha"))]
