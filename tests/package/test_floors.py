@@ -1,0 +1,92 @@
+"""The house keeps its floors: imports run downwards, never in a circle, and jobs do not know one another."""
+
+import ast
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each floor stands on those before it in this list; rooms of one floor do not know each other.
+FLOORS = (
+    ("configuration", "modeling.ops"),
+    ("modeling.positions", "modeling.caches"),
+    ("modeling.layers",),
+    ("modeling.common",),
+    ("modeling",),
+    ("package",),
+    ("scripts.common",),
+    ("scripts.pretrain", "scripts.evaluate", "scripts.convert", "scripts.publish", "scripts.benchmark"),
+    ("scripts.reproduce",),  # a study runs the other jobs
+    ("scripts",),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module by the name that it is imported by; a package by the name of its folder."""
+    found = {}
+    for top in ("configuration", "modeling", "package", "scripts"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts[1:] if top == "package" else parts
+            found[".".join(("dynattn", *(parts[:-1] if path.stem == "__init__" else parts)))] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """The modules of this project that a module imports, wherever in its text, also for type checkers alone."""
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from filter(None, map(find_module, names))
+
+
+def find_module(name: str) -> str | None:
+    """The module that `name` is, or is defined in; None for what other projects define."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def room_of(module: str) -> tuple[int, str]:
+    """The floor and the room of a module."""
+    place = ".".join(MODULES[module].relative_to(ROOT).with_suffix("").parts) + "."
+    rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if place.startswith(f"{room}.")]
+    return max(rooms, key=lambda found: len(found[1]))
+
+
+def test_imports_run_downwards() -> None:
+    wrong = []
+    for module in MODULES:
+        floor, room = room_of(module)
+        for imported in imports_of(module):
+            below, other = room_of(imported)
+            if other != room and below >= floor:
+                wrong.append(f"{module} ({room}) imports {imported} ({other})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    graph = {module: set(imports_of(module)) - {module} for module in MODULES}
+    while leaves := [module for module, imported in graph.items() if not imported & graph.keys()]:
+        for module in leaves:
+            del graph[module]
+    assert not graph, f"these modules, or what they stand on, import each other: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("top", ["configuration", "modeling"])
+def test_inner_folders_have_a_caption_and_nothing_else(top: str) -> None:
+    for path in (ROOT / top).rglob("__init__.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), path
+        assert len(tree.body) == 1, path
