@@ -1,4 +1,4 @@
-"""Folders and files that appear as a whole or not at all."""
+"""Folders that appear as a whole or not at all."""
 
 import os
 import shutil
@@ -89,10 +89,3 @@ def _runs(process: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is never seen half."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

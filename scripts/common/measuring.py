@@ -64,9 +64,9 @@ def calls_of_a_sample(call: Callable[[], Any], device: torch.device, seconds: fl
 def interleave(
     samplers: Mapping[str, Callable[[], float]], rounds: int, budget: float | None = None
 ) -> dict[str, list[float]]:
-    """One sample of each contestant, then the next of each, and so on: drift of the machine hits all alike.
+    """One sample of each candidate, then the next of each, and so on: drift of the machine affects all alike.
 
-    A contestant whose samples took more than `budget` seconds takes no part after `LEAST_ROUNDS` rounds.
+    A candidate whose samples took more than `budget` seconds takes no part after `LEAST_ROUNDS` rounds.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)

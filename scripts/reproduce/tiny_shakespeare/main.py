@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.arguments import parse_arguments
-from ...common.atomic_folder import write_whole
+from ...common.atomic_file import write_json, write_whole
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
 from .figures import draw_bars, draw_curves
@@ -97,7 +97,7 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     if not (output / PROBE).exists():
         print("time and memory of an update", flush=True)
         probe = measure(corpora["tiny-shakespeare"], SETTINGS, rounds=5 if arguments.quick else 15)
-        write_whole(output / PROBE, json.dumps(probe, indent=1) + "\n")
+        write_json(output / PROBE, probe, indent=1)
 
 
 def load_corpora(arguments: StudyArguments) -> dict[str, Corpus]:
@@ -136,7 +136,7 @@ def make_once(run: Run, corpus: Corpus, path: Path) -> None:
         return
     result = run_one(run, corpus, path.with_suffix(".checkpoint.pt"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_json(path, result, indent=1)
     bits, accuracy = (result["validation"][name] for name in ("bits_per_character", "accuracy"))
     seconds = result["wall_seconds"]
     print(f"{label}: validation {bits:.4f} bits per character, accuracy {accuracy:.4f}, {seconds:.0f} s", flush=True)
@@ -162,7 +162,7 @@ def report(output: Path) -> str:
     probe = json.loads((output / PROBE).read_text(encoding="utf-8")) if (output / PROBE).exists() else None
     record = make_record(runs, probe)
     text = format_record(record)
-    write_whole(output / RECORD, json.dumps(record, indent=1) + "\n")
+    write_json(output / RECORD, record, indent=1)
     write_whole(output / TABLE, text)
     draw_curves(record, output / CURVES)
     draw_bars(record, output / BARS)

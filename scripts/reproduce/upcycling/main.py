@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.arguments import parse_arguments
-from ...common.atomic_folder import write_whole
+from ...common.atomic_file import write_json, write_whole
 from ...common.errors import UserError
 from ..plots import draw_arms
 from .record import Record, make_record, read_run, table
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.redraw:
         record = run_study(arguments, output)
         record["command"] = command_of(arguments)
-        write_whole(output / RECORD, json.dumps(record, indent=1) + "\n")
+        write_json(output / RECORD, record, indent=1)
     print(f"\n{draw(output)}\n\n{output}: {RECORD}, {TABLE}, {PLOT}")
     return 0
 
@@ -129,7 +129,7 @@ def claim(output: Path, settings: dict[str, Any]) -> None:
     elif output.exists() and any(output.iterdir()):
         raise UserError(f"{output} holds something that is no upcycling study; give a new or empty --output")
     output.mkdir(parents=True, exist_ok=True)
-    write_whole(marker, json.dumps(settings, indent=1) + "\n")
+    write_json(marker, settings, indent=1)
 
 
 def draw(output: Path) -> str:
