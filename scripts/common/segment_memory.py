@@ -1,5 +1,6 @@
 """Memory that a model carries from one segment of a text to the next, as in Transformer-XL."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +17,86 @@ from dynattn.modeling.caches.segment_memory import carry_memory
 from .errors import UserError
 
 
-class NoMemory:
-    """Reads every batch by itself; what a model without memory is trained and scored with."""
+class CarriedMemory(ABC):
+    """What a model remembers of the batches that it has read, while it is trained or scored.
 
-    def begin(self, step: int) -> None:
-        """Called before update `step`, counted from 0."""
+    An update is made of micro-batches, one for each of its forward passes. Each micro-batch has a memory of its own,
+    which the micro-batch at the same place of the next update continues.
+    """
 
-    def read(self, model: nn.Module, batch: dict[str, Tensor], place: int = 0) -> Tensor:
-        """The loss of a batch; `place` is its number among the forward passes of an update."""
+    @abstractmethod
+    def begin_update(self, step: int) -> None:
+        """Prepares for update `step`, counted from 0."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
+        """The loss `[]` of a batch of tensors `[B, T]`, which `model` reads as `micro_batch` of the update."""
+
+    @abstractmethod
+    def empty_copy(self) -> "CarriedMemory":
+        """An empty memory of the same kind, to read another text with one micro-batch at a time."""
+
+    @abstractmethod
+    def save(self, folder: Path, accelerator: Accelerator) -> None:
+        """Writes what this process remembers into the folder of a checkpoint."""
+
+    @abstractmethod
+    def load(self, folder: Path, accelerator: Accelerator) -> None:
+        """Restores what `save` wrote."""
+
+
+class NoMemory(CarriedMemory):
+    """Reads every batch by itself, which is what a model without memory needs; it has nothing to save."""
+
+    def begin_update(self, step: int) -> None:
+        pass
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
+        """The loss `[]` of a batch of tensors `[B, T]`."""
         return model(**batch, use_cache=False).loss
 
-    def fresh(self) -> "NoMemory":
-        """One for reading another text meanwhile."""
+    def empty_copy(self) -> "NoMemory":
         return self
 
     def save(self, folder: Path, accelerator: Accelerator) -> None:
-        """Stores what this process carries."""
+        pass
 
     def load(self, folder: Path, accelerator: Accelerator) -> None:
-        """Puts back what was stored."""
+        pass
 
 
-class StreamMemory(NoMemory):
-    """Carries memory along streams, of which each forward pass of an update reads the next segment of some rows.
+class StreamMemory(CarriedMemory):
+    """Carries the memory of a model along streams of text: each update reads the next segment of every stream.
 
-    What it holds is detached, so that gradients stay in a segment. It starts anew with every pass over the streams.
+    What is remembered is detached, so that gradients stay in a segment. Each pass over the streams begins with an empty
+    memory.
 
     Args:
         config: of a model whose cache is a memory.
-        passes: forward passes of an update in this process, each of which has rows of its own.
+        micro_batches: forward passes that this process makes in an update; each reads streams of its own.
         segments: of a stream.
     """
 
-    def __init__(self, config: PreTrainedConfig, passes: int, segments: int) -> None:
+    def __init__(self, config: PreTrainedConfig, micro_batches: int, segments: int) -> None:
         self.config, self.segments = config, segments
-        self.caches: list[Cache | None] = [None] * passes
+        self.caches: list[Cache | None] = [None] * micro_batches
 
-    def begin(self, step: int) -> None:
-        """Forgets everything where `step` reads the first segments."""
+    def begin_update(self, step: int) -> None:
+        """Empties the memory if `step` reads the first segments of the streams."""
         if step % self.segments == 0:
             self.caches = [None] * len(self.caches)
 
-    def read(self, model: nn.Module, batch: dict[str, Tensor], place: int = 0) -> Tensor:
-        """The loss of the segments that follow what `place` has read so far."""
-        output = model(**batch, past_key_values=self.caches[place], use_cache=True)
-        self.caches[place] = output.past_key_values
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
+        """The loss `[]` of segments `[B, T]` that continue those which `micro_batch` read in the update before."""
+        output = model(**batch, past_key_values=self.caches[micro_batch], use_cache=True)
+        self.caches[micro_batch] = output.past_key_values
         return output.loss
 
-    def fresh(self) -> "StreamMemory":
-        """An empty memory for one forward pass at a time."""
-        return StreamMemory(self.config, 1, self.segments)
+    def empty_copy(self) -> "StreamMemory":
+        return StreamMemory(self.config, micro_batches=1, segments=self.segments)
 
     def save(self, folder: Path, accelerator: Accelerator) -> None:
-        """Writes this process's tensors `[passes, rows, ...]` and the number of tokens seen."""
+        """Writes this process's tensors `[micro-batches, B, ...]` and the number of tokens read."""
         caches = [cache for cache in self.caches if cache is not None]
         states = [memory_tensors(cache) for cache in caches]
         tensors = {name: torch.stack([state[name] for state in states]) for name in states[0]}
@@ -76,7 +104,7 @@ class StreamMemory(NoMemory):
         save_file(tensors, folder / f"memory-{accelerator.process_index:05d}.safetensors", tokens)
 
     def load(self, folder: Path, accelerator: Accelerator) -> None:
-        """Reads what all processes wrote; the same streams may now be divided otherwise over processes and passes."""
+        """Reads what all processes wrote; processes and micro-batches may now share the streams out differently."""
         files = sorted(folder.glob("memory-*.safetensors"))
         states = [load_file(file) for file in files]
         with safe_open(files[0], framework="pt") as file:
@@ -86,16 +114,16 @@ class StreamMemory(NoMemory):
         for name in states[0]:
             streams = torch.stack([state[name] for state in states], dim=1).flatten(0, 2)
             mine[name] = streams.unflatten(0, division)[:, accelerator.process_index].to(accelerator.device)
-        for place in range(len(self.caches)):
-            rows = {name: tensor[place] for name, tensor in mine.items()}
-            self.caches[place] = memory_from_tensors(self.config, rows, tokens)
+        for index in range(len(self.caches)):
+            rows = {name: tensor[index] for name, tensor in mine.items()}
+            self.caches[index] = memory_from_tensors(self.config, rows, tokens)
 
 
 def check_memory(config: PreTrainedConfig, segment: int = 1) -> None:
-    """Whether a model can read a text of any length in segments of `segment` tokens.
+    """Refuses a model that cannot read a text of any length in segments of `segment` tokens.
 
     Raises:
-        UserError: it has no memory, or one that would outgrow its positions.
+        UserError: the model has no memory, or its memory would outgrow its positions.
     """
     if not hasattr(config, "memory_type"):
         raise UserError(
@@ -117,13 +145,13 @@ def check_memory(config: PreTrainedConfig, segment: int = 1) -> None:
 
 
 def longest_segment(config: PreTrainedConfig) -> int:
-    """Tokens that a model can read at once after others; positions of segment memory span the memory too."""
+    """Tokens that a model can read at once after others; relative positions in a segment memory span the memory too."""
     spans_memory = config.memory_type == "segment" and config.is_relative
     return config.max_position_embeddings - (config.mem_len if spans_memory else 0)
 
 
 def memory_tensors(cache: Cache) -> dict[str, Tensor]:
-    """All that the layers of a cache hold, each tensor `[B, ...]`."""
+    """All tensors `[B, ...]` that the layers of a cache hold, named `LAYER.keys`, `LAYER.values` or after a context."""
     tensors = {}
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
@@ -134,7 +162,7 @@ def memory_tensors(cache: Cache) -> dict[str, Tensor]:
 
 
 def memory_from_tensors(config: PreTrainedConfig, tensors: dict[str, Tensor], tokens: int) -> Cache:
-    """The cache that `memory_tensors` described, after `tokens` tokens."""
+    """The cache of tensors `[B, ...]` named as by `memory_tensors`, after it has read `tokens` tokens."""
     cache = DynamicCache(config=config)
     carry_memory(cache, config)
     layers: list[Any] = cache.layers

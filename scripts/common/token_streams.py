@@ -5,13 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# A target that the loss leaves out: what `torch.nn.functional.cross_entropy` and Transformers ignore by default.
+IGNORE_INDEX = -100
+
 
 @dataclass(frozen=True)
 class TokenStreams:
-    """`B` streams side by side; segment `i` of a stream goes on where its segment `i - 1` ends (Transformer-XL).
+    """`B` streams side by side; segment `i` of a stream continues its segment `i - 1` (Transformer-XL).
 
-    Indexing and iteration give the segments in order, each as inputs and targets `[B, segment]`; the last may be
-    shorter.
+    Indexing and iteration give the segments in order, each as inputs and targets `[B, T]`, where `T` is `segment`, or
+    less in the last one.
 
     Attributes:
         inputs, targets: `[B, L]`; a target is the token after its input.
@@ -24,7 +27,9 @@ class TokenStreams:
 
     @classmethod
     def cut(cls, tokens: Tensor, streams: int, segment: int) -> "TokenStreams":
-        """Cuts `tokens` `[N]` into equal streams; every token but the first is a target once, up to `B - 1` at the end.
+        """Cuts `tokens` `[N]` into `B` equal streams.
+
+        Every token but the first is a target once, except for up to `B - 1` tokens at the end that fill no stream.
 
         Raises:
             ValueError: a number is not positive, or there are too few tokens for as many streams.
@@ -42,9 +47,11 @@ class TokenStreams:
         return -(-self.inputs.shape[1] // self.segment)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets `[B, T]` of each segment in turn."""
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets `[B, T]` of segment `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"segment {index} of {len(self)}")
         part = slice(index * self.segment, (index + 1) * self.segment)

@@ -8,10 +8,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from ..common.token_streams import TokenStreams
+from ..common.token_streams import IGNORE_INDEX, TokenStreams
 from .checkpoint import refuse_nan
-
-IGNORED = -100
 
 
 def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: int, batch_size: int) -> list[float]:
@@ -39,12 +37,12 @@ def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: i
 def _roll_batch(model: PreTrainedModel, texts: Sequence[Tensor], segment: int) -> Tensor:
     """Log-likelihoods [B]. Padding stands after the end of a text, so that nothing which is scored remembers it."""
     inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
+    targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORE_INDEX)
     memory = DynamicCache(config=model.config)
     total = torch.zeros(len(texts), dtype=torch.float64)
     for part, wanted in TokenStreams(inputs, targets, segment):
         logits = model(part, past_key_values=memory).logits.float()
         refuse_nan(logits)
-        nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")
+        nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORE_INDEX, reduction="none")
         total -= nats.double().sum(1).cpu()
     return total

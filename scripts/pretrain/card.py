@@ -68,8 +68,23 @@ On the held-out part of the data, after the last update:
 
 def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
     """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
+    text = BODY.format(
+        name=result.output.resolve().name,
+        model_type=model_type,
+        origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
+        measured=table(losses(result)),
+        training=table(training(result)),
+        settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
+        versions=table(result.versions),
+    )
+    data = metadata(arguments, result, model_type)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> ModelCardData:
+    """What the Hub reads at the head of the card."""
     is_hub_model = arguments.init_from is not None and not Path(arguments.init_from).exists()
-    data = ModelCardData(
+    return ModelCardData(
         datasets=[arguments.dataset] if is_hub_name(arguments.dataset) else None,
         base_model=arguments.init_from if is_hub_model else None,
         library_name="transformers",
@@ -78,40 +93,36 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
         model_name=result.output.resolve().name,
         eval_results=_evaluations(result),
     )
-    text = BODY.format(
-        name=result.output.resolve().name,
-        model_type=model_type,
-        origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
-        measured=table(
-            {
-                "validation loss (nats per token)": f"{result.validation_loss:.4f}",
-                "validation perplexity": f"{result.perplexity:.3f}",
-                "validation bits per byte": f"{result.bits_per_byte:.4f}",
-                "training loss (nats per token)": f"{result.train_loss:.4f}",
-            }
-        ),
-        training=table(
-            {
-                "data": result.dataset,
-                "updates": f"{result.steps:,}",
-                "tokens": f"{result.tokens:,}",
-                "parameters": f"{result.parameters:,}",
-                "parameters without embeddings": f"{result.non_embedding_parameters:,}",
-                "hardware": result.hardware,
-                "processes": result.processes,
-                "tokens per second (median)": f"{result.tokens_per_second:,.0f}",
-                "model FLOPs utilization": utilization(result),
-                "seconds of training": f"{result.train_seconds:,.0f}",
-            }
-        ),
-        settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
-        versions=table(result.versions),
-    )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def losses(result: Result) -> dict[str, str]:
+    """What was measured on held-out and on training text."""
+    return {
+        "validation loss (nats per token)": f"{result.validation_loss:.4f}",
+        "validation perplexity": f"{result.perplexity:.3f}",
+        "validation bits per byte": f"{result.bits_per_byte:.4f}",
+        "training loss (nats per token)": f"{result.train_loss:.4f}",
+    }
+
+
+def training(result: Result) -> dict[str, Any]:
+    """The data, the sizes and the speed of the run."""
+    return {
+        "data": result.dataset,
+        "updates": f"{result.steps:,}",
+        "tokens": f"{result.tokens:,}",
+        "parameters": f"{result.parameters:,}",
+        "parameters without embeddings": f"{result.non_embedding_parameters:,}",
+        "hardware": result.hardware,
+        "processes": result.processes,
+        "tokens per second (median)": f"{result.tokens_per_second:,.0f}",
+        "model FLOPs utilization": utilization(result),
+        "seconds of training": f"{result.train_seconds:,.0f}",
+    }
 
 
 def utilization(result: Result) -> str:
-    """The share of the hardware's matrix products that the model's own operations are."""
+    """MFU: the model's FLOP/s as a share of those of matrix products on the same hardware."""
     if result.mfu is None or result.gemm_flops_per_second is None:
         return "not known for this architecture"
     return f"{result.mfu:.1%} of {result.gemm_flops_per_second / 1e9:,.1f} GFLOP/s measured on matrix products"

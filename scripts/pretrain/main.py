@@ -15,8 +15,6 @@ from pathlib import Path
 from ..common.arguments import parse_arguments
 from ..common.errors import UserError
 from .arguments import PretrainArguments
-from .job import pretrain
-from .results import Result
 
 RECIPES = Path(__file__).parent / "recipes"
 DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
@@ -28,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         arguments = parse_arguments(
             PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION
         )
+        from .job import pretrain  # here, because it imports torch, and help and mistyped options need to be fast
+
         result = pretrain(arguments)
     except UserError:
         if is_first_process():
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
         return 130
     if is_first_process():
-        print(summary(result))
+        print(result.summary())
     return 0
 
 
@@ -52,15 +52,3 @@ def find_shipped(argv: Sequence[str]) -> list[str]:
 def is_first_process() -> bool:
     """Whether this process is the first of a torchrun, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def summary(result: Result) -> str:
-    """What a run ends with, for the terminal."""
-    return (
-        f"validation loss {result.validation_loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
-        f"{result.bits_per_byte:.4f} bits per byte after {result.steps} updates\n"
-        f"{result.parameters:,} parameters, {result.tokens_per_second:,.0f} tokens/s, "
-        f"{result.train_seconds:.0f} s of training\n"
-        f"model, tokenizer and card: {result.model}\n"
-        f"metrics: {result.output / 'metrics.jsonl'}"
-    )

@@ -63,19 +63,13 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
 
 
 def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with float32 weights, ready to be trained; fresh weights depend on torch's random state.
+    """The model with float32 weights, in training mode; new weights depend on torch's random state.
 
     Raises:
         UserError: the weights cannot be loaded, or the model lacks what the arguments ask for.
     """
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if arguments.attn_implementation is not None:
-        options["attn_implementation"] = arguments.attn_implementation
     try:
-        if arguments.init_from:
-            model = AutoModelForCausalLM.from_pretrained(arguments.init_from, config=config, **options)
-        else:
-            model = AutoModelForCausalLM.from_config(config, **options)
+        model = _load_or_initialize(arguments, config)
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -92,7 +86,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTr
 
 
 def loss_options(model: nn.Module) -> dict[str, Any]:
-    """What else to call a model with for its loss alone: those of this package then never hold all of their logits."""
+    """Options with which a model computes its loss alone: models of this package then never hold all logits at once."""
     return {"skip_logits": True} if isinstance(model, CausalLMHead) else {}
 
 
@@ -104,15 +98,26 @@ def composition_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     """Counts each parameter once, tied ones too."""
-    excluded = {id(weight) for module in _embedding_modules(model) for weight in module.parameters()}
-    total = sum(weight.numel() for weight in model.parameters())
-    return ParameterCounts(total, sum(weight.numel() for weight in model.parameters() if id(weight) not in excluded))
+    embeddings = {weight for module in _embedding_modules(model) for weight in module.parameters()}
+    total = model.num_parameters()
+    return ParameterCounts(total, total - sum(weight.numel() for weight in embeddings))
 
 
 def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """All embeddings and, if the model has one, the output head."""
     modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()
     return modules if head is None else [*modules, head]
+
+
+def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    """The weights of `init_from`, or new ones."""
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    if arguments.init_from:
+        return AutoModelForCausalLM.from_pretrained(arguments.init_from, config=config, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -123,19 +128,26 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     if unknown := sorted(set(arguments.config_overrides) - fields):
         raise UserError(f"model_config names {unknown}, which {model_type} does not have; it has {sorted(fields)}")
+    size = _choose_size(config_class, arguments.model_size)
     try:
-        if not hasattr(config_class, "from_size"):
-            if arguments.model_size is not None:
-                raise UserError(f"model_type={model_type} has no named sizes; replace model_size by model_config")
-            return config_class(**overrides)
-        size = arguments.model_size or DEFAULT_MODEL_SIZE
-        if size not in config_class.sizes:
-            raise UserError(
-                f"model_size={size} is not a size of {model_type}; choose from {', '.join(config_class.sizes)}"
-            )
-        return config_class.from_size(size, **overrides)
+        return config_class(**overrides) if size is None else config_class.from_size(size, **overrides)
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise UserError(f"model_config is not valid for {model_type}: {_one_line(error)}") from error
+
+
+def _choose_size(config_class: Any, size: str | None) -> str | None:
+    """The named size to build, or None for an architecture without named sizes."""
+    model_type = config_class.model_type
+    if not hasattr(config_class, "from_size"):
+        if size is not None:
+            raise UserError(f"model_type={model_type} has no named sizes; replace model_size by model_config")
+        return None
+    chosen = size or DEFAULT_MODEL_SIZE
+    if chosen not in config_class.sizes:
+        raise UserError(
+            f"model_size={chosen} is not a size of {model_type}; choose from {', '.join(config_class.sizes)}"
+        )
+    return chosen
 
 
 def _load_config(name: str) -> PreTrainedConfig:
@@ -163,4 +175,5 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
 
 
 def _one_line(error: Exception) -> str:
+    """The whole message without line breaks: the cause may stand in any line."""
     return " ".join(str(error).split())

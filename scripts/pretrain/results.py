@@ -1,18 +1,20 @@
 """What a run ends with, for other programs: `result.json` and the value that `pretrain` returns."""
 
 import dataclasses
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.atomic_file import write_json
+from ..common.environment import hardware, versions
 from .arguments import PretrainArguments
-from .model import ParameterCounts
+from .model import count_parameters
 from .outputs.metrics import Record, read_metrics
+from .trainer import Trainer
 from .validation import Validation
 
-# What training lines of the metrics say of speed.
+# Fields of the training metrics that say how fast the run is.
 RATES = ("tokens_per_second", "flops_per_second", "gemm_flops_per_second", "mfu")
 
 
@@ -24,14 +26,15 @@ class Result:
         output, model: the run's folder and the final model in it.
         parameters, non_embedding_parameters: the latter without token embeddings and output head.
         steps, tokens: updates made, and tokens that they read.
-        train_loss: nats per token, the mean since the line before the last of the training metrics.
+        train_loss: nats per token, the mean over the updates of the last line of the training metrics.
         validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update.
         tokens_per_second: median over the training metrics, all processes together, without validation and saving.
-        flops_per_second: FLOPs that the model needs, composition included and recomputation not, the same way; None of
+        flops_per_second: median of the FLOPs that the model needs, composition included and recomputation not; None for
             a model that is not of this package.
         gemm_flops_per_second: of a large matrix product in the dtype of training, measured on the run's devices.
-        mfu: model FLOPs utilization, the former over the latter.
-        train_seconds: time spent on updates; wall_seconds: the whole call, only the part after a resume.
+        mfu: model FLOPs utilization, `flops_per_second / gemm_flops_per_second`.
+        train_seconds: time spent on updates.
+        wall_seconds: time of the whole call; of a resumed run, only the part after resuming.
     """
 
     output: Path
@@ -55,27 +58,52 @@ class Result:
     hardware: str
     versions: dict[str, str]
 
+    def summary(self) -> str:
+        """The result for the terminal."""
+        return (
+            f"validation loss {self.validation_loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
+            f"{self.bits_per_byte:.4f} bits per byte after {self.steps} updates\n"
+            f"{self.parameters:,} parameters, {self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.train_seconds:.0f} s of training\n"
+            f"model, tokenizer and card: {self.model}\n"
+            f"metrics: {self.output / 'metrics.jsonl'}"
+        )
+
     def write(self, path: Path, arguments: PretrainArguments) -> None:
         """Stores the result together with the run's arguments as JSON."""
-        content: dict[str, Any] = dataclasses.asdict(self) | {"arguments": dataclasses.asdict(arguments)}
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        write_json(path, dataclasses.asdict(self) | {"arguments": dataclasses.asdict(arguments)}, default=str)
 
 
-def measured(metrics: Path, validation: Validation, parameters: ParameterCounts) -> dict[str, Any]:
-    """The fields of a `Result` that come from the metrics, the last validation and the model."""
-    lines = read_metrics(metrics, "train")
-    return {
-        "parameters": parameters.total,
-        "non_embedding_parameters": parameters.non_embedding,
+def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> Result:
+    """The result of a run whose training has ended."""
+    run, accelerator, progress = trainer.run, trainer.accelerator, trainer.progress
+    parameters = count_parameters(accelerator.unwrap_model(trainer.model))
+    lines = read_metrics(run.metrics, "train")
+    measured: dict[str, Any] = {
         "train_loss": lines[-1]["loss"],
         "validation_loss": validation.loss,
         "perplexity": validation.perplexity,
         "bits_per_byte": validation.bits_per_byte,
         **{rate: median_of(rate, lines) for rate in RATES},
     }
+    return Result(
+        output=run.path,
+        model=run.model,
+        dataset=trainer.plan.source.name,
+        parameters=parameters.total,
+        non_embedding_parameters=parameters.non_embedding,
+        steps=progress.step,
+        tokens=progress.tokens,
+        train_seconds=progress.seconds,
+        wall_seconds=wall_seconds,
+        processes=accelerator.num_processes,
+        hardware=hardware(accelerator.device, accelerator.num_processes),
+        versions=versions(),
+        **measured,
+    )
 
 
 def median_of(name: str, lines: list[Record]) -> float | None:
-    """Over the lines that have it, or None."""
+    """The median over the lines that have the field `name`, or None if none has it."""
     values = [line[name] for line in lines if name in line]
     return statistics.median(values) if values else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..common.errors import UserError
 from .arguments import PretrainArguments
 
 
@@ -13,8 +14,8 @@ from .arguments import PretrainArguments
 class CosineSchedule:
     """Linear warmup to `peak`, then a cosine to `peak * min_ratio` at the last of `max_steps` updates.
 
-    Weights that learn from update `first_step` on meet the same cosine, after a warmup of their own: Adam knows nothing
-    of them yet, and full steps in the direction of its first gradients would undo what they have learned.
+    Weights that learn from update `first_step` on follow the same cosine, after a warmup of their own: Adam has no
+    moments of them yet, and full steps in the direction of their first gradients would undo what they have learned.
     """
 
     peak: float
@@ -34,6 +35,23 @@ class CosineSchedule:
         return rate * learned / self.warmup_steps if learned < self.warmup_steps else rate
 
 
+def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> CosineSchedule:
+    """The schedule over `max_steps`, or over the updates that `epochs` passes over the sequences take.
+
+    Raises:
+        UserError: warmup, or the updates with frozen weights, would take the whole run.
+    """
+    max_steps = arguments.max_steps or math.ceil((arguments.epochs or 1.0) * sequences / global_batch)
+    warmup_steps = max_steps // 50 if arguments.warmup_steps is None else arguments.warmup_steps
+    frozen_steps = arguments.freeze_parent_steps
+    for name, steps in {"warmup_steps": warmup_steps, "freeze_parent_steps": frozen_steps}.items():
+        if steps >= max_steps:
+            raise UserError(f"{name}={steps} must be below the {max_steps} updates of the run; lower it")
+    return CosineSchedule(
+        arguments.learning_rate, warmup_steps, max_steps, arguments.min_learning_rate_ratio, frozen_steps
+    )
+
+
 def group_schedules(schedule: CosineSchedule, arguments: PretrainArguments) -> list[CosineSchedule]:
     """The schedule of each group of `build_optimizer`; that of the composition has its own peak and is never frozen."""
     if not arguments.treats_composition_apart:
@@ -45,8 +63,8 @@ def group_schedules(schedule: CosineSchedule, arguments: PretrainArguments) -> l
 def prepare_update(optimizer: torch.optim.Optimizer, schedules: Sequence[CosineSchedule], step: int) -> None:
     """Sets the learning rates of update `step`, between its backward pass and the clipping of its gradients.
 
-    Groups that do not learn yet lose their gradients: AdamW passes a weight without one by, so that neither decay nor
-    moments begin before its first update. Processes need not know, as they have exchanged all gradients.
+    Groups that do not learn yet lose their gradients: AdamW skips a weight without a gradient, so neither decay nor
+    moments begin before the weight's first update. Processes have exchanged all gradients by then.
     """
     for group, schedule in zip(optimizer.param_groups, schedules, strict=True):
         group["lr"] = schedule(step)

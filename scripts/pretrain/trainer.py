@@ -1,4 +1,4 @@
-"""The training loop on Accelerate."""
+"""The training loop: updates, and the metrics, validations and checkpoints between them."""
 
 import math
 import time
@@ -14,17 +14,16 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..common.errors import UserError
-from ..common.segment_memory import NoMemory
 from .arguments import PretrainArguments
-from .data.batch_order import ProcessBatches, TrainingOrder
-from .data.packing import Sequences
+from .data.batch_order import ProcessBatches
 from .model import loss_options
 from .outputs import checkpoint
-from .outputs.checkpoint import Fingerprint, Progress
+from .outputs.checkpoint import TrainingProgress
 from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
-from .outputs.throughput import Speedometer
-from .schedule import CosineSchedule, group_schedules, prepare_update
+from .outputs.throughput import Throughput
+from .plan import Plan
+from .schedule import group_schedules, prepare_update
 from .validation import Validation, count_targets, validate
 
 Batch = dict[str, Tensor]
@@ -41,18 +40,13 @@ class Trainer:
 
     accelerator: Accelerator
     arguments: PretrainArguments
+    plan: Plan
+    run: RunFolder
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: CosineSchedule
-    order: TrainingOrder
-    train_sequences: Sequences
-    validation_sequences: Sequences
-    memory: NoMemory
-    run: RunFolder
     metrics: MetricsLog
-    fingerprint: Fingerprint
-    progress: Progress
-    speed: Speedometer
+    progress: TrainingProgress
+    throughput: Throughput
 
     def train(self) -> Validation:
         """Makes all remaining updates and returns the last validation.
@@ -63,7 +57,7 @@ class Trainer:
         batches = iter(self._loader())
         validation = None
         with self._progress_bar() as bar:
-            while self.progress.step < self.schedule.max_steps:
+            while self.progress.step < self.plan.schedule.max_steps:
                 loss, norm = self._timed_update(batches)
                 self._show(bar, loss)
                 if self._due(self.arguments.log_every):
@@ -72,27 +66,23 @@ class Trainer:
                     validation = self._validate()
                 if self._due(self.arguments.save_every):
                     self._save()
-        return validation or validate(*self._validation_inputs())
+        return validation or self._measure_validation()
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
+        """Makes the next update and counts it; returns what `_update` returns."""
         started = time.perf_counter()
-        read = list(islice(batches, self.arguments.gradient_accumulation_steps))
-        loss, norm = self._update(read)
+        micro_batches = list(islice(batches, self.arguments.gradient_accumulation_steps))
+        loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
-        tokens = self.order.global_batch * self.train_sequences.length
-        self.speed.add(read, tokens, seconds)
-        progress = self.progress
-        progress.step += 1
-        progress.tokens += tokens
-        progress.seconds += seconds
-        progress.loss_sum += loss
-        progress.loss_count += 1
+        tokens = self.plan.order.global_batch * self.plan.train_sequences.length
+        self.throughput.add(micro_batches, tokens, seconds)
+        self.progress.add(loss, tokens, seconds)
         return loss, norm
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
         loss = self._accumulate(batches)
-        prepare_update(self.optimizer, group_schedules(self.schedule, self.arguments), self.progress.step)
+        prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
         values = torch.stack([loss, norm.to(loss)]).tolist()
         self._check_finite(*values)
@@ -101,18 +91,19 @@ class Trainer:
         return values[0], values[1]
 
     def _accumulate(self, batches: list[Batch]) -> Tensor:
-        """Runs all forward and backward passes of one update; returns the mean loss over all processes."""
+        """All forward and backward passes of an update over `batches` of `[B, T]`; returns the mean loss `[]`."""
         device, processes = self.accelerator.device, self.accelerator.num_processes
         counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {"num_items_in_batch": targets, **loss_options(self.accelerator.unwrap_model(self.model))}
-        self.memory.begin(self.progress.step)
+        memory = self.plan.memory
+        memory.begin_update(self.progress.step)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-                loss = self.memory.read(self.model, {**batch, **options}, index)
+                loss = memory.loss(self.model, {**batch, **options}, index)
                 # Gradients are averaged over processes, while each loss is already a share of the sum over them.
                 self.accelerator.backward(loss * processes)
             total += loss.detach()
@@ -138,7 +129,7 @@ class Trainer:
                 **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
-                **self.speed.report(),
+                **self.throughput.report(),
                 "seconds": progress.seconds,
             }
         )
@@ -151,7 +142,7 @@ class Trainer:
         return {"learning_rate": rates[0], **apart}
 
     def _validate(self) -> Validation:
-        validation = validate(*self._validation_inputs())
+        validation = self._measure_validation()
         if not math.isfinite(validation.loss):
             raise UserError(
                 f"the validation loss after update {self.progress.step} is {validation.loss}; lower learning_rate"
@@ -160,23 +151,24 @@ class Trainer:
         self.metrics.write({**record, **asdict(validation)})
         return validation
 
-    def _validation_inputs(self) -> tuple[Accelerator, nn.Module, Sequences, int, NoMemory]:
-        sequences, batch_size = self.validation_sequences, self.arguments.batch_size
-        return self.accelerator, self.model, sequences, batch_size, self.memory.fresh()
+    def _measure_validation(self) -> Validation:
+        sequences, memory = self.plan.validation_sequences, self.plan.memory.empty_copy()
+        return validate(self.accelerator, self.model, sequences, self.arguments.batch_size, memory)
 
     def _save(self) -> None:
         folder, keep = self.run.checkpoints, self.arguments.keep_checkpoints
-        checkpoint.save(self.accelerator, folder, self.progress, self.memory, self.fingerprint, keep)
+        checkpoint.save(self.accelerator, folder, self.progress, self.plan.memory, self.plan.fingerprint, keep)
 
     def _due(self, every: int) -> bool:
-        return self.progress.step % every == 0 or self.progress.step == self.schedule.max_steps
+        """Whether something that happens every `every` updates, and after the last one, is to happen now."""
+        return self.progress.step % every == 0 or self.progress.step == self.plan.schedule.max_steps
 
     def _loader(self) -> DataLoader[Batch]:
-        steps = range(self.progress.step, self.schedule.max_steps)
+        steps = range(self.progress.step, self.plan.schedule.max_steps)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(
-            self.train_sequences,
-            batch_sampler=ProcessBatches(self.order, steps, self.arguments.batch_size, process, processes),
+            self.plan.train_sequences,
+            batch_sampler=ProcessBatches(self.plan.order, steps, self.arguments.batch_size, process, processes),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",
             # Without a generator of its own the loader would draw from the random state that checkpoints restore.
@@ -185,7 +177,7 @@ class Trainer:
 
     def _progress_bar(self) -> tqdm:
         hidden = None if self.accelerator.is_main_process else True
-        return tqdm(initial=self.progress.step, total=self.schedule.max_steps, unit="step", disable=hidden)
+        return tqdm(initial=self.progress.step, total=self.plan.schedule.max_steps, unit="step", disable=hidden)
 
     def _show(self, bar: tqdm, loss: float) -> None:
         tokens_per_second = self.progress.tokens / self.progress.seconds

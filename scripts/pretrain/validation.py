@@ -9,8 +9,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ..common.segment_memory import NoMemory
-from .data.packing import IGNORED, Sequences
+from ..common.segment_memory import CarriedMemory
+from ..common.token_streams import IGNORE_INDEX
+from .data.packing import Sequences
 from .model import loss_options
 
 
@@ -39,12 +40,12 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    accelerator: Accelerator, model: nn.Module, sequences: Sequences, batch_size: int, memory: NoMemory
+    accelerator: Accelerator, model: nn.Module, sequences: Sequences, batch_size: int, memory: CarriedMemory
 ) -> Validation:
     """Scores every target once; the model is left in the mode it was in.
 
     Args:
-        memory: an empty one.
+        memory: an empty memory, which reads the held-out text.
     """
     unwrapped = accelerator.unwrap_model(model)
     was_training = unwrapped.training
@@ -55,13 +56,13 @@ def validate(
         batch = default_collate([sequences[index] for index in indices])
         targets += count_targets(batch["labels"], batch.get("shift_labels"))
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-        nats += memory.read(unwrapped, {**batch, **options}).item()
+        nats += memory.loss(unwrapped, {**batch, **options}).item()
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
     return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)
 
 
 def count_targets(labels: Tensor, shift_labels: Tensor | None = None) -> int:
-    """How many tokens are predicted: of `shift_labels` [B, T], or of labels [B, T] that the model shifts by one."""
+    """Number of targets in `shift_labels` `[B, T]`, or, without those, in `labels` `[B, T]` after a shift by one."""
     targets = labels[:, 1:] if shift_labels is None else shift_labels
-    return int((targets != IGNORED).sum())
+    return int((targets != IGNORE_INDEX).sum())

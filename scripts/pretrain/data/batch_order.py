@@ -8,9 +8,10 @@ from torch.utils.data import Sampler
 
 
 class TrainingOrder:
-    """Epochs laid end to end; an update takes the next `global_batch` sequences, across epochs if need be.
+    """The order in which updates read the sequences: each takes the next `global_batch`, epoch after epoch.
 
-    Each epoch is shuffled by `seed`, or read as it lies where that is None.
+    An update may span the end of an epoch. Each epoch is shuffled by `seed`, or in the order of the data if `seed` is
+    None.
     """
 
     def __init__(self, sequences: int, global_batch: int, seed: int | None) -> None:
@@ -18,7 +19,7 @@ class TrainingOrder:
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, step: int) -> NDArray[np.int64]:
-        """The indices [global_batch] of the sequences that update `step` (from 0) sees."""
+        """The indices `[global_batch]` of the sequences that update `step`, counted from 0, reads."""
         places = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         epochs, offsets = np.divmod(places, self.sequences)
         return np.concatenate([self._shuffled(epoch)[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
@@ -33,10 +34,10 @@ class TrainingOrder:
 
 
 class ProcessBatches(Sampler[list[int]]):
-    """The forward passes of one process, in order, from one step to another.
+    """The batches of indices that one process reads in its forward passes, in order, for a range of updates.
 
-    An update's sequences are laid out as [gradient accumulation, processes, batch], so that only their product decides
-    what an update sees.
+    An update's sequences are laid out as `[gradient accumulation, processes, batch]`, so that only the product of these
+    sizes decides what an update sees.
     """
 
     def __init__(self, order: TrainingOrder, steps: range, batch_size: int, process: int, processes: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset
 
 from ...common.builtin_corpus import builtin_corpus_name, builtin_documents
-from ...common.errors import UserError
+from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
@@ -34,24 +34,32 @@ def load_documents(arguments: PretrainArguments) -> Documents:
     """
     if arguments.dataset == "builtin":
         train = Dataset.from_dict({"text": builtin_documents("train")})
-        validation = Dataset.from_dict({"text": builtin_documents("validation")})
-        name = builtin_corpus_name()
     else:
         train = load_text(arguments.dataset, arguments, arguments.train_split)
-        validation = None
-        is_hub = is_hub_name(arguments.dataset)
-        name = (
-            " ".join(filter(None, [arguments.dataset, arguments.dataset_config]))
-            if is_hub
-            else Path(arguments.dataset).name
-        )
-    if arguments.validation_dataset is not None:
-        validation = load_text(arguments.validation_dataset, arguments, arguments.validation_split or "validation")
-    elif arguments.validation_split is not None:
-        validation = load_text(arguments.dataset, arguments, arguments.validation_split)
+    validation = load_validation(arguments)
     if validation is None:
         train, validation = hold_out(train, arguments.validation_share)
-    return Documents(train, validation, name)
+    return Documents(train, validation, describe_source(arguments))
+
+
+def load_validation(arguments: PretrainArguments) -> Dataset | None:
+    """The validation documents that the arguments name, or those of the built-in corpus; None if there are none."""
+    if arguments.validation_dataset is not None:
+        return load_text(arguments.validation_dataset, arguments, arguments.validation_split or "validation")
+    if arguments.validation_split is not None:
+        return load_text(arguments.dataset, arguments, arguments.validation_split)
+    if arguments.dataset == "builtin":
+        return Dataset.from_dict({"text": builtin_documents("validation")})
+    return None
+
+
+def describe_source(arguments: PretrainArguments) -> str:
+    """What records and model cards call the training data."""
+    if arguments.dataset == "builtin":
+        return builtin_corpus_name()
+    if is_hub_name(arguments.dataset):
+        return " ".join(filter(None, [arguments.dataset, arguments.dataset_config]))
+    return Path(arguments.dataset).name
 
 
 def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
@@ -98,7 +106,7 @@ def find_files(source: str) -> list[Path] | None:
 
 
 def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Splits off `share` of the documents, at least one; a single document is cut at its tail, after a line."""
+    """Splits off `share` of the documents, at least one; of a single document the end is split off, after a line."""
     if len(dataset) == 1:
         head, tail = cut_tail(dataset[0]["text"], share)
         return Dataset.from_dict({"text": [head]}), Dataset.from_dict({"text": [tail]})
@@ -141,7 +149,7 @@ def _load_files(suffix: str, files: list[Path]) -> Dataset:
         return load_dataset(LOADERS[suffix], data_files=chosen, split="train", **options)
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
-        raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {_first_line(cause)}") from error
+        raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {first_line(cause)}") from error
 
 
 def _load_hub(name: str, config: str | None, split: str) -> Dataset:
@@ -149,7 +157,7 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
         dataset = load_dataset(name, config, split=split)
     except Exception as error:  # network, missing name, missing configuration and missing split all differ in type
         raise UserError(
-            f"cannot load the split {split!r} of the dataset {name!r}: {_first_line(error)}; check the name, its "
+            f"cannot load the split {split!r} of the dataset {name!r}: {first_line(error)}; check the name, its "
             "configuration and the network, or give builtin or a local file"
         ) from error
     if isinstance(dataset, DatasetDict) or not isinstance(dataset, Dataset):
@@ -170,7 +178,3 @@ def _select_text(dataset: Dataset, column: str, source: str) -> Dataset:
     dataset = dataset.select_columns([column])
     dataset = dataset if column == "text" else dataset.rename_column(column, "text")
     return dataset if kind.dtype == "string" else dataset.cast_column("text", Value("string"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

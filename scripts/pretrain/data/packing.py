@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ...common.token_streams import TokenStreams
+from ...common.atomic_file import write_json
+from ...common.token_streams import IGNORE_INDEX, TokenStreams
 from .tokenizer import start_token_id
 
-IGNORED = -100
-# A tokenizer needs some hundred bytes of memory a token, so a book is handed to it in parts.
+# Tokenizing a text takes many times its size in memory, so a long document is tokenized in parts.
 MAX_CHARACTERS = 1 << 20
 
 
@@ -30,8 +30,8 @@ class TokenStream:
     """The tokens of all documents end to end.
 
     Attributes:
-        tokens: [N] token ids.
-        starts: [documents] index of each document's start token, ascending from 0.
+        tokens: `[N]` token ids.
+        starts: `[documents]` index of each document's start token, ascending from 0.
         text_bytes: length of the text in UTF-8, without start and end tokens.
     """
 
@@ -43,7 +43,7 @@ class TokenStream:
     def open(cls, folder: Path) -> "TokenStream":
         """Opens what `write_stream` stored; the tokens stay on disk until they are read."""
         text_bytes = json.loads((folder / "stream.json").read_text())["text_bytes"]
-        # Nobody writes, but torch wants memory that could be written: "c" keeps that away from the file.
+        # torch warns of arrays that are read-only. Mode "c" (copy on write) makes this one writable, not its file.
         tokens: NDArray[np.int32] = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="c")
         return cls(tokens, np.load(folder / "starts.npy"), text_bytes)
 
@@ -66,7 +66,7 @@ def write_stream(batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBas
             text_bytes += sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     np.save(folder / "starts.npy", starts)
-    (folder / "stream.json").write_text(json.dumps({"text_bytes": text_bytes}))
+    write_json(folder / "stream.json", {"text_bytes": text_bytes})
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
@@ -96,8 +96,8 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
     once. Validation windows (`score_all=True`) share one token with the window before and the last one is padded: every
     token is a target exactly once.
 
-    Each item holds `input_ids` and `labels`, both [T]; labels are shifted inside the model, as Transformers does. With
-    `mask_documents` it also holds `position_ids` [T] that restart with each document, from which Transformers derives
+    Each item holds `input_ids` and `labels`, both `[T]`; the model shifts the labels, as Transformers does. With
+    `mask_documents` it also holds `position_ids` `[T]` that restart with each document, from which Transformers derives
     block-diagonal attention as long as no attention mask is given.
     """
 
@@ -111,17 +111,18 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Window `index`: `input_ids`, `labels` and perhaps `position_ids`, each `[T]`."""
         if not 0 <= index < self.count:
             raise IndexError(index)
         begin = index * self.stride
         input_ids = np.asarray(self.stream.tokens[begin : begin + self.length], dtype=np.int64)
         labels = input_ids.copy()
         starts = self.stream.starts_between(begin, begin + self.length)
-        labels[starts] = IGNORED
+        labels[starts] = IGNORE_INDEX
         padding = (0, self.length - len(input_ids))
         item: dict[str, NDArray[Any]] = {
             "input_ids": np.pad(input_ids, padding, constant_values=self.pad),
-            "labels": np.pad(labels, padding, constant_values=IGNORED),
+            "labels": np.pad(labels, padding, constant_values=IGNORE_INDEX),
         }
         if self.mask_documents:
             item["position_ids"] = restarting_positions(starts, self.length)
@@ -133,7 +134,7 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         return max(0, len(self.stream.tokens) - (self.count - 1) * self.stride - self.length)
 
     def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
-        """The batches of one process, where all sequences are to be read once."""
+        """The indices of one process's batches, so that all processes together read every sequence once."""
         indices = range(process, self.count, processes)
         for begin in range(0, len(indices), batch_size):
             yield indices[begin : begin + batch_size]
@@ -142,10 +143,11 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
 class StreamSegments(Dataset[dict[str, Tensor]]):
     """A token stream as contiguous parts that are read side by side, for a model that remembers what it has read.
 
-    Item `segment * parts + part` is one segment of one part, so that the next segments of all parts are `parts` items
-    in a row. Each holds `input_ids`, and `labels` and `shift_labels`, both the tokens that come next, all [T]: the
-    last token of a segment predicts the first of the next one. Every token is predicted once, unless it is a start
-    token, the very first, or one of up to `parts - 1` at the end; the last segment of a part is padded.
+    Item `segment * parts + part` is one segment of one part, so that `parts` items in a row are the same segment of all
+    parts. Each item holds `input_ids` `[T]`, and the next tokens `[T]` as `labels` and as `shift_labels`, which the
+    model does not shift: the last token of a segment predicts the first one of the next segment. Every token is a
+    target once, except for start tokens, the first token of the stream and up to `parts - 1` tokens at its end. The
+    last segment of a part is padded.
     """
 
     def __init__(self, stream: TokenStream, length: int, *, parts: int, pad: int) -> None:
@@ -156,12 +158,13 @@ class StreamSegments(Dataset[dict[str, Tensor]]):
         return len(self.cut) * self.parts
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Item `index`: `input_ids`, `labels` and `shift_labels`, each `[T]`."""
         segment, part = divmod(index, self.parts)
         input_ids, targets = (side[part].long() for side in self.cut[segment])
         begin = part * self.cut.inputs.shape[1] + segment * self.length + 1
-        targets[self.stream.starts_between(begin, begin + len(targets))] = IGNORED
+        targets[self.stream.starts_between(begin, begin + len(targets))] = IGNORE_INDEX
         padding = (0, self.length - len(input_ids))
-        targets = nn.functional.pad(targets, padding, value=IGNORED)
+        targets = nn.functional.pad(targets, padding, value=IGNORE_INDEX)
         input_ids = nn.functional.pad(input_ids, padding, value=self.pad)
         return {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
 
@@ -171,7 +174,7 @@ class StreamSegments(Dataset[dict[str, Tensor]]):
         return len(self.stream.tokens) - self.cut.inputs.numel() - 1
 
     def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
-        """All segments in order for the first process: what one has read, the next one's memory must know."""
+        """The indices of all segments in order, all for the first process: each continues the one before."""
         if process == 0:
             yield from (range(begin, begin + self.parts) for begin in range(0, len(self), self.parts))
 
@@ -180,7 +183,7 @@ Sequences = PackedSequences | StreamSegments
 
 
 def restarting_positions(starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Positions [length] that count from 0 and restart at each of `starts`."""
+    """Positions `[length]` that count from 0 and restart at each of `starts`."""
     origin = np.zeros(length, dtype=np.int64)
     origin[starts] = starts
     return np.arange(length) - np.maximum.accumulate(origin)

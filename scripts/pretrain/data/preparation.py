@@ -4,10 +4,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
-from ..outputs import run_folder
-from ..outputs.run_folder import RunFolder
+from ..outputs.run_folder import RunFolder, remove
 from . import documents, tokenizer
 from .packing import PackedSequences, Sequences, StreamSegments, TokenStream, write_stream
 
@@ -32,7 +34,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     Raises:
         UserError: the data or the tokenizer cannot be used.
     """
-    run_folder.remove(run.prepared)
+    remove(run.prepared)
     loaded = documents.load_documents(arguments)
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
     source = Source(
@@ -43,14 +45,9 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     )
     if source.training_data == source.validation_data:
         raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
-    if source == _read_source(run.data):
-        return source
-    chosen = given or tokenizer.train_bpe(documents.iterate_texts(loaded.train), arguments.vocab_size)
-    chosen.save_pretrained(run.prepared / run.tokenizer.name)
-    data = run.prepared / run.data.name
-    write_stream(documents.iterate_texts(loaded.train), chosen, data / "train")
-    write_stream(documents.iterate_texts(loaded.validation), chosen, data / "validation")
-    (data / SOURCE_FILE).write_text(json.dumps(asdict(source), indent=2) + "\n")
+    if source != _read_source(run.data):
+        chosen = given or tokenizer.train_bpe(documents.iterate_texts(loaded.train), arguments.vocab_size)
+        _write_prepared(run, chosen, loaded, source)
     return source
 
 
@@ -62,31 +59,32 @@ def open_sequences(
     Raises:
         UserError: the training data is shorter than one sequence, or one of each stream.
     """
-    if arguments.carry_memory:
-        return open_streams(data, arguments, pad, global_batch)
-    train, validation = (
-        PackedSequences(
-            TokenStream.open(data / split),
-            arguments.sequence_length,
-            pad=pad,
-            mask_documents=arguments.mask_documents,
-            score_all=split == "validation",
-        )
-        for split in ("train", "validation")
-    )
-    if len(train) == 0:
-        raise UserError(
-            f"{arguments.dataset} has {len(train.stream.tokens)} tokens for training, fewer than one sequence of "
-            f"sequence_length={arguments.sequence_length}; lower it or give more data"
-        )
-    return train, validation
-
-
-def open_streams(
-    data: Path, arguments: PretrainArguments, pad: int, streams: int
-) -> tuple[StreamSegments, StreamSegments]:
-    """The training text as streams, and the validation text as one."""
     train, validation = (TokenStream.open(data / split) for split in ("train", "validation"))
+    if arguments.carry_memory:
+        return _as_streams(train, validation, arguments, pad, global_batch)
+    return _as_packed(train, validation, arguments, pad)
+
+
+def _as_packed(
+    train: TokenStream, validation: TokenStream, arguments: PretrainArguments, pad: int
+) -> tuple[PackedSequences, PackedSequences]:
+    """Sequences that are read independently of each other."""
+    length = arguments.sequence_length
+    if len(train.tokens) < length:
+        raise UserError(
+            f"{arguments.dataset} has {len(train.tokens)} tokens for training, fewer than one sequence of "
+            f"sequence_length={length}; lower it or give more data"
+        )
+    return (
+        PackedSequences(train, length, pad=pad, mask_documents=arguments.mask_documents, score_all=False),
+        PackedSequences(validation, length, pad=pad, mask_documents=arguments.mask_documents, score_all=True),
+    )
+
+
+def _as_streams(
+    train: TokenStream, validation: TokenStream, arguments: PretrainArguments, pad: int, streams: int
+) -> tuple[StreamSegments, StreamSegments]:
+    """The training text as `streams` streams, and the validation text as one."""
     length = arguments.sequence_length
     if len(train.tokens) <= streams * length:
         raise UserError(
@@ -99,7 +97,19 @@ def open_streams(
     )
 
 
+def _write_prepared(
+    run: RunFolder, chosen: PreTrainedTokenizerBase, loaded: documents.Documents, source: Source
+) -> None:
+    """Stores the tokenizer, and both splits as token streams."""
+    chosen.save_pretrained(run.prepared / run.tokenizer.name)
+    data = run.prepared / run.data.name
+    write_stream(documents.iterate_texts(loaded.train), chosen, data / "train")
+    write_stream(documents.iterate_texts(loaded.validation), chosen, data / "validation")
+    write_json(data / SOURCE_FILE, asdict(source))
+
+
 def _read_source(data: Path) -> Source | None:
+    """What the token streams of an earlier run were made from; None if there are none."""
     try:
         return Source(**json.loads((data / SOURCE_FILE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -8,13 +8,13 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ...common.errors import UserError
+from ...common.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def train_bpe(batches: Iterable[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE whose one special token starts, ends and pads.
+    """Trains a byte-level BPE whose one special token marks the start and the end of documents, and padding.
 
     Raises:
         UserError: `vocab_size` cannot hold the 256 bytes and the special token.
@@ -43,9 +43,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # missing, unreachable and malformed tokenizers all differ in type
-        first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load the tokenizer {str(name)!r}: {first_line}; give bpe, a folder or a Hub name"
+            f"cannot load the tokenizer {str(name)!r}: {first_line(error)}; give bpe, a folder or a Hub name"
         ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -57,7 +56,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands before each document: `bos`, or `eos` where a tokenizer has no `bos`."""
+    """The token that stands before each document: the tokenizer's `bos`, or its `eos` if it has no `bos`."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent, and that resume only the run that made them.
 
 A checkpoint is what `Accelerator.save_state` writes (weights as safetensors, optimizer and random states), the memory
-of each process, if it carries one, and `state.json` with the progress, a fingerprint of the run, and size and checksum
-of every file. It is written under another name and renamed, so a run that is killed while saving leaves no half
-checkpoint.
+of each process, if it carries one, and `state.json` with the progress, the fingerprint of the run, and size and
+checksum of every file. It is written under another name and renamed, so a run that is killed while saving leaves no
+half checkpoint.
 """
 
 import json
@@ -16,18 +16,19 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ...common.segment_memory import NoMemory
+from ...common.segment_memory import CarriedMemory
 
 STATE_FILE = "state.json"
-NAME = re.compile(r"step-(\d{6,})")
-CHUNK = 1 << 24
+CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
+CHUNK_BYTES = 1 << 24
 
 Fingerprint = dict[str, Any]
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run has come.
 
     Attributes:
@@ -43,9 +44,22 @@ class Progress:
     loss_sum: float = 0.0
     loss_count: int = 0
 
+    def add(self, loss: float, tokens: int, seconds: float) -> None:
+        """Counts an update."""
+        self.step += 1
+        self.tokens += tokens
+        self.seconds += seconds
+        self.loss_sum += loss
+        self.loss_count += 1
+
 
 def save(
-    accelerator: Accelerator, folder: Path, progress: Progress, memory: NoMemory, fingerprint: Fingerprint, keep: int
+    accelerator: Accelerator,
+    folder: Path,
+    progress: TrainingProgress,
+    memory: CarriedMemory,
+    fingerprint: Fingerprint,
+    keep: int,
 ) -> Path:
     """Writes `folder/step-NNNNNN`, deletes all but the newest `keep` checkpoints (0 deletes none); returns its path."""
     final = folder / f"step-{progress.step:06d}"
@@ -58,29 +72,25 @@ def save(
     memory.save(partial, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
-        content = {"progress": asdict(progress), "fingerprint": fingerprint, "files": files}
-        (partial / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        if final.exists():
-            _delete(final)
-        partial.rename(final)
+        _write_state(partial, progress, fingerprint)
+        _replace(final, partial)
         for old in list_checkpoints(folder)[: -keep if keep else 0]:
             _delete(old)
     accelerator.wait_for_everyone()
     return final
 
 
-def load(accelerator: Accelerator, path: Path, memory: NoMemory) -> Progress:
+def load(accelerator: Accelerator, path: Path, memory: CarriedMemory) -> TrainingProgress:
     """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress."""
     accelerator.load_state(str(path))
     memory.load(path, accelerator)
-    return Progress(**_read_state(path)["progress"])
+    return TrainingProgress(**_read_state(path)["progress"])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_step)
 
 
 def verify(path: Path) -> None:
@@ -117,7 +127,9 @@ def find_damage(path: Path) -> str | None:
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
-    """Compares a checkpoint's fingerprint with this one; fields that only one has come from another library version.
+    """Compares a checkpoint's fingerprint with this one.
+
+    Fields that only one of them has are ignored: they come from another version of a library.
 
     Raises:
         UserError: they differ; the message names every field with both values.
@@ -130,6 +142,19 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
             f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "
             "output folder (init_from takes over trained weights)"
         )
+
+
+def _write_state(path: Path, progress: TrainingProgress, fingerprint: Fingerprint) -> None:
+    """Adds `state.json` to a folder that holds everything else."""
+    files = {file.name: _measure(file) for file in sorted(path.iterdir())}
+    write_json(path / STATE_FILE, {"progress": asdict(progress), "fingerprint": fingerprint, "files": files})
+
+
+def _replace(final: Path, partial: Path) -> None:
+    """Gives a complete checkpoint its name, in place of an earlier one."""
+    if final.exists():
+        _delete(final)
+    partial.rename(final)
 
 
 def _delete(path: Path) -> None:
@@ -148,11 +173,12 @@ def _measure(path: Path) -> tuple[int, int]:
     """Size in bytes and CRC-32."""
     checksum = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return path.stat().st_size, checksum
 
 
 def _step(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
+    """The update after which a checkpoint was saved; 0 for a folder of another name."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match.group(1)) if match else 0

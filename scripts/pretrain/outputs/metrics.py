@@ -7,6 +7,8 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ...common.atomic_file import write_whole
+
 Record = dict[str, Any]
 
 
@@ -23,7 +25,7 @@ class MetricsLog:
         accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
 
     def write(self, record: Record) -> None:
-        """Stores one record, which has a `step`, a `split` and numbers."""
+        """Stores one record: its `step`, its `split` and what was measured."""
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -56,7 +58,6 @@ def format_record(record: Record) -> str:
 
 
 def _keep_until(path: Path, step: int) -> None:
+    """Drops the records after `step`, and a last line that was cut off."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    temporary.replace(path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))

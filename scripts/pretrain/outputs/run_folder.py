@@ -1,12 +1,12 @@
 """The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from . import checkpoint
 
@@ -63,7 +63,7 @@ class RunFolder:
         return self.path / ".prepared"
 
     def start_point(self, resume: str, overwrite: bool) -> Path | None:
-        """The checkpoint to resume from, or None to start anew; what it returns has been verified.
+        """The checkpoint to resume from, whose files have been verified, or None to start anew.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
@@ -82,7 +82,7 @@ class RunFolder:
         return chosen
 
     def begin(self, arguments: Mapping[str, Any], resume_from: Path | None) -> None:
-        """Moves the prepared tokenizer and data into place; an older run goes unless it is the one that resumes."""
+        """Moves the prepared tokenizer and data into place, and deletes an older run unless it is the one to resume."""
         if resume_from is None or not self._holds(resume_from):
             kept = () if self.prepared.exists() else (self.tokenizer, self.data)
             for path in self._own_paths():
@@ -93,7 +93,7 @@ class RunFolder:
                 remove(self.path / name)
                 (self.prepared / name).rename(self.path / name)
             self.prepared.rmdir()
-        self.marker.write_text(json.dumps(dict(arguments), indent=2, default=str) + "\n")
+        write_json(self.marker, dict(arguments), default=str)
 
     def discard_prepared(self) -> None:
         """Removes what a run that could not begin had prepared, and the folder if nothing else is in it."""
@@ -102,12 +102,14 @@ class RunFolder:
             self.path.rmdir()
 
     def _choose(self, resume: str, overwrite: bool) -> Path | None:
+        """The checkpoint that the arguments ask for, if any."""
         if resume not in ("auto", "never"):
             return Path(resume)
         found = checkpoint.list_checkpoints(self.checkpoints)
         return found[-1] if found and resume == "auto" and not overwrite else None
 
     def _holds(self, chosen: Path) -> bool:
+        """Whether the checkpoint `chosen` lies in this folder."""
         return chosen.resolve().parent == self.checkpoints.resolve()
 
     def _own_paths(self) -> tuple[Path, ...]:

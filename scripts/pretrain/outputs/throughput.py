@@ -1,4 +1,4 @@
-"""Tokens per second, and how much of what the hardware can do they are."""
+"""Tokens per second, FLOP/s, and their share of what the hardware can do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from ...common.measuring import gemm_rate
 
 
 @dataclass
-class Speedometer:
+class Throughput:
     """Sums up what all processes compute from one report to the next.
 
-    Model FLOPs utilization (MFU, PaLM, arXiv 2204.02311) is the FLOPs that the model needs, composition included and
-    recomputation not, over those that this many seconds of matrix products would have made.
+    Model FLOPs utilization (MFU; PaLM, arXiv 2204.02311, section 4.1) is the FLOPs that the model needs, composition
+    included and recomputation not, divided by those that matrix products would have made in the same time.
 
     Attributes:
-        flops: of the model; None of one whose operations are not known, and which has no MFU.
-        gemm_rate: FLOP/s of a large matrix product, measured here in the dtype of training, all processes together.
+        flops: of the model; None for a model whose operations are not known, which has no MFU.
+        gemm_rate: FLOP/s of a large matrix product in the dtype of training, all processes together.
+        tokens, seconds, operations: since the last report; `operations` are FLOPs of this process.
     """
 
     accelerator: Accelerator
@@ -34,7 +35,7 @@ class Speedometer:
     operations: int = 0
 
     @classmethod
-    def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Speedometer":
+    def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Throughput":
         """Measures the rate of matrix products, which draws random numbers."""
         if not isinstance(model, CausalLMHead):
             return cls(accelerator, None, 0.0)
@@ -43,14 +44,14 @@ class Speedometer:
         return cls(accelerator, ModelFlops.of(model), accelerator.reduce(rate, reduction="sum").item())
 
     def add(self, batches: Sequence[dict[str, Tensor]], tokens: int, seconds: float) -> None:
-        """Counts an update: the `batches` of this process, and the `tokens` of all."""
+        """Counts an update: the `batches` of this process, of tensors `[B, T]`, and the `tokens` of all processes."""
         self.tokens += tokens
         self.seconds += seconds
         if self.flops is not None:
             self.operations += sum(self.flops.training(positions(batch)) for batch in batches)
 
     def report(self) -> dict[str, float]:
-        """The rates since the last report; every process has to ask."""
+        """The rates since the last report; all processes have to call it together."""
         rates = {"tokens_per_second": self.tokens / self.seconds}
         if self.flops is not None:
             operations = torch.tensor(float(self.operations), device=self.accelerator.device)
@@ -62,6 +63,6 @@ class Speedometer:
 
 
 def positions(batch: dict[str, Tensor]) -> Tensor:
-    """How many earlier tokens of its document each token `[B, T]` sees; memory of earlier segments is not counted."""
+    """How many earlier tokens of its document each token sees, `[B, T]`; memory of earlier segments is not counted."""
     given = batch.get("position_ids")
     return torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) if given is None else given

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain.data.batch_order import ProcessBatches, TrainingOrder
-from dynattn.scripts.pretrain.data.packing import IGNORED, PackedSequences, TokenStream, split_long, write_stream
+from dynattn.scripts.pretrain.data.packing import PackedSequences, TokenStream, split_long, write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.validation import count_targets
 
@@ -43,14 +44,14 @@ def test_plain_concatenation_carries_no_positions():
 def test_start_tokens_are_never_targets(mask_documents: bool):
     for item in make(length=8, mask_documents=mask_documents):
         is_start = item["input_ids"] == 100
-        assert (item["labels"][is_start] == IGNORED).all()
+        assert (item["labels"][is_start] == IGNORE_INDEX).all()
         assert (item["labels"][~is_start] == item["input_ids"][~is_start]).all()
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 15, 16, 17, 40])
 def test_validation_scores_every_token_exactly_once(length: int):
     sequences = make(length, score_all=True)
-    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORED]
+    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORE_INDEX]
     assert targets == [token for token in TOKENS if token != 100]
     assert all(len(values) == length for item in sequences for values in item.values())
     assert sum(count_targets(item["labels"][None]) for item in sequences) == len(targets)

@@ -1,0 +1,109 @@
+"""What a run is made of, checked before anything in the output folder changes."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.utils import set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.segment_memory import CarriedMemory, NoMemory, StreamMemory
+from .arguments import PretrainArguments
+from .data.batch_order import TrainingOrder
+from .data.packing import Sequences
+from .data.preparation import Source, open_sequences
+from .data.tokenizer import load_tokenizer
+from .model import build_config, build_model, count_parameters
+from .outputs.checkpoint import Fingerprint
+from .outputs.run_folder import RunFolder
+from .schedule import CosineSchedule, build_schedule
+
+# Settings that decide the loss curve: a run resumes only with the ones that it began with.
+FIXED_SETTINGS = (
+    "sequence_length",
+    "mask_documents",
+    "carry_memory",
+    "composition_learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "mixed_precision",
+    "seed",
+)
+# Fields of a configuration that say nothing about the architecture.
+UNRELATED_FIELDS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache")
+
+
+@dataclass
+class Plan:
+    """Data, model and schedule of a run, and the fingerprint by which a checkpoint recognizes the run."""
+
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    train_sequences: Sequences
+    validation_sequences: Sequences
+    order: TrainingOrder
+    memory: CarriedMemory
+    schedule: CosineSchedule
+    fingerprint: Fingerprint
+
+
+def build_plan(arguments: PretrainArguments, run: RunFolder, source: Source, processes: int) -> Plan:
+    """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
+
+    Raises:
+        UserError: data, model and arguments do not fit each other.
+    """
+    folder = run.prepared if run.prepared.exists() else run.path
+    tokenizer = load_tokenizer(folder / run.tokenizer.name)
+    global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * processes
+    train, validation = open_sequences(folder / run.data.name, arguments, tokenizer.pad_token_id, global_batch)
+    set_seed(arguments.seed)
+    config = build_config(arguments, tokenizer)
+    model = build_model(arguments, config)
+    schedule = build_schedule(arguments, len(train), global_batch)
+    order = TrainingOrder(len(train), global_batch, None if arguments.carry_memory else arguments.seed)
+    memory = build_memory(arguments, config, segments=len(train) // global_batch)
+    fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
+    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, fingerprint)
+
+
+def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segments: int) -> CarriedMemory:
+    """What the model carries from update to update along streams of `segments` segments each, if it carries memory."""
+    if arguments.carry_memory:
+        return StreamMemory(config, arguments.gradient_accumulation_steps, segments)
+    return NoMemory()
+
+
+def build_fingerprint(
+    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: CosineSchedule, global_batch: int
+) -> Fingerprint:
+    """What must not change between saving a checkpoint and resuming from it, in values that survive JSON."""
+    architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
+    data = dataclasses.asdict(source)
+    data.pop("name")
+    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS}
+    fingerprint = {**architecture, **data, **settings, **dataclasses.asdict(schedule), "global_batch": global_batch}
+    return json.loads(json.dumps(fingerprint))
+
+
+def describe(plan: Plan, resume_from: Path | None) -> str:
+    """What is about to happen, for the terminal."""
+    train, validation = plan.train_sequences, plan.validation_sequences
+    parameters = count_parameters(plan.model)
+    return "\n".join(
+        [
+            f"data: {plan.source.name}",
+            f"training: {len(train.stream.starts):,} documents, {len(train.stream.tokens):,} tokens, {len(train):,} "
+            f"sequences of {train.length} (the last {train.unused_tokens} tokens fill none and are left out)",
+            f"validation: {len(validation.stream.starts):,} documents, {len(validation.stream.tokens):,} tokens",
+            f"model: {plan.model.config.model_type}, {parameters.total:,} parameters, {parameters.non_embedding:,} of "
+            f"them not embeddings",
+            f"schedule: {plan.schedule.max_steps:,} updates of {plan.order.global_batch} sequences",
+            f"resuming from {resume_from}" if resume_from else "starting from update 0",
+        ]
+    )
