@@ -1,10 +1,6 @@
 """`dynattn pretrain` with memory that is carried from update to update along streams."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +8,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
+from cases.training import call, curve, killed_after, parse, write_corpus
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from dynattn import RCMHAForCausalLM
-from dynattn.scripts.common.arguments import parse_arguments
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
-from dynattn.scripts.pretrain import trainer as trainer_module
 from dynattn.scripts.pretrain.data.packing import StreamSegments, TokenStream
-from dynattn.scripts.pretrain.main import find_shipped
 from dynattn.scripts.pretrain.optimizer import build_optimizer
-from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.schedule import CosineSchedule
 
 STREAMS, SEGMENT = 4, 16
@@ -60,10 +53,14 @@ RUN: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text of less than seven segments for each stream, so that the runs here begin it three times."""
-    path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
-    lines = [json.dumps({"text": f"The number {n} is followed by {n + 1}. " * (1 + n % 4)}) for n in range(20)]
-    path.write_text("\n".join(lines))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus.jsonl", longest=4)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """A run with each type of memory."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: run(folder / name, corpus, {"memory_type": name}) for name in ("streaming", "segment")}
 
 
 def run(output: Path, corpus: Path, model: dict[str, Any] | None = None, **changes: Any) -> Result:
@@ -72,22 +69,8 @@ def run(output: Path, corpus: Path, model: dict[str, Any] | None = None, **chang
 
 
 def killed_run(step: int, output: Path, corpus: Path, *args: Any, **changes: Any) -> None:
-    """A run that dies after `step` updates, before anything of that step is logged or saved."""
-
-    class KilledError(Exception):
-        pass
-
-    def show(self: trainer_module.Trainer, bar: Any, loss: float) -> None:
-        if self.progress.step == step:
-            raise KilledError
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
-        patch.setattr(trainer_module.Trainer, "_show", show)
+    with killed_after(step):
         run(output, corpus, *args, **changes)
-
-
-def curve(output: Path, *names: str) -> list[list[Any]]:
-    return [[line.get(name) for name in names] for line in read_metrics(output / "metrics.jsonl")]
 
 
 def read_stream(result: Result, split: str) -> tuple[Tensor, Tensor]:
@@ -135,10 +118,10 @@ def losses_by_hand(result: Result, *, carry: bool) -> list[float]:
 
 @pytest.mark.parametrize("memory_type", ["streaming", "segment"])
 def test_training_is_a_loop_over_streams_whose_memory_starts_anew_with_each_epoch(
-    memory_type: str, corpus: Path, tmp_path: Path
+    memory_type: str, finished: dict[str, Result]
 ) -> None:
-    result = run(tmp_path / "run", corpus, {"memory_type": memory_type})
-    losses = [line["loss"] for line in read_metrics(result.output / "metrics.jsonl", "train")]
+    result = finished[memory_type]
+    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
     assert losses == pytest.approx(losses_by_hand(result, carry=True), rel=1e-4)
     forgetful = losses_by_hand(result, carry=False)
     assert losses[0] == pytest.approx(forgetful[0], rel=1e-6)
@@ -146,10 +129,8 @@ def test_training_is_a_loop_over_streams_whose_memory_starts_anew_with_each_epoc
 
 
 @pytest.mark.parametrize("memory_type", ["streaming", "segment"])
-def test_validation_reads_one_stream_and_scores_every_token_once(
-    memory_type: str, corpus: Path, tmp_path: Path
-) -> None:
-    result = run(tmp_path / "run", corpus, {"memory_type": memory_type})
+def test_validation_reads_one_stream_and_scores_every_token_once(memory_type: str, finished: dict[str, Result]) -> None:
+    result = finished[memory_type]
     model = RCMHAForCausalLM.from_pretrained(result.model).eval()
     tokens, targets = read_stream(result, "validation")
     assert len(tokens) > 4 * SEGMENT
@@ -207,9 +188,10 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_micro_batches_have_memories_of_their_own_and_a_run_resumes_with_others(corpus: Path, tmp_path: Path) -> None:
-    model = {"memory_type": "streaming"}
-    whole = run(tmp_path / "whole", corpus, model)
+def test_micro_batches_have_memories_of_their_own_and_a_run_resumes_with_others(
+    finished: dict[str, Result], corpus: Path, tmp_path: Path
+) -> None:
+    model, whole = {"memory_type": "streaming"}, finished["streaming"]
     halves = {"batch_size": STREAMS // 2, "gradient_accumulation_steps": 2}
     parted = run(tmp_path / "parted", corpus, model, **halves)
     killed_run(6, tmp_path / "resumed", corpus, model, **halves)
@@ -221,7 +203,7 @@ def test_micro_batches_have_memories_of_their_own_and_a_run_resumes_with_others(
 
 def test_without_the_option_documents_are_packed_as_for_any_model(corpus: Path, tmp_path: Path) -> None:
     result = run(tmp_path / "run", corpus, carry_memory=False, mask_documents=True)
-    losses = [line["loss"] for line in read_metrics(result.output / "metrics.jsonl", "train")]
+    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
     assert losses[-1] < losses[0] - 0.3
     assert not list(result.output.glob("checkpoints/*/memory-*"))
 
@@ -253,38 +235,22 @@ def test_what_cannot_carry_memory_is_told_before_anything_is_written(
 
 
 def test_the_shipped_settings_carry_memory() -> None:
-    arguments = parse_arguments(PretrainArguments, find_shipped(["rcmha.yaml"]), prog="dynattn pretrain")
+    arguments = parse("rcmha.yaml")
     assert (arguments.model_type, arguments.carry_memory) == ("rcmha", True)
 
 
 @pytest.mark.slow
 def test_two_processes_carry_the_memory_of_one_and_resume(corpus: Path, tmp_path: Path) -> None:
     one = run(tmp_path / "one", corpus)
-    launch(tmp_path / "two", corpus, max_steps=14)
+    options = {**RUN, "dataset": corpus, "model_config": MODEL, "batch_size": STREAMS // 2}
+    call({**options, "output": tmp_path / "two"}, processes=2)
     names = ("step", "split", "tokens", "loss")
     straight = curve(tmp_path / "two", *names)
     for ours, theirs in zip(curve(one.output, *names), straight, strict=True):
         assert ours[:3] == theirs[:3] and ours[3] == pytest.approx(theirs[3], rel=1e-4)
     again = tmp_path / "two" / "checkpoints" / "step-000008"
-    launch(tmp_path / "again", corpus, max_steps=14, resume=again)
+    call({**options, "output": tmp_path / "again", "resume": again}, processes=2)
     assert curve(tmp_path / "again", *names) == [line for line in straight if line[0] > 8]
     single = run(tmp_path / "single", corpus, resume=str(again))
     for ours, theirs in zip(curve(single.output, *names), curve(tmp_path / "again", *names), strict=True):
         assert ours[3] == pytest.approx(theirs[3], rel=1e-4)
-
-
-def launch(output: Path, corpus: Path, **options: Any) -> None:
-    """The same run in two processes, each with half of the streams."""
-    settings = RUN | {
-        "output": output,
-        "dataset": corpus,
-        "model_config": json.dumps(MODEL),
-        "batch_size": STREAMS // 2,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "dynattn.scripts.cli", "pretrain"]
-    for name, value in (settings | options).items():
-        command += [f"--{name}", str(value)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=output.parent, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.training import curve, killed_after
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,15 +51,6 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of 10 sequences, so that updates of 4 cross the end of an epoch."""
-    path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
-    lines = [json.dumps({"text": f"The number {n} is followed by {n + 1}. " * (1 + n % 3)}) for n in range(20)]
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(tmp_path_factory.mktemp("runs") / "straight", corpus)
 
@@ -71,33 +63,17 @@ def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
     return PretrainArguments(**{"output": str(output), "dataset": str(corpus), **RUN, **changes})
 
 
-def curve(output: Path) -> list[dict[str, Any]]:
-    timing = ("seconds", *RATES)
+def without_timing(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics without the fields that differ from run to run."""
     return [
-        {name: value for name, value in line.items() if name not in timing}
+        {name: value for name, value in line.items() if name not in ("seconds", *RATES)}
         for line in read_metrics(output / "metrics.jsonl")
     ]
 
 
-class KilledError(Exception):
-    """Stands for the end of a process."""
-
-
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the next run die after `step` updates, before anything of that step is logged or saved."""
-
-    def show(self: trainer_module.Trainer, bar: Any, loss: float) -> None:
-        if self.progress.step == step:
-            raise KilledError
-
-    monkeypatch.setattr(trainer_module.Trainer, "_show", show)
-
-
 def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(step, patch)
-        with pytest.raises(KilledError):
-            run(output, corpus, **changes)
+    with killed_after(step):
+        run(output, corpus, **changes)
 
 
 def test_a_finished_run_learned_and_leaves_everything(finished: Result):
@@ -159,7 +135,7 @@ def test_final_card_is_valid_and_quotes_the_measurements(finished: Result):
 def test_a_killed_run_resumes_to_the_same_curve_and_weights(step: int, finished: Result, corpus: Path, tmp_path: Path):
     killed_run(tmp_path / "run", corpus, step)
     resumed = run(tmp_path / "run", corpus)
-    assert curve(resumed.output) == curve(finished.output)
+    assert without_timing(resumed.output) == without_timing(finished.output)
     expected, actual = (load_file(result.model / "model.safetensors") for result in (finished, resumed))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert resumed.validation_loss == finished.validation_loss
@@ -170,21 +146,19 @@ def test_a_run_killed_while_it_saves_the_model_only_saves_again(finished: Result
     (copy / "model").rename(copy / ".model.partial")
     again = run(copy, corpus)
     assert again.validation_loss == finished.validation_loss
-    assert curve(copy) == curve(finished.output)
+    assert without_timing(copy) == without_timing(finished.output)
     assert not (copy / ".model.partial").exists()
 
 
-def test_accumulation_and_batch_size_make_the_same_update(finished: Result, corpus: Path, tmp_path: Path):
+def test_accumulation_and_batch_size_make_the_same_update(corpus: Path, tmp_path: Path):
     """Documents differ in length, so forward passes differ in their number of targets."""
-    config = {**LLAMA, "attention_dropout": 0.0}
-    one = run(tmp_path / "one", corpus, model_config=config)
-    four = run(tmp_path / "four", corpus, model_config=config, batch_size=1, gradient_accumulation_steps=4)
-    assert [line["loss"] for line in curve(four.output)] == pytest.approx(
-        [line["loss"] for line in curve(one.output)], rel=1e-4
-    )
-    assert [line["grad_norm"] for line in curve(four.output) if line["split"] == "train"] == pytest.approx(
-        [line["grad_norm"] for line in curve(one.output) if line["split"] == "train"], rel=1e-3
-    )
+    changes = {"model_config": {**LLAMA, "attention_dropout": 0.0}, "max_steps": 6}
+    one = run(tmp_path / "one", corpus, **changes)
+    four = run(tmp_path / "four", corpus, **changes, batch_size=1, gradient_accumulation_steps=4)
+    for name, tolerance in {"loss": 1e-4, "grad_norm": 1e-3}.items():
+        ours, theirs = (curve(result.output, name, split="train") for result in (four, one))
+        assert ours == [pytest.approx(line, rel=tolerance) for line in theirs]
+    assert four.validation_loss == pytest.approx(one.validation_loss, rel=1e-4)
 
 
 def test_epochs_count_updates_and_old_checkpoints_go(corpus: Path, tmp_path: Path):
@@ -229,7 +203,7 @@ def test_dcformer_trains_resumes_generates_and_continues_elsewhere(corpus: Path,
     straight = run(tmp_path / "straight", corpus, max_steps=5, **dcformer)
     killed_run(tmp_path / "killed", corpus, 5, max_steps=5, **dcformer)
     run(tmp_path / "killed", corpus, max_steps=5, **dcformer)
-    assert curve(tmp_path / "killed") == curve(straight.output)
+    assert without_timing(tmp_path / "killed") == without_timing(straight.output)
     model = AutoModelForCausalLM.from_pretrained(straight.model)
     assert model.config.model_type == "dcformer"
     tokenizer = AutoTokenizer.from_pretrained(straight.model)
@@ -257,7 +231,7 @@ def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: P
         run(corpus, corpus)
     assert before == {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
     assert run(tmp_path / "killed", corpus, overwrite=True, max_steps=3).steps == 3
-    assert [line["step"] for line in curve(tmp_path / "killed") if line["split"] == "train"] == [1, 2, 3]
+    assert curve(tmp_path / "killed", "step", split="train") == [[1], [2], [3]]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -323,9 +297,9 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_use(
 def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Result, corpus: Path, tmp_path: Path):
     output = Path(shutil.copytree(interrupted, tmp_path / "run"))
     run(output, corpus, resume=str(output / "checkpoints" / "step-000004"))
-    assert curve(output) == curve(finished.output)
+    assert without_timing(output) == without_timing(finished.output)
     elsewhere = run(tmp_path / "new", corpus, resume=str(interrupted / "checkpoints" / "step-000008"))
-    assert curve(elsewhere.output) == [line for line in curve(finished.output) if line["step"] > 8]
+    assert without_timing(elsewhere.output) == [line for line in without_timing(finished.output) if line["step"] > 8]
     with pytest.raises(UserError, match="there is no checkpoint nowhere"):
         run(tmp_path / "other", corpus, resume="nowhere")
 

@@ -1,25 +1,20 @@
 """Continuing an upcycled checkpoint: a learning rate of the composition's own, and parent weights that wait."""
 
 import copy
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases.training import call, parse
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dynattn.scripts.common.arguments import parse_arguments
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
-from dynattn.scripts.pretrain.main import find_shipped
 from dynattn.scripts.pretrain.model import composition_weights
 from dynattn.scripts.pretrain.optimizer import build_optimizer
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
@@ -41,14 +36,6 @@ RUN: dict[str, Any] = {
 }
 FROZEN = 4
 COMPOSITION = ".composition."
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
-    lines = [json.dumps({"text": f"The number {n} is followed by {n + 1}. " * (1 + n % 3)}) for n in range(20)]
-    path.write_text("\n".join(lines))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +211,7 @@ def test_freezing_knows_accumulation(frozen_first: Result, upcycled: Path, corpu
 @pytest.mark.slow
 def test_freezing_knows_processes(frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path):
     options = {**RUN, "output": tmp_path / "run", "dataset": corpus, "init_from": upcycled, "batch_size": 2}
-    options["freeze_parent_steps"] = FROZEN
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "dynattn.scripts.cli", "pretrain", *(f"--{name}={value}" for name, value in options.items())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, env=environment, check=True, timeout=300, cwd=tmp_path)
+    call({**options, "freeze_parent_steps": FROZEN}, processes=2)
     folder = tmp_path / "run" / "checkpoints" / f"step-{FROZEN:06d}"
     before, after = load_file(upcycled / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) == (COMPOSITION not in name) for name in before)
@@ -272,8 +255,7 @@ def test_the_shipped_recipe_trains(upcycled: Path, corpus: Path, tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     options = {"init_from": upcycled, "dataset": corpus, "output": "run", "max_steps": 6, "sequence_length": 32}
     options |= {"freeze_parent_steps": 2, "warmup_steps": 2, "validation_share": 0.1}
-    argv = find_shipped(["upcycle.yaml", *(f"--{name}={value}" for name, value in options.items())])
-    arguments = parse_arguments(PretrainArguments, argv, prog="dynattn pretrain")
+    arguments = parse("upcycle.yaml", *(f"--{name}={value}" for name, value in options.items()))
     assert arguments.model_type is None
     result = pretrain(arguments)
     assert AutoModelForCausalLM.from_pretrained(result.model).config.model_type == "dcpythia"

@@ -1,6 +1,5 @@
 """Packing against what it must mean: every token once, positions and labels that know the documents."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
-from dynattn.scripts.pretrain.data.batch_order import ProcessBatches, TrainingOrder
 from dynattn.scripts.pretrain.data.packing import PackedSequences, TokenStream, split_long, write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.validation import count_targets
@@ -89,25 +87,3 @@ def test_a_long_document_is_tokenized_in_parts_without_changing_it():
     tokens = [token for part in parts for token in tokenizer(part)["input_ids"]]
     assert tokens == tokenizer(text)["input_ids"]
     assert "".join(split_long("x" * 250, limit=100)) == "x" * 250
-
-
-def test_each_epoch_is_a_permutation_and_steps_run_on_across_it():
-    order = TrainingOrder(sequences=10, global_batch=4, seed=3)
-    seen = np.concatenate([order[step] for step in range(10)])
-    epochs = seen.reshape(4, 10)
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert np.array_equal(order[2], TrainingOrder(10, 4, seed=3)[2])
-
-
-def test_processes_and_accumulation_share_out_the_same_sequences():
-    order = TrainingOrder(sequences=50, global_batch=8, seed=0)
-    expected = [Counter(order[step].tolist()) for step in range(3)]
-    for batch_size, processes in [(8, 1), (4, 1), (2, 2), (1, 4)]:
-        passes = 8 // batch_size // processes
-        shared: list[Counter[int]] = [Counter() for _ in range(3)]
-        for process in range(processes):
-            batches = list(ProcessBatches(order, range(3), batch_size, process, processes))
-            for index, batch in enumerate(batches):
-                shared[index // passes].update(batch)
-        assert shared == expected

@@ -1,0 +1,85 @@
+"""Documents from files, folders and globs, held-out documents, and data that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, load_documents
+
+
+def test_held_out_documents_are_not_training_documents():
+    dataset = Dataset.from_dict({"text": [f"document {number}" for number in range(50)]})
+    train, validation = hold_out(dataset, share=0.1)
+    assert len(validation["text"]) == 5
+    assert sorted([*train["text"], *validation["text"]]) == sorted(dataset["text"])
+
+
+def test_a_single_document_is_cut_after_a_line():
+    text = "".join(f"line {number}\n" for number in range(100))
+    head, tail = cut_tail(text, share=0.2)
+    assert head + tail == text
+    assert head.endswith("\n")
+    assert 0.15 < len(tail) / len(text) <= 0.2
+    assert cut_tail("x" * 100, share=0.2) == ("x" * 80, "x" * 20)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, suffix: str):
+    documents = [f"document {number}\nwith two lines" for number in range(4)]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for part in (0, 1):
+        chosen = Dataset.from_dict({"body": [*documents[2 * part : 2 * part + 2], "  "]})
+        if suffix == ".txt":
+            for number, text in enumerate(chosen["body"]):
+                (folder / f"{part}-{number}.txt").write_text(text)
+        elif suffix == ".jsonl":
+            chosen.to_json(folder / f"{part}.jsonl")
+        else:
+            chosen.to_parquet(folder / f"{part}.parquet")
+    for source in (folder, folder / f"*{suffix}"):
+        column = "text" if suffix == ".txt" else "body"
+        loaded = load_documents(PretrainArguments(output="x", dataset=str(source), text_column=column))
+        assert sorted([*loaded.train["text"], *loaded.validation["text"]]) == documents
+        assert loaded.train.column_names == ["text"]
+
+
+def test_named_validation_data_is_used(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("training text")
+    (tmp_path / "b.txt").write_text("other text")
+    arguments = PretrainArguments(
+        output="x", dataset=str(tmp_path / "a.txt"), validation_dataset=str(tmp_path / "b.txt")
+    )
+    loaded = load_documents(arguments)
+    assert (loaded.train["text"][:], loaded.validation["text"][:]) == (["training text"], ["other text"])
+    assert loaded.name == "a.txt"
+
+
+def test_data_mistakes_are_told(tmp_path: Path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.txt").write_text(" \n ")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "broken.jsonl").write_text('{"text": \n')
+    (tmp_path / "good.jsonl").write_text('{"body": "text", "number": 3}\n')
+    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "folder").mkdir()
+    mistakes = {
+        "missing.txt": "there is no file or folder",
+        "empty.txt": "is empty",
+        "blank.txt": "holds no text",
+        "binary.txt": "cannot read",
+        "broken.jsonl": "cannot read",
+        "good.jsonl": r"has no column 'text', only \['body', 'number'\]",
+        "folder": "holds no file that ends in",
+        "table.csv": "ends in none of",
+    }
+    for name, message in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            load_documents(PretrainArguments(output="x", dataset=str(tmp_path / name)))
+    with pytest.raises(UserError, match=r"holds .*int64.*, not text"):
+        load_documents(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), text_column="number"))
+    with pytest.raises(UserError, match="cannot load the split 'train' of the dataset 'no_such_dataset'"):
+        load_documents(PretrainArguments(output="x", dataset="no_such_dataset"))

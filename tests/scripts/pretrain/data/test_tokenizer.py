@@ -1,0 +1,30 @@
+"""The tokenizer of a run: trained on its data, or given."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, required_vocabulary, train_bpe
+
+
+def test_trained_tokenizer_loads_with_auto_classes_and_is_lossless(tmp_path: Path):
+    tokenizer = train_bpe([["the cat sat on the mat " * 20]], vocab_size=270)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "the cat, naïve 猫\n\n\tend"
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token == loaded.bos_token == loaded.pad_token == "<|endoftext|>"
+    assert required_vocabulary(loaded) <= 270
+
+
+def test_tokenizer_mistakes_are_told(tmp_path: Path):
+    with pytest.raises(UserError, match="vocab_size=256 is too small for a byte-level BPE; give 257 or more"):
+        train_bpe([["text"]], vocab_size=256)
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path / "nothing")
+    backend = train_bpe([["text"]], vocab_size=257).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(UserError, match="has no eos_token"):
+        load_tokenizer(tmp_path / "no_eos")

@@ -1,0 +1,76 @@
+"""Arguments of `dynattn pretrain`: files, options, ranges, and that reading them needs nothing that computes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases.training import parse
+
+from dynattn.scripts.common.errors import UserError
+
+
+def test_options_override_the_file_and_are_converted(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "output: there\nlearning_rate: 1e-4\nbatch_size: 2\nmixed_precision: no\nmodel_config: {hidden_size: 8}\n"
+        "mask_documents: false\ndataset_config: null\n"
+    )
+    arguments = parse(str(file), "--batch_size", "4")
+    assert (arguments.output, arguments.learning_rate, arguments.batch_size) == ("there", 1e-4, 4)
+    assert (arguments.mixed_precision, arguments.mask_documents, arguments.dataset_config) == ("no", False, None)
+    assert arguments.config_overrides == {"hidden_size": 8}
+    assert parse("--output", "x", "--model_config", '{"hidden_size": 8}').config_overrides == {"hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch_size 0", "batch_size=0 must be positive"),
+        ("--learning_rate nan", "learning_rate=nan must be positive"),
+        ("--validation_share 1", "validation_share=1.0 must be above 0 and below 1"),
+        ("--sequence_length 1", "sequence_length=1 must be 2 or more"),
+        ("--max_steps 3 --epochs 1", "exclude each other"),
+        ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
+        ("--init_from a --model_type llama", "already fixes the model"),
+        ("--model_config {a", "is not JSON"),
+        ("--model_config [1]", "must be a mapping"),
+    ],
+)
+def test_values_out_of_range_are_one_clear_error(options: str, message: str):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse("--output", "x", *options.split())
+
+
+def test_a_value_of_the_wrong_type_in_a_file_ends_as_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "run.yaml"
+    file.write_text("output: x\nmax_steps: 1.5\n")
+    with pytest.raises(SystemExit) as caught:
+        parse(str(file))
+    assert caught.value.code == 2
+    assert "argument --max_steps/--max-steps: invalid int value: '1.5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tiny.yaml", "405m.yaml"])
+def test_shipped_files_are_found_by_name_and_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse(name, "--seed", "3").seed == 3
+    Path(name).write_text("output: mine\n")
+    assert parse(name).output == "mine"
+
+
+def test_help_and_mistyped_options_need_nothing_that_computes():
+    program = """
+import sys
+from dynattn.scripts.cli import main
+for option in ("--no_such_option", "--help"):
+    try:
+        main(["pretrain", option])
+    except SystemExit:
+        pass
+print(*sorted({"datasets", "dynattn.scripts.pretrain.job"} & set(sys.modules)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "usage: dynattn pretrain" in done.stdout
+    assert done.stderr.splitlines()[-1] == ""

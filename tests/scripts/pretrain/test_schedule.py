@@ -1,0 +1,18 @@
+"""The learning rate as a function of the step."""
+
+import math
+
+import pytest
+
+from dynattn.scripts.pretrain.schedule import CosineSchedule
+
+
+def test_schedule_has_the_values_of_the_formula():
+    schedule = CosineSchedule(peak=2.0, warmup_steps=4, max_steps=15, min_ratio=0.1)
+    assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert schedule(4) == 2.0
+    assert schedule(9) == pytest.approx(0.2 + 1.8 / 2)
+    assert schedule(14) == pytest.approx(0.2)
+    quarter = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 0.3)) / 2)
+    assert schedule(7) == pytest.approx(quarter)
+    assert CosineSchedule(peak=1.0, warmup_steps=0, max_steps=1, min_ratio=0.1)(0) == 1.0
