@@ -1,18 +1,10 @@
-"""What lies in a checkpoint folder: reading its `config.json`, and the names of the files beside its weights."""
+"""Reading a checkpoint folder that a user named."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-
-# Patterns of the files from which a tokenizer of any kind loads.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
-)
-# Patterns of what else belongs to a checkpoint, whatever its architecture.
-OTHERS = ("generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -34,3 +26,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
     return content
+
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
+)
+
+
+OTHERS = ("generation_config.json", "LICENSE*", "NOTICE*")

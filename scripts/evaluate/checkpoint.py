@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import dynattn  # noqa: F401  registers the model types
 
-from ..common.errors import UserError
+from ..common.errors import UserError, first_line
 from .offline import offline_if_unreachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -57,7 +57,7 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA fails an assertion
-        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise UserError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
 
 
@@ -100,7 +100,7 @@ def _load_model(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedMod
         model, info = loaded
     except (OSError, ValueError, SafetensorError, RuntimeError) as error:
         place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
-        raise UserError(f"cannot load a causal language model from {place}: {_first_line(error)}") from error
+        raise UserError(f"cannot load a causal language model from {place}: {first_line(error)}") from error
     if absent := sorted(info["missing_keys"]):
         raise UserError(f"the checkpoint {path} lacks {len(absent)} of the model's weights, such as {absent[0]}")
     return model
@@ -111,7 +111,3 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"there is no usable tokenizer in {path}; save one there or give --tokenizer PATH") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ import torch
 from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
+from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
 
@@ -177,18 +177,12 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
     content = {key: value for key, value in asdict(results).items() if key != "samples"}
     lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
     if lines:
-        _write_atomically(folder / SAMPLES, "\n".join(lines) + "\n")
+        write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
     else:
         (folder / SAMPLES).unlink(missing_ok=True)  # an overwritten evaluation's samples would pass for this one's
-    _write_atomically(folder / TABLE, format_table(results) + "\n")
-    _write_atomically(folder / RESULTS, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(folder / TABLE, format_table(results) + "\n")
+    write_json(folder / RESULTS, content, ensure_ascii=False, allow_nan=False)
     return folder / RESULTS
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def is_finite(results: Sequence[TaskResult]) -> bool:

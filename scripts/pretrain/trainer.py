@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Trainer:
-    """One run from wherever `progress` says it is to the end of the schedule.
+    """Trains from the update at which `progress` stands to the end of the schedule.
 
     `model` and `optimizer` have gone through `accelerator.prepare`. The loss of an update is the mean over all target
     tokens of all its forward passes on all processes, so that gradient accumulation, processes and batch size only
@@ -110,6 +110,7 @@ class Trainer:
         return self.accelerator.reduce(total, reduction="sum")
 
     def _check_finite(self, loss: float, norm: float) -> None:
+        """Ends the run before an update that would spoil the weights."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
@@ -120,6 +121,7 @@ class Trainer:
         )
 
     def _log_training(self, norm: float) -> None:
+        """Writes the mean loss since the last line, the rates, the gradient norm of the last update and the speed."""
         progress = self.progress
         self.metrics.write(
             {
@@ -136,12 +138,13 @@ class Trainer:
         progress.loss_sum, progress.loss_count = 0.0, 0
 
     def _learning_rates(self) -> dict[str, float]:
-        """The rates of the last update; that of the composition only where it has one of its own."""
+        """The learning rates of the last update; with that of the composition if it has a schedule of its own."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         apart = {"composition_learning_rate": rates[-1]} if self.arguments.treats_composition_apart else {}
         return {"learning_rate": rates[0], **apart}
 
     def _validate(self) -> Validation:
+        """Scores the held-out text and writes the result to the metrics."""
         validation = self._measure_validation()
         if not math.isfinite(validation.loss):
             raise UserError(
@@ -152,6 +155,7 @@ class Trainer:
         return validation
 
     def _measure_validation(self) -> Validation:
+        """Scores the held-out text with an empty memory."""
         sequences, memory = self.plan.validation_sequences, self.plan.memory.empty_copy()
         return validate(self.accelerator, self.model, sequences, self.arguments.batch_size, memory)
 
@@ -164,6 +168,7 @@ class Trainer:
         return self.progress.step % every == 0 or self.progress.step == self.plan.schedule.max_steps
 
     def _loader(self) -> DataLoader[Batch]:
+        """The batches `[B, T]` of this process in all remaining updates."""
         steps = range(self.progress.step, self.plan.schedule.max_steps)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(

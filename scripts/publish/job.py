@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dynattn.remote_code import write_code
 
+from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_destination, recover, staged_folder
 from .arguments import PublishArguments
 from .card import make_card
@@ -61,6 +62,6 @@ def write_folder(folder: Path, checkpoint: Checkpoint, *, repo: str | None, lice
     write_code(checkpoint.config, folder)
     config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     config["auto_map"] = checkpoint.config.auto_map
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config, sort_keys=True)
     card = make_card(checkpoint, name=repo or checkpoint.folder.name, license_name=license_name)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.arguments import parse_arguments
+from ..common.atomic_file import write_json
 from ..common.errors import UserError
 from .plots import draw_losses
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         )
     table = comparison(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
-    (output / "record.json").write_text(json.dumps(record(output), indent=1) + "\n", encoding="utf-8")
+    write_json(output / "record.json", record(output), indent=1)
     draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
     print(f"\n{table}\n", flush=True)
     generate(output / "dcformer" / "model")

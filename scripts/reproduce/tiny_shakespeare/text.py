@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, load_dataset
 from torch import Tensor
 
-from ...common.errors import UserError
+from ...common.errors import UserError, first_line
 
 TRAIN_SHARE = 0.9
 KNOWN = {
@@ -100,9 +100,9 @@ def _read_dataset(source: str) -> str:
     try:
         dataset = load_dataset(name, configuration or None, split=split or "train")
     except Exception as error:  # network, missing name, missing configuration and missing split all differ in type
-        first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UserError(
-            f"cannot load the dataset {source}: {first_line}; check the name and the network, or give a text file"
+            f"cannot load the dataset {source}: {first_line(error)}; check the name and the network, "
+            "or give a text file"
         ) from error
     if not isinstance(dataset, Dataset) or "text" not in dataset.column_names:
         raise UserError(f"the dataset {source} has no column 'text'; give another one, or a text file")
