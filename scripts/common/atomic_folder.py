@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import UserError
 
-# Names beside the destination, with the process that made them: `.NAME.partial-123`, `.NAME.replaced-123`.
+# Kinds of folders beside the destination. Their names end with the process that made them: `.NAME.partial-123`.
 STAGING, REPLACED = "partial", "replaced"
 
 
@@ -52,7 +52,7 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
 
 
 def recover(destination: Path) -> None:
-    """Clears away what killed processes left beside `destination`; a folder that one had set aside comes back.
+    """Deletes what killed processes left beside `destination`, and restores a folder that one of them had set aside.
 
     Raises:
         UserError: one of those processes still runs.

@@ -1,4 +1,4 @@
-"""Everything that `dynattn pretrain` can be told."""
+"""The arguments of `dynattn pretrain`: their meanings, defaults and ranges."""
 
 import json
 from dataclasses import dataclass, field

@@ -72,8 +72,8 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
         name=result.output.resolve().name,
         model_type=model_type,
         origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
-        measured=table(losses(result)),
-        training=table(training(result)),
+        measured=table(loss_rows(result)),
+        training=table(training_rows(result)),
         settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
         versions=table(result.versions),
     )
@@ -95,7 +95,7 @@ def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> M
     )
 
 
-def losses(result: Result) -> dict[str, str]:
+def loss_rows(result: Result) -> dict[str, str]:
     """What was measured on held-out and on training text."""
     return {
         "validation loss (nats per token)": f"{result.validation_loss:.4f}",
@@ -105,7 +105,7 @@ def losses(result: Result) -> dict[str, str]:
     }
 
 
-def training(result: Result) -> dict[str, Any]:
+def training_rows(result: Result) -> dict[str, Any]:
     """The data, the sizes and the speed of the run."""
     return {
         "data": result.dataset,

@@ -21,7 +21,7 @@ DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and returns its exit status; under torchrun only the first process tells a user's mistake."""
+    """Runs the job and returns its exit status; under torchrun only the first process reports a user's mistake."""
     try:
         arguments = parse_arguments(
             PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION

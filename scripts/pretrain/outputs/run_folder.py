@@ -113,6 +113,7 @@ class RunFolder:
         return chosen.resolve().parent == self.checkpoints.resolve()
 
     def _own_paths(self) -> tuple[Path, ...]:
+        """All that a run leaves in its folder."""
         return (
             self.marker,
             self.checkpoints,
@@ -125,6 +126,7 @@ class RunFolder:
         )
 
     def _check_ours(self) -> None:
+        """Refuses a file, and a folder with foreign content."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output={self.path} is a file; give a folder")
         if self.path.is_dir() and not self.marker.exists():
@@ -135,6 +137,7 @@ class RunFolder:
                 )
 
     def _check_free(self, *, checkpoints_too: bool) -> None:
+        """Refuses a folder that holds a finished model or, with `checkpoints_too`, a checkpoint."""
         if self.model.exists():
             raise UserError(
                 f"output={self.path} already holds a finished model; give another folder, or --overwrite to replace it"
