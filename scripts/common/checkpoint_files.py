@@ -1,10 +1,18 @@
-"""Reading a checkpoint folder that a user named."""
+"""The files of a checkpoint folder that a user named: reading its `config.json`, finding what lies beside it."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+
+# Patterns of file names: a tokenizer's, and those of what else lies beside weights and configuration.
+TOKENIZER_PATTERNS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
+)
+COMPANION_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -28,10 +36,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
-)
-
-
-OTHERS = ("generation_config.json", "LICENSE*", "NOTICE*")
+def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """The sorted names of the files in `folder` that match one of `patterns`."""
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})

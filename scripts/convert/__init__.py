@@ -1,18 +1,28 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
 `upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA`.
+
+A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
 
-from .check import CheckArguments, compare_checkpoints
-from .official.arguments import OfficialArguments
-from .official.job import Conversion, convert_official
-from .rcmha.arguments import RCMHAArguments
-from .rcmha.job import RCMHAConversion, convert_rcmha
-from .upcycle.arguments import UpcycleArguments
-from .upcycle.job import upcycle_checkpoint
-from .upcycle.parents.llama import LLAMA
-from .upcycle.parents.neox import NEOX
-from .upcycle.plan import Upcycling
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "LLAMA": "upcycle.parents.llama",
+    "NEOX": "upcycle.parents.neox",
+    "CheckArguments": "check",
+    "Conversion": "official.plan",
+    "OfficialArguments": "official.arguments",
+    "RCMHAArguments": "rcmha.arguments",
+    "RCMHAConversion": "rcmha.plan",
+    "UpcycleArguments": "upcycle.arguments",
+    "Upcycling": "upcycle.plan",
+    "compare_checkpoints": "check",
+    "convert_official": "official.main",
+    "convert_rcmha": "rcmha.main",
+    "upcycle_checkpoint": "upcycle.main",
+}
 
 __all__ = [
     "LLAMA",
@@ -29,3 +39,14 @@ __all__ = [
     "convert_rcmha",
     "upcycle_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from its module at its first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

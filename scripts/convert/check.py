@@ -5,23 +5,13 @@ Run: `dynattn convert check A B`. Exits with 0 where they are equal up to roundi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from transformers.utils.logging import disable_progress_bar
-
-from ..common.arguments import parse_arguments
 from ..common.errors import UserError
-from .common.arguments import name_folders
-from .common.hub import locate
-from .common.probe import (
-    Comparison,
-    ask,
-    compare_answers,
-    describe,
-    describe_effect,
-    load_config,
-    load_for_probe,
-    make_probe,
-)
+from .common.command_line import parse_with_folders
+
+if TYPE_CHECKING:  # only for the annotation: it needs torch
+    from .common.probe import Comparison
 
 
 @dataclass
@@ -36,23 +26,25 @@ class CheckArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Compares and returns the exit status."""
-    prog = "dynattn convert check A B"
-    arguments = parse_arguments(CheckArguments, name_folders(argv, CheckArguments), prog=prog, description=__doc__)
-    disable_progress_bar()
+    arguments = parse_with_folders(CheckArguments, argv, "dynattn convert check A B", __doc__)
     comparison = compare_checkpoints(arguments)
-    print(f"{'equal' if comparison.equal else 'different':<12}{describe(comparison)}")
+    print(f"{'equal' if comparison.equal else 'different':<12}{comparison.describe()}")
     if comparison.equal:
         return 0
-    print(f"{'effect':<12}{describe_effect(comparison)}")
+    print(f"{'effect':<12}{comparison.describe_effect()}")
     return 1
 
 
-def compare_checkpoints(arguments: CheckArguments) -> Comparison:
+def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     """Runs both models on one probe.
 
     Raises:
         UserError: one of them does not load, or their vocabularies differ in size.
     """
+    from .common.hub import locate
+    from .common.model_loading import load_config, load_for_probe
+    from .common.probe import ask, compare_answers, make_probe
+
     first = locate(arguments.first, arguments.first_revision)
     second = locate(arguments.second, arguments.second_revision)
     one, other = (load_config(folder).get_text_config() for folder in (first, second))

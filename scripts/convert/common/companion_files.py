@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from ...common.checkpoint_files import OTHERS, TOKENIZER_FILES
+from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, matching_files
 from ...common.errors import last_line
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -14,8 +14,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def copy_companions(source: Path, destination: Path) -> list[str]:
     """Copies tokenizer, generation configuration and license; returns the names."""
-    patterns = (*TOKENIZER_FILES, *OTHERS)
-    names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+    names = matching_files(source, (*TOKENIZER_PATTERNS, *COMPANION_PATTERNS))
     for name in names:
         shutil.copyfile(source / name, destination / name)
     return names
@@ -23,7 +22,7 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
 
 def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str]:
     """Sets the special tokens that `config` lacks from the tokenizer in `folder`; yields what the user should know."""
-    if not any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+    if not matching_files(folder, TOKENIZER_PATTERNS):
         yield "there is no tokenizer to copy"
         return
     try:

@@ -1,29 +1,21 @@
-"""Comparing the logits of a converted model with those of its source."""
+"""Comparing the logits of a converted model with those that the official formulas give."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ...common.errors import UserError, last_line
-from .tensor_source import TensorSource
+from ...common.errors import UserError
 
 # The model may differ from the exact logits by so many times what float32 rounding makes of the formulas themselves.
 NOISE_MULTIPLE = 16
-
-
-AFFORDABLE_OPERATIONS = 2e13
-
-
+# A check makes about three passes, each of two operations per parameter and token.
+AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6
 SHORTEST_PROBE, WITHOUT_WINDOW = 16, 64
 
 
 @dataclass(frozen=True)
-class Verification:
+class LogitsCheck:
     """The largest difference of logits on a probe, and what rounding explains."""
 
     tokens: int
@@ -31,8 +23,15 @@ class Verification:
     noise: float
     limit: float
 
+    def describe(self, how: str = "") -> str:
+        """The outcome in one line; `how` says how the tokens were given to the models."""
+        return (
+            f"{self.tokens} tokens{how}: logits differ by {self.difference:.1e} from the official formulas "
+            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
+        )
 
-def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> Verification:
+
+def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> LogitsCheck:
     """Compares logits `[T, V]` with the exact ones, given what the same formulas give in float32.
 
     Raises:
@@ -48,42 +47,19 @@ def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> Verification:
             f"the converted model's logits differ from the official formulas by {difference:.1e}; rounding explains "
             f"{limit:.1e}. Nothing was written"
         )
-    return Verification(len(exact), difference, noise, limit)
+    return LogitsCheck(len(exact), difference, noise, limit)
 
 
-def load_model(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Loads one of our models with weights rounded to `dtype`, to compute in float32.
-
-    Args:
-        folder: of the checkpoint.
-        dtype: weights are rounded to it.
-        config: instead of the one in the folder.
-
-    Raises:
-        UserError: it does not load, its weights do not fit its configuration, or memory is short.
-    """
-    require_memory(folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
-        model, info = loaded
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"the converted model does not load: {last_line(error)}") from error
-    if wrong := sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]))):
-        raise UserError(f"the weights do not fit the converted configuration: {wrong[0]} ({len(wrong)} in all)")
-    return model.float().eval()
+def affordable_tokens(parameters: int, segments: int = 1) -> int:
+    """How many tokens each of `segments` probes of a model may have so that the comparison stays bearable."""
+    return max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (OPERATIONS_PER_PARAMETER * parameters * segments)))
 
 
-def require_memory(folder: Path) -> None:
-    """Raises UserError where the machine has less memory than the weights in `folder` need in float32."""
-    needed = 4 * sum(shape.numel() for shape in TensorSource(folder).shapes.values())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise UserError(
-            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
-            "--no-verify, or use a larger machine"
-        )
+def random_ids(vocabulary: int, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+    """Token ids `[*shape]`, the same in every run; `generator` continues an earlier sequence."""
+    return torch.randint(vocabulary, shape, generator=generator or torch.Generator().manual_seed(0))
 
 
 def largest(values: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
+    """The largest magnitude in `values` `[...]`; NaN if there is one."""
     return values.abs().max().item()

@@ -1,4 +1,4 @@
-"""From what a user calls a checkpoint to a folder: it is one, or it is a name on the Hub."""
+"""Finding the folder of a checkpoint that a user names: a path, or a name on the Hub that is downloaded."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from ...common.checkpoint_files import OTHERS, TOKENIZER_FILES
+from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -44,7 +44,7 @@ def _patterns(source: str, revision: str | None) -> list[str]:
         weights = WEIGHTS if any(name.endswith(".safetensors") for name in files) else PICKLES
     except (HTTPError, OfflineModeIsEnabled):
         pass  # an earlier download may be at hand, of either format
-    return ["config.json", *weights, *TOKENIZER_FILES, *OTHERS]
+    return ["config.json", *weights, *TOKENIZER_PATTERNS, *COMPANION_PATTERNS]
 
 
 def _may_be_on_the_hub(source: str) -> bool:

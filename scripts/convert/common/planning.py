@@ -7,17 +7,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...common.errors import UserError
 from .tensor_source import TensorSource, common_dtype
-from .weight_map import Step
+from .weight_map import Step, foreign_shapes
 
 
 def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
-    """The number format to write: `name`, or for "auto" the one that is read."""
+    """The dtype to write: `name`, or for "auto" the narrowest that holds what is read exactly."""
     own = common_dtype({key: source.headers[key] for step in steps for key in step.reads})
     return own if name == "auto" else getattr(torch, name)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Our model without any numbers in it."""
+    """Our model with shapes only: its weights have no storage."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -25,6 +25,17 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 def shapes_of(model: PreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of its weights."""
     return {key: tensor.shape for key, tensor in model.state_dict().items()}
+
+
+def check_import(config: PreTrainedConfig, source: TensorSource, steps: Sequence[Step]) -> None:
+    """Names the architecture in our `config`, and checks that the foreign tensors have the shapes that it asks for.
+
+    Raises:
+        UserError: a tensor has another shape.
+    """
+    model = meta_model(config)
+    config.architectures = [type(model).__name__]
+    check_shapes(source, foreign_shapes(steps, shapes_of(model)))
 
 
 def check_shapes(source: TensorSource, expected: Mapping[str, torch.Size]) -> None:

@@ -1,30 +1,26 @@
 """What a model answers to a probe: a plain batch, a left-padded row, and tokens decoded one by one from a cache."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...common.builtin_corpus import builtin_documents
-from ...common.errors import UserError, last_line
-from .comparison import AFFORDABLE_OPERATIONS, NOISE_MULTIPLE, SHORTEST_PROBE, WITHOUT_WINDOW, largest, require_memory
-from .tensor_source import TensorSource
+from ...common.errors import UserError
+from .comparison import NOISE_MULTIPLE, WITHOUT_WINDOW, affordable_tokens, largest, random_ids
+from .model_loading import quiet_loading
+from .tensor_source import TensorSource, count_elements
 
 DECODED = 8
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Logits of a batch, of its second row's start behind padding, of its last tokens from a cache; and the loss."""
+    """Logits of a batch, of its second row behind padding, and of its last tokens from a cache; and the loss."""
 
     full: Tensor  # [2, T, V]
     padded: Tensor  # [1, less than T, V]
@@ -57,6 +53,23 @@ class Comparison:
     def equal(self) -> bool:
         """Whether rounding explains the difference."""
         return self.difference <= self.limit
+
+    def describe(self) -> str:
+        """How far the logits are from each other, in one line."""
+        if self.difference == 0:
+            return f"{self.tokens} tokens, plain, left-padded and cached: logits are equal bit for bit"
+        return (
+            f"{self.tokens} tokens, plain, left-padded and cached: logits differ by {self.difference:.1e} "
+            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
+        )
+
+    def describe_effect(self) -> str:
+        """What the second model's difference does to loss and logits, in one line."""
+        before, after = self.losses
+        return (
+            f"on {self.tokens} tokens the loss changes from {before:.5f} to {after:.5f} ({after - before:+.1e}), "
+            f"logits by up to {self.difference:.1e}"
+        )
 
 
 def compare_answers(first: Answers, second: Answers) -> Comparison:
@@ -99,35 +112,6 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     return Answers(full, padded, torch.cat(decoded, dim=1), loss)
 
 
-def load_for_probe(
-    folder: Path, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
-) -> PreTrainedModel:
-    """Loads a model with weights rounded to `dtype`, to compute in float32 with eager attention.
-
-    Args:
-        folder: of the checkpoint.
-        dtype: weights are rounded to it.
-        config: instead of the one in the folder.
-
-    Raises:
-        UserError: it does not load, tensors are missing, or memory is short.
-    """
-    require_memory(folder)
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    try:
-        with quiet_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"the model in {folder} does not load: {last_line(error)}") from error
-    model, info = loaded
-    if wrong := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
-        raise UserError(f"the weights in {folder} do not fit its config.json: {wrong[0]} ({len(wrong)} in all)")
-    if dtype.itemsize < torch.float32.itemsize:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype).float()
-    return model.eval()
-
-
 def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
     """Token ids `[2, T]` that all models can read: English if there is a tokenizer, else random.
 
@@ -138,18 +122,16 @@ def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
         configs: of the models.
     """
     windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
-    parameters = sum(shape.numel() for shape in TensorSource(folder).shapes.values())
-    affordable = max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (6 * parameters)))
+    affordable = affordable_tokens(count_elements(TensorSource(folder).shapes.values()))
     shortest = min(getattr(config, "max_position_embeddings", None) or WITHOUT_WINDOW for config in configs)
     length = max(DECODED + 1, min(max(WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
     vocabulary = min(config.vocab_size for config in configs)
-    random = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
     ids = text_ids(folder, 2 * length, vocabulary)
-    return random if ids is None else ids.reshape(2, length)
+    return random_ids(vocabulary, 2, length) if ids is None else ids.reshape(2, length)
 
 
 def text_ids(folder: Path, count: int, vocabulary: int) -> Tensor | None:
-    """The first `count` tokens of the built-in corpus, or None where no tokenizer loads or it does not fit."""
+    """The first tokens of the built-in corpus, `[count]`; None where no tokenizer loads or its tokens do not fit."""
     try:
         with quiet_loading():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -158,45 +140,3 @@ def text_ids(folder: Path, count: int, vocabulary: int) -> Tensor | None:
         return None
     usable = [token for token in ids if token < vocabulary][:count]
     return torch.tensor(usable) if len(usable) == count else None
-
-
-def load_config(folder: Path) -> PreTrainedConfig:
-    """Reads the configuration in `folder` with Transformers.
-
-    Raises:
-        UserError: it is not valid.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, OSError, KeyError) as error:
-        raise UserError(f"{folder / 'config.json'} is not valid: {last_line(error)}") from error
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Leaves out Transformers' remarks on keys, which are checked here."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def describe(proof: Comparison) -> str:
-    """What the proof says, in one line."""
-    if proof.difference == 0:
-        return f"{proof.tokens} tokens, plain, left-padded and cached: logits are equal bit for bit"
-    return (
-        f"{proof.tokens} tokens, plain, left-padded and cached: logits differ by {proof.difference:.1e} "
-        f"(float32 rounding {proof.noise:.1e}, limit {proof.limit:.1e})"
-    )
-
-
-def describe_effect(effect: Comparison) -> str:
-    """What starting differently does to the model, in one line."""
-    before, after = effect.losses
-    return (
-        f"on {effect.tokens} tokens the loss changes from {before:.5f} to {after:.5f} ({after - before:+.1e}), "
-        f"logits by up to {effect.difference:.1e}"
-    )

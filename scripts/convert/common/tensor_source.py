@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,7 @@ class TensorSource:
                 raise UserError(f"the index places {key} in {path}, which lacks it; copy or save the checkpoint again")
 
     def read(self, key: str) -> Tensor:
-        """Returns one tensor in its own format.
+        """Returns one tensor, `[...]` as in `shapes`, in its own dtype.
 
         Raises:
             UserError: its file cannot be read any more.
@@ -82,6 +82,11 @@ class TensorSource:
             self._loaded = None  # the old file's memory goes before the new one's comes
             self._loaded = (path, load_pickle(path))
         return self._loaded[1]
+
+
+def count_elements(shapes: Iterable[torch.Size]) -> int:
+    """The number of elements in tensors of these shapes."""
+    return sum(shape.numel() for shape in shapes)
 
 
 def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:

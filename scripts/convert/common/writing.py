@@ -34,9 +34,14 @@ def write_json(folder: Path, content: dict[str, Any]) -> None:
 
 
 def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:
-    """Writes our `config.json` beside a tokenizer, if there is one; returns what the user should know."""
-    config.dtype = dtype
-    config.save_pretrained(folder)
+    """Writes our `config.json` with the special tokens of the tokenizer in `folder`; returns warnings."""
+    write_transformers_config(folder, config, dtype)
     warnings = list(adopt_special_tokens(config, folder))
     config.save_pretrained(folder)
     return warnings
+
+
+def write_transformers_config(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Writes the `config.json` of a model that Transformers loads."""
+    config.dtype = dtype
+    config.save_pretrained(folder)

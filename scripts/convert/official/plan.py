@@ -1,39 +1,75 @@
 """Reading both sides of a conversion, and refusing one that would lose something, before any weight is touched."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from ...common.errors import UserError, last_line
-from ..common.comparison import Verification
-from ..common.planning import check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
-from ..common.tensor_source import TensorSource
-from ..common.weight_map import Step, foreign_shapes, plan_export, plan_import
+from ...common.errors import UserError
+from ..common.comparison import LogitsCheck
+from ..common.driver import ConversionPlan
+from ..common.model_loading import load_config
+from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.tensor_source import TensorSource, count_elements
+from ..common.weight_map import plan_export, plan_import
+from ..common.writing import write_json, write_ours
 from .arguments import OfficialArguments
 from .config import OfficialConfig, field_warnings, pattern_warnings
-from .export import to_official
+from .export import to_json, to_official
 from .layout import official_map
 from .merged_copies import stale_copies, static_matrices
+from .reference import OfficialModel
+from .verify import verify_logits
 
 
-@dataclass
-class Conversion:
-    """What is to be done, and at the end what was done."""
+@dataclass(kw_only=True)
+class Conversion(ConversionPlan):
+    """A conversion between the official format and ours.
 
-    source: TensorSource
+    Args:
+        official: the official configuration.
+        config: ours.
+        verification: the comparison of logits; None until it is made.
+    """
+
+    arguments: OfficialArguments
     official: OfficialConfig
-    config: PreTrainedConfig  # ours
-    steps: Sequence[Step]
-    dtype: torch.dtype
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
-    verification: Verification | None = None
+    config: PreTrainedConfig
+    verification: LogitsCheck | None = None
+
+    def write_config(self, folder: Path) -> Iterable[str]:
+        if not self.arguments.reverse:
+            return write_ours(folder, self.config, self.dtype)
+        write_json(folder, to_json(self.official, self.dtype))
+        return ()
+
+    def verify(self, written: Path) -> None:
+        ours, theirs = self.foreign_side(written)
+        model = OfficialModel(
+            self.official,
+            theirs.headers,
+            lambda key: theirs.read(key).to(self.dtype),
+            window=self.config.sliding_window,
+            prefer_merged=self.arguments.prefer_merged,
+            keep_static=self.arguments.static == "keep",
+        )
+        self.verification = verify_logits(ours, self.dtype, model)
+
+    def describe_source(self) -> str:
+        return (
+            f"{self.official.family}, {self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
+            f"{count_elements(self.source.shapes.values()):,} numbers"
+        )
+
+    def describe_check(self) -> str:
+        return self.verification.describe() if self.verification else ""
+
+    def details(self) -> Iterator[tuple[str, str]]:
+        if local := self.config.layer_types.count("sliding_attention"):
+            window = self.config.sliding_window
+            yield "windows", f"{window} keys, itself included, for a token of {local} local layers"
 
 
 def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], folder: Path) -> Conversion:
@@ -48,35 +84,45 @@ def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], folder: Path
     weight_map = official_map(official, prefer_merged=arguments.prefer_merged, keep_static=keep_static)
     steps, dropped = plan_import(weight_map, source.headers)
     config = official.to_ours(local_window(arguments, official), compose_static=keep_static)
-    model = meta_model(config)
-    config.architectures = [type(model).__name__]
-    check_shapes(source, foreign_shapes(steps, shapes_of(model)))
+    check_import(config, source, steps)
     check_static(arguments, source, official)
     warnings = list(field_warnings(raw, official))
     if not arguments.prefer_merged:
         warnings += warn_of_stale_copies(source, official)
-    steps, dtype = in_file_order(steps, source), choose_dtype(arguments.dtype, source, steps)
-    return Conversion(source, official, config, steps, dtype, dropped, warnings)
+    return Conversion(
+        arguments=arguments,
+        source=source,
+        steps=in_file_order(steps, source),
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        dropped=dropped,
+        warnings=warnings,
+        official=official,
+        config=config,
+    )
 
 
 def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], folder: Path) -> Conversion:
-    """Reads our format likewise.
+    """Reads our format: configuration, names and shapes, but not yet the weights.
 
     Raises:
         UserError: they do not fit each other, or the official code cannot run such a model.
     """
     if "hidden_size" not in raw:
         raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, OSError) as error:
-        raise UserError(f"{folder / 'config.json'} is not valid: {last_line(error)}") from error
+    config = load_config(folder)
     official = to_official(config)
     source = TensorSource(folder)
-    steps = in_file_order(plan_export(official_map(official), source.headers), source)
+    steps = plan_export(official_map(official), source.headers)
     check_shapes(source, shapes_of(meta_model(config)))
-    dtype = choose_dtype(arguments.dtype, source, steps)
-    return Conversion(source, official, config, steps, dtype, warnings=list(pattern_warnings(official)))
+    return Conversion(
+        arguments=arguments,
+        source=source,
+        steps=in_file_order(steps, source),
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        warnings=list(pattern_warnings(official)),
+        official=official,
+        config=config,
+    )
 
 
 def check_static(arguments: OfficialArguments, source: TensorSource, official: OfficialConfig) -> None:

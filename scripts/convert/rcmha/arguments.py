@@ -5,7 +5,7 @@ from typing import Literal
 
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
-from .config import POSITIONS
+from .constants import POSITIONS
 
 FORWARD_ONLY = ("max_position_embeddings", "memory_type")
 REVERSE_ONLY = ("official_positions", "from_streaming")

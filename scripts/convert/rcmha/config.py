@@ -13,9 +13,8 @@ from dynattn import RCMHAConfig
 from dynattn.configuration.configuration_rcmha import ATTENTION_TYPES
 
 from ...common.errors import UserError, last_line
+from .constants import KERNEL_SIZE, POSITIONS
 
-# Constants of the official code: half the rows of its position tables, and the width of its convolutions.
-POSITIONS, KERNEL_SIZE = 2**12, 3
 ACTIVATIONS = ("relu", "relu2")
 KERNELS, TABLES = ".conv.weight", ".key_pos_embeddings"
 # Fields that do not change what a model computes.

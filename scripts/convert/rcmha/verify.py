@@ -9,15 +9,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dynattn import RCMHAConfig
 
-from ..common.comparison import AFFORDABLE_OPERATIONS, SHORTEST_PROBE, Verification, compare, largest, load_model
+from ..common.comparison import LogitsCheck, affordable_tokens, compare, largest, random_ids
+from ..common.model_loading import load_converted
 from .config import OfficialRCMHAConfig
 from .reference import OfficialRCMHA
 
 
 def verify_segments(
     folder: Path, dtype: torch.dtype, config: RCMHAConfig, official: OfficialRCMHA
-) -> tuple[Verification, float | None]:
-    """Compares our model in `folder`, its memory by segments as in the official code, with the official logits.
+) -> tuple[LogitsCheck, float | None]:
+    """Compares the logits of our model in `folder`, with memory by segments as in the official code, with the official.
 
     Args:
         folder: of our checkpoint.
@@ -26,23 +27,23 @@ def verify_segments(
         official: the formulas.
 
     Returns:
-        The proof, and for a streaming model by how much it differs when it runs as it is.
+        The comparison, and for a streaming model by how much its logits differ when its memory streams.
 
     Raises:
         UserError: it does not load or needs more memory than there is, or logits differ by more than rounding.
     """
     twin = by_segments(config)
-    model = load_model(folder, dtype, twin)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = load_converted(folder, dtype, twin)
+    parameters = model.num_parameters()
     segments = list(probe(official.config, twin.max_position_embeddings, parameters))
     observed = segment_logits(model, segments)
     del model
-    proof = compare(observed, official.logits(segments, torch.float64), official.logits(segments, torch.float32))
+    check = compare(observed, official.logits(segments, torch.float64), official.logits(segments, torch.float32))
     if twin is config:
-        return proof, None
+        return check, None
     segments = list(probe(official.config, max(official.config.P, twin.max_position_embeddings), parameters))
-    effect = segment_logits(load_model(folder, dtype), segments) - official.logits(segments, torch.float32)
-    return proof, largest(effect)
+    effect = segment_logits(load_converted(folder, dtype), segments) - official.logits(segments, torch.float32)
+    return check, largest(effect)
 
 
 def by_segments(config: RCMHAConfig) -> RCMHAConfig:
@@ -61,7 +62,7 @@ def segment_logits(model: PreTrainedModel, segments: Sequence[Tensor]) -> Tensor
 
 
 def probe(config: OfficialRCMHAConfig, reach: int, parameters: int) -> Iterator[Tensor]:
-    """Segments of random token ids: on an empty, a half full and a full memory, shorter and longer than a kernel.
+    """Segments of random token ids `[T]`: on an empty, a half full and a full memory, shorter and longer than a kernel.
 
     Args:
         config: the official configuration.
@@ -69,10 +70,10 @@ def probe(config: OfficialRCMHAConfig, reach: int, parameters: int) -> Iterator[
         parameters: of the model; a large one gets shorter segments.
     """
     wanted = (config.mem_len // 2 + 1, config.mem_len // 2 + 2, 1, 5, 2, 64)
-    affordable = max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (6 * parameters * len(wanted))))
+    affordable = affordable_tokens(parameters, segments=len(wanted))
     generator, seen = torch.Generator().manual_seed(0), 0
     for length in wanted:
         room = reach - min(seen, config.mem_len)
-        ids = torch.randint(config.vocab, (min(length, room, affordable),), generator=generator)
+        ids = random_ids(config.vocab, min(length, room, affordable), generator=generator)
         seen += len(ids)
         yield ids

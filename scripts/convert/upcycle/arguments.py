@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynattn.configuration.composed_config import LAYER_TYPES
-
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 
@@ -65,5 +63,10 @@ class UpcycleArguments(ConversionArguments):
     def _check_windows(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UserError(f"sliding_window must be at least 1 (the token itself), not {self.sliding_window}")
-        if self.layer_types is not None and (not self.layer_types or set(self.layer_types) - LAYER_TYPES.keys()):
+        if self.layer_types is None:
+            return
+
+        from dynattn.configuration.composed_config import LAYER_TYPES  # here, because it imports Transformers
+
+        if not self.layer_types or set(self.layer_types) - LAYER_TYPES.keys():
             raise UserError(f"layer_types {self.layer_types!r} must be letters L (a window) and G (everything), as LG")

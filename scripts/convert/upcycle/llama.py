@@ -4,11 +4,21 @@ Run: `dynattn convert llama SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .job import run
-from .parents.llama import LLAMA
+from . import main as upcycle
+
+if TYPE_CHECKING:  # only for the annotation: it needs Transformers
+    from .parents.interface import Parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Converts and returns the exit status."""
-    return run(LLAMA, "llama", argv, __doc__)
+    return upcycle.main("llama", argv, __doc__, load_parent)
+
+
+def load_parent() -> "Parent":
+    """Imports the family when it is needed."""
+    from .parents.llama import LLAMA
+
+    return LLAMA

@@ -1,7 +1,7 @@
 """Reading a plain model, or one of ours that composes nothing, and planning what becomes of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from dynattn.configuration.composed_config import repeat_layer_types
 
-from ...common.checkpoint_files import read_config
 from ...common.errors import UserError, last_line
-from ..common.planning import check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
-from ..common.probe import Comparison, load_config
-from ..common.tensor_source import TensorSource
-from ..common.weight_map import Step, WeightMap, foreign_shapes, plan_export, plan_import
+from ..common.driver import ConversionPlan
+from ..common.model_loading import load_config, load_for_probe
+from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.probe import Comparison, ask, compare_answers, make_probe
+from ..common.tensor_source import TensorSource, count_elements
+from ..common.weight_map import WeightMap, plan_export, plan_import
+from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
 from .identity import require_identity
 from .new_parameters import COMPOSITION, new_steps
@@ -25,18 +27,21 @@ from .parents.interface import EMBEDDING, HEAD, Parent
 OFF = {"compose_pre": False, "compose_post": False}
 
 
-@dataclass
-class Upcycling:
-    """What is to be done, and at the end what was done."""
+@dataclass(kw_only=True)
+class Upcycling(ConversionPlan):
+    """A conversion between a plain model and ours.
 
-    source: TensorSource
-    config: PreTrainedConfig  # of what is written
-    twin: PreTrainedConfig  # the one with which the result runs as the source does
-    steps: Sequence[Step]
-    dtype: torch.dtype
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
+    Args:
+        config: of what is written.
+        twin: the configuration with which the written weights compute what the source computes; `config` itself
+            unless the result is meant to differ.
+        proof: the comparison of the source with the written weights under `twin`; None until it is made.
+        effect: the comparison of the source with the result as it is; None where both are meant to be equal.
+    """
+
+    arguments: UpcycleArguments
+    config: PreTrainedConfig
+    twin: PreTrainedConfig
     proof: Comparison | None = None
     effect: Comparison | None = None
 
@@ -45,14 +50,55 @@ class Upcycling:
         """Whether the result should answer as the source does from the start."""
         return self.config is self.twin
 
+    def write_config(self, folder: Path) -> Sequence[str]:
+        write_transformers_config(folder, self.config, self.dtype)
+        return ()
 
-def plan_upcycling(arguments: UpcycleArguments, parent: Parent, folder: Path) -> Upcycling:
+    def verify(self, written: Path) -> None:
+        """Checks that the written weights give the source's logits when run with the source's settings.
+
+        If the result is meant to differ, also measures by how much.
+
+        Raises:
+            UserError: logits differ by more than rounding, where they should not.
+        """
+        ids = make_probe(self.source.folder, self.config, self.twin)
+        theirs = ask(load_for_probe(self.source.folder, dtype=self.dtype), ids)
+        twin = None if self.same_model else self.twin
+        proof = compare_answers(theirs, ask(load_for_probe(written, config=twin), ids))
+        if not proof.equal:
+            raise UserError(
+                f"the written model's logits differ from the source's by {proof.difference:.1e}; rounding explains "
+                f"{proof.limit:.1e}. Nothing was written"
+            )
+        self.proof = proof
+        if not self.same_model:
+            self.effect = compare_answers(theirs, ask(load_for_probe(written), ids))
+
+    def describe_source(self) -> str:
+        return (
+            f"{self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
+            f"{count_elements(self.source.shapes.values()):,} numbers"
+        )
+
+    def describe_check(self) -> str:
+        return self.proof.describe() if self.proof else ""
+
+    def effects(self) -> Iterator[tuple[str, str]]:
+        if self.effect is not None:
+            yield "effect", self.effect.describe_effect()
+
+    def describe_result(self) -> str:
+        return f"{self.arguments.destination} ({self.config.model_type})"
+
+
+def plan_upcycling(arguments: UpcycleArguments, raw: dict[str, Any], folder: Path, *, parent: Parent) -> Upcycling:
     """Reads a plain model: configuration and names, but not yet the weights.
 
     Raises:
         UserError: it is none of the family, is damaged, or would lose something.
     """
-    theirs = read_family(folder, parent.model_types)
+    theirs = read_family(folder, raw, parent.model_types)
     source = TensorSource(folder)
     config_class, fields = CONFIG_MAPPING[parent.ours], parent.fields(theirs)
     plain = make_config(config_class, **{**fields, **OFF})
@@ -60,24 +106,28 @@ def plan_upcycling(arguments: UpcycleArguments, parent: Parent, folder: Path) ->
     check_parent(arguments, plain)
     weight_map = parent.weight_map(plain)
     steps, dropped = plan_import(weight_map, source.headers)
-    model = meta_model(config)
-    config.architectures = [type(model).__name__]
-    check_shapes(source, foreign_shapes(steps, shapes_of(model)))
+    check_import(config, source, steps)
     check_tied(source, plain, weight_map)
-    dtype = choose_dtype(arguments.dtype, source, steps)
     written = [key for step in steps for key in step.writes]
-    steps = [*in_file_order(steps, source), *new_steps(config, written, arguments.seed)]
-    twin = config if starts_as_parent(config, plain) else plain
-    return Upcycling(source, config, twin, steps, dtype, dropped, list(warn_of_dropout(theirs)))
+    return Upcycling(
+        arguments=arguments,
+        source=source,
+        steps=[*in_file_order(steps, source), *new_steps(config, written, arguments.seed)],
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        dropped=dropped,
+        warnings=list(warn_of_dropout(theirs)),
+        config=config,
+        twin=config if starts_as_parent(config, plain) else plain,
+    )
 
 
-def plan_plain(arguments: UpcycleArguments, parent: Parent, folder: Path) -> Upcycling:
+def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], folder: Path, *, parent: Parent) -> Upcycling:
     """Reads one of our models likewise, to write the plain model that it contains.
 
     Raises:
         UserError: it is none of ours, composes heads, or the parent's code cannot run it.
     """
-    ours = read_family(folder, (parent.ours,))
+    ours = read_family(folder, raw, (parent.ours,))
     source = TensorSource(folder)
     config = make_config(parent.restore, ours)
     expected = shapes_of(meta_model(ours))
@@ -88,14 +138,20 @@ def plan_plain(arguments: UpcycleArguments, parent: Parent, folder: Path) -> Upc
     steps = plan_export(parent.weight_map(ours), source.headers.keys() - tied - set(composition))
     check_shapes(source, {key: shape for key, shape in expected.items() if key not in tied})
     require_identity(source, ours)
-    dropped = {"a composition that is the identity": composition} if composition else {}
-    dtype = choose_dtype(arguments.dtype, source, steps)
-    return Upcycling(source, config, config, in_file_order(steps, source), dtype, dropped)
+    return Upcycling(
+        arguments=arguments,
+        source=source,
+        steps=in_file_order(steps, source),
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        dropped={"a composition that is the identity": composition} if composition else {},
+        config=config,
+        twin=config,
+    )
 
 
-def read_family(folder: Path, model_types: Sequence[str]) -> PreTrainedConfig:
-    """The configuration in `folder`, which must be of one of these types."""
-    found = read_config(folder).get("model_type")
+def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:
+    """The configuration in `folder`, whose `config.json` holds `raw` and must be of one of these types."""
+    found = raw.get("model_type")
     if found not in model_types:
         raise UserError(f"{folder} holds a {found!r} model, but only {', '.join(model_types)} can be converted here")
     return load_config(folder)

@@ -281,7 +281,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from dynattn.scripts.cli import main
-import dynattn.scripts.convert.official.main, transformers.models.auto.modeling_auto
+import dynattn.scripts.convert.official.plan, transformers.models.auto.modeling_auto
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 assert main(["convert", "official", "--no-verify", *sys.argv[1:]]) == 0

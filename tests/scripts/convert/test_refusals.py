@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 import dynattn
 from dynattn.scripts.cli import main
-from dynattn.scripts.convert.common import comparison, shards
+from dynattn.scripts.convert.common import model_loading, shards
 from dynattn.scripts.convert.common.transforms import Select
 from dynattn.scripts.convert.common.weight_map import Rule
 from dynattn.scripts.convert.official import layout as official_layout
@@ -303,16 +303,16 @@ def test_a_full_disk_leaves_nothing(
 def test_memory_that_verification_lacks_is_told(
     official: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(model_loading.os, "sysconf", lambda name: 1)
     assert "--no-verify" in refused()
 
 
 KILLED = """
 import os, signal
-from dynattn.scripts.convert.official import job
+from dynattn.scripts.convert import Conversion
 from dynattn.scripts.cli import main
 def verify(*_): os.kill(os.getpid(), signal.SIGKILL)
-job.verify = verify
+Conversion.verify = verify
 main(["convert", "official", {source!r}, {destination!r}, "--overwrite"])
 """
 

@@ -1,0 +1,135 @@
+"""The one sequence of every conversion: check everything, write aside, verify, then move in place.
+
+A kind of conversion is four things: its arguments, its plan, its weight map, and a line in `scripts/convert/main.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...common.atomic_folder import check_destination, recover, staged_folder
+from ...common.checkpoint_files import read_config
+from .arguments import ConversionArguments
+from .companion_files import copy_companions
+from .tensor_source import TensorSource
+from .weight_map import Step
+from .writing import write_weights
+
+
+@dataclass(kw_only=True)
+class ConversionPlan(ABC):
+    """What a conversion will do, decided before any weight is touched; afterwards also what it did.
+
+    A kind of conversion subclasses it with the configurations that it needs and the methods below.
+
+    Args:
+        arguments: what the user asked for.
+        source: the weights to read.
+        steps: what is read together and what is written from it, in the order of reading.
+        dtype: of all weights that are written.
+        dropped: names of tensors that are not written, by reason.
+        warnings: what the user should know.
+        sizes: bytes of each file that was written; the driver fills it in.
+    """
+
+    arguments: ConversionArguments
+    source: TensorSource
+    steps: Sequence[Step]
+    dtype: torch.dtype
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @abstractmethod
+    def write_config(self, folder: Path) -> Iterable[str]:
+        """Writes `config.json` beside the tokenizer, if there is one; returns further warnings."""
+
+    @abstractmethod
+    def verify(self, written: Path) -> None:
+        """Compares logits of the source and of the folder `written`, and keeps the outcome for the report.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+
+    @abstractmethod
+    def describe_source(self) -> str:
+        """What kind of model was read."""
+
+    @abstractmethod
+    def describe_check(self) -> str:
+        """What `verify` found."""
+
+    def details(self) -> Iterator[tuple[str, str]]:
+        """Further lines of the report, about what was read: a word and the text."""
+        yield from ()
+
+    def effects(self) -> Iterator[tuple[str, str]]:
+        """Further lines of the report, about what was verified: a word and the text."""
+        yield from ()
+
+    def describe_result(self) -> str:
+        """Where the result is."""
+        return self.arguments.destination
+
+    def report(self) -> Iterator[str]:
+        """The lines to print after the conversion."""
+        yield _line("read", f"{self.describe_source()} in {len(self.source.files)} files")
+        for reason, keys in self.dropped.items():
+            yield _line("dropped", f"{len(keys)} tensors: {reason}")
+        for word, text in self.details():
+            yield _line(word, text)
+        for name, size in self.sizes.items():
+            yield f"{size:>14,}  {name}"
+        yield _line("verified", self.describe_check() if self.arguments.verify else "no (--no-verify)")
+        for word, text in self.effects():
+            yield _line(word, text)
+        yield _line("written", self.describe_result())
+
+    def foreign_side(self, written: Path) -> tuple[Path, TensorSource]:
+        """The folder in our format and the weights in the foreign one, whichever of the two was written."""
+        if self.arguments.reverse:
+            return self.source.folder, TensorSource(written)
+        return written, self.source
+
+
+Arguments = TypeVar("Arguments", bound=ConversionArguments)
+Plan = TypeVar("Plan", bound=ConversionPlan)
+Planner = Callable[[Arguments, dict[str, Any], Path], Plan]
+
+
+def convert(
+    arguments: Arguments, source: Path, *, forward: Planner[Arguments, Plan], reverse: Planner[Arguments, Plan]
+) -> Plan:
+    """Converts one checkpoint folder; the destination appears when everything went well, and else stays as it was.
+
+    Args:
+        arguments: what the user asked for.
+        source: the folder to read.
+        forward: plans a conversion to our format, from the arguments, the content of `config.json` and the folder.
+        reverse: plans a conversion from our format likewise.
+
+    Raises:
+        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
+    """
+    destination = Path(arguments.destination).resolve()
+    raw = read_config(source)
+    recover(destination)
+    check_destination(destination, source, arguments.overwrite)
+    plan = (reverse if arguments.reverse else forward)(arguments, raw, source)
+    with staged_folder(destination) as staging:
+        write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
+        copy_companions(source, staging)
+        plan.warnings.extend(plan.write_config(staging))
+        if arguments.verify:
+            plan.verify(staging)
+        plan.sizes = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+    return plan
+
+
+def _line(word: str, text: str) -> str:
+    return f"{word:<12}{text}"

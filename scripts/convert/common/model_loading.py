@@ -1,0 +1,106 @@
+"""Loading configurations and models to compare their logits in float32."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ...common.errors import UserError, last_line
+from .tensor_source import TensorSource, count_elements
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Reads the configuration in `folder` with Transformers.
+
+    Raises:
+        UserError: it is not valid.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (StrictDataclassError, ValueError, TypeError, OSError, KeyError) as error:
+        raise UserError(f"{folder / 'config.json'} is not valid: {last_line(error)}") from error
+
+
+def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """Loads one of our models with weights rounded to `dtype`, to compute in float32.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: weights are rounded to it.
+        config: instead of the one in the folder.
+
+    Raises:
+        UserError: it does not load, its weights do not fit its configuration, or memory is short.
+    """
+    require_memory(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        model, info = loaded
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"the converted model does not load: {last_line(error)}") from error
+    if misfits := find_misfits(info, "missing_keys", "unexpected_keys", "mismatched_keys"):
+        raise UserError(f"the weights do not fit the converted configuration: {misfits}")
+    return model.float().eval()
+
+
+def load_for_probe(
+    folder: Path, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """Loads any model with weights rounded to `dtype`, to compute in float32 with eager attention.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: weights are rounded to it.
+        config: instead of the one in the folder.
+
+    Raises:
+        UserError: it does not load, tensors are missing, or memory is short.
+    """
+    require_memory(folder)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    try:
+        with quiet_loading():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"the model in {folder} does not load: {last_line(error)}") from error
+    model, info = loaded
+    if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):
+        raise UserError(f"the weights in {folder} do not fit its config.json: {misfits}")
+    if dtype.itemsize < torch.float32.itemsize:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+    return model.eval()
+
+
+def find_misfits(info: dict[str, Any], *kinds: str) -> str:
+    """The first tensor name that Transformers reports under one of `kinds`, and how many there are; empty if none."""
+    names = sorted(str(name) for kind in kinds for name in info[kind])
+    return f"{names[0]} ({len(names)} in all)" if names else ""
+
+
+def require_memory(folder: Path) -> None:
+    """Raises UserError where the machine has less memory than the weights in `folder` need in float32."""
+    needed = torch.float32.itemsize * count_elements(TensorSource(folder).shapes.values())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
+            "--no-verify, or use a larger machine"
+        )
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silences Transformers' warnings about missing and unexpected keys, which are checked here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,150 @@
+"""Reading both sides of a conversion, and refusing one that would lose something, before any weight is touched."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynattn import RCMHAConfig
+
+from ...common.errors import UserError
+from ..common.comparison import LogitsCheck
+from ..common.driver import ConversionPlan
+from ..common.model_loading import load_config
+from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.tensor_source import TensorSource, count_elements
+from ..common.weight_map import plan_export, plan_import, written_shapes
+from ..common.writing import write_json, write_ours
+from .arguments import RCMHAArguments
+from .config import OfficialRCMHAConfig, field_warnings
+from .export import export_warnings, to_official
+from .layout import rcmha_map
+from .reference import OfficialRCMHA
+from .verify import verify_segments
+
+
+@dataclass(kw_only=True)
+class RCMHAConversion(ConversionPlan):
+    """A conversion between the official RCMHA family and ours.
+
+    Args:
+        official: the official configuration.
+        config: ours.
+        verification: the comparison of logits; None until it is made.
+        effect: of streaming memory, by how much it changes the logits; None where memory goes by segments.
+    """
+
+    arguments: RCMHAArguments
+    official: OfficialRCMHAConfig
+    config: RCMHAConfig
+    verification: LogitsCheck | None = None
+    effect: float | None = None
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many elements are read, and how many are written."""
+        written = written_shapes(self.steps, self.source.shapes)
+        return count_elements(self.source.shapes.values()), count_elements(written.values())
+
+    def write_config(self, folder: Path) -> Iterable[str]:
+        if not self.arguments.reverse:
+            return write_ours(folder, self.config, self.dtype)
+        write_json(folder, self.official.to_json())
+        return ()
+
+    def verify(self, written: Path) -> None:
+        ours, theirs = self.foreign_side(written)
+        official = OfficialRCMHA(self.official, lambda key: theirs.read(key).to(self.dtype))
+        self.verification, self.effect = verify_segments(ours, self.dtype, self.config, official)
+
+    def describe_source(self) -> str:
+        return (
+            f"{self.official.kind}, {self.official.n_layers} layers, {self.official.heads} heads, "
+            f"memory of {self.official.mem_len} tokens,"
+        )
+
+    def describe_check(self) -> str:
+        return self.verification.describe(" in segments with memory") if self.verification else ""
+
+    def details(self) -> Iterator[tuple[str, str]]:
+        if self.official.is_relative:
+            yield "positions", self._describe_tables()
+        before, after = self.parameters
+        yield "parameters", f"{before:,} before, {after:,} after"
+        if self.config.memory_type == "streaming":
+            yield "memory", self._describe_streaming()
+
+    def _describe_tables(self) -> str:
+        """What became of the rows of the position tables."""
+        rows, positions = self.config.num_relative_positions, self.official.P
+        if self.arguments.reverse:
+            return (
+                f"in each layer {rows} of {2 * positions} table rows are ours, of distances 0 to {rows - 1}; the "
+                f"others are zeros, so memory and segment together should reach no more than {rows} tokens"
+            )
+        dropped = f"{positions - 1} of future tokens, 1 out of reach"
+        if rows < positions:
+            by_segments = self.config.memory_type == "segment"
+            limit = f"memory and segment together now reach {rows} tokens" if by_segments else "beyond the window"
+            dropped += f", {positions - rows} of longer distances ({limit})"
+        return (
+            f"in each layer {rows} of {2 * positions} table rows are kept, of distances 0 to {rows - 1}; "
+            f"{2 * positions - rows} are dropped: {dropped}"
+        )
+
+    def _describe_streaming(self) -> str:
+        """That streaming memory computes another function, and by how much its logits differ."""
+        measured = "" if self.effect is None else f"; on a probe its logits differ by up to {self.effect:.1e}"
+        return (
+            f"ours is streaming: every token sees {self.config.mem_len} tokens before it, which is not what the "
+            f"official model computes{measured}"
+        )
+
+
+def plan_forward(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -> RCMHAConversion:
+    """Reads the official format: configuration, names and shapes, but not yet the weights.
+
+    Raises:
+        UserError: they do not fit each other, or something would be lost.
+    """
+    source = TensorSource(folder)
+    official = OfficialRCMHAConfig.from_json(raw, source.shapes)
+    config = official.to_ours(arguments.memory_type, arguments.max_position_embeddings)
+    steps, dropped = plan_import(rcmha_map(official, config.num_relative_positions), source.headers)
+    check_import(config, source, steps)
+    return RCMHAConversion(
+        arguments=arguments,
+        source=source,
+        steps=in_file_order(steps, source),
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        dropped=dropped,
+        warnings=list(field_warnings(raw, official)),
+        official=official,
+        config=config,
+    )
+
+
+def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -> RCMHAConversion:
+    """Reads our format: configuration, names and shapes, but not yet the weights.
+
+    Raises:
+        UserError: they do not fit each other, or the official code cannot run such a model.
+    """
+    if "kind" in raw and "hidden_size" not in raw:
+        raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
+    config = load_config(folder)
+    if not isinstance(config, RCMHAConfig):
+        raise UserError(f"{folder} holds a {config.model_type!r} model, but only rcmha can be converted here")
+    official = to_official(config, arguments.official_positions, from_streaming=arguments.from_streaming)
+    source = TensorSource(folder)
+    steps = plan_export(rcmha_map(official, config.num_relative_positions), source.headers)
+    check_shapes(source, shapes_of(meta_model(config)))
+    return RCMHAConversion(
+        arguments=arguments,
+        source=source,
+        steps=in_file_order(steps, source),
+        dtype=choose_dtype(arguments.dtype, source, steps),
+        warnings=list(export_warnings(config)),
+        official=official,
+        config=config,
+    )
