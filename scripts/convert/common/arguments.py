@@ -1,4 +1,4 @@
-"""What every conversion can be told, and what `dynattn convert official` can be told beyond that."""
+"""The arguments that every conversion has, and how sizes and folders are read from the command line."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class ConversionArguments:
     """Arguments of any conversion; a YAML file holds the same names.
 
     Raises:
-        UserError: a size makes no sense.
+        UserError: `max_shard_size` is no size.
     """
 
     source: str = field(metadata={"help": "folder to read (SRC, the first argument); it is left as it is"})
@@ -38,7 +38,7 @@ class ConversionArguments:
             parse_size(self.max_shard_size)
 
     def given(self, names: Sequence[str]) -> str:
-        """Those of the options `names` that are not left at their defaults, as text."""
+        """The options among `names` that differ from their defaults, as text."""
         defaults = {entry.name: entry.default for entry in fields(self)}
         return ", ".join(name for name in names if getattr(self, name) != defaults[name])
 
@@ -60,7 +60,7 @@ def parse_size(text: str) -> int:
 
 
 def name_folders(argv: Sequence[str], cls: type[Any]) -> list[str]:
-    """Lets two words, wherever they stand, be the values of the first two fields of the arguments `cls`."""
+    """Names the two folders that stand anywhere among the options: they are the first two fields of `cls`."""
     switches = {entry.name for entry in fields(cls) if entry.type is bool}
     names = [f"--{entry.name}" for entry in fields(cls)[:2]]
     rest: list[str] = []

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds beside weights and configuration."""
+"""The files of a checkpoint beside weights and configuration: tokenizer, generation configuration, license."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
 
 
 def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str]:
-    """Sets the special tokens that `config` lacks from the tokenizer in `folder`; yields what the user should know."""
+    """Sets the special tokens that `config` lacks from the tokenizer in `folder`; yields warnings."""
     if not matching_files(folder, TOKENIZER_PATTERNS):
         yield "there is no tokenizer to copy"
         return

@@ -1,4 +1,4 @@
-"""Checks that every conversion makes before a weight is touched."""
+"""Checks and choices that every conversion makes before a weight is touched."""
 
 from collections.abc import Mapping, Sequence
 

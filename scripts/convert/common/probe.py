@@ -1,4 +1,4 @@
-"""What a model answers to a probe: a plain batch, a left-padded row, and tokens decoded one by one from a cache."""
+"""A model's logits on a probe, computed in three ways: plain batch, left-padded row, token by token from a cache."""
 
 from dataclasses import dataclass
 from inspect import signature
@@ -29,7 +29,7 @@ class Answers:
 
     @property
     def noise(self) -> float:
-        """How far the same logits are from each other, computed in the three ways; at least one rounding."""
+        """The largest difference between the three ways, which is rounding alone; at least one float32 rounding."""
         padded = largest(self.padded - self.full[1:, : self.padded.shape[1]])
         decoded = largest(self.decoded - self.full[:, -DECODED:])
         return max(padded, decoded, torch.finfo(torch.float32).eps * largest(self.full))
@@ -92,24 +92,34 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     Raises:
         UserError: it cannot run in one of them.
     """
-    length, accepted = ids.shape[1], signature(model.forward).parameters
-    if "past_key_values" not in accepted:
+    if "past_key_values" not in signature(model.forward).parameters:
         raise UserError(f"{type(model).__name__} has no cache of keys and values; such models are not compared here")
     full = model(ids, use_cache=False).logits
     loss = functional.cross_entropy(full[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    return Answers(full, _padded_logits(model, ids), _decoded_logits(model, ids), loss)
+
+
+def _padded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits `[1, T - pads, V]` of the start of the second row of `ids` `[2, T]`, with padding on its left."""
+    length = ids.shape[1]
     pads = length // 3
     shifted = torch.cat([ids[1:, :1].expand(-1, pads), ids[1:, : length - pads]], dim=1)
     mask = (torch.arange(length) >= pads).long()
     inputs = {"attention_mask": torch.stack([torch.ones_like(mask), mask])}
-    if "position_ids" in accepted:  # others count from the mask
+    if "position_ids" in signature(model.forward).parameters:  # other models count positions from the mask
         inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    padded = model(torch.cat([ids[:1], shifted]), use_cache=False, **inputs).logits[1:, pads:]
+    return model(torch.cat([ids[:1], shifted]), use_cache=False, **inputs).logits[1:, pads:]
+
+
+def _decoded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits `[2, DECODED, V]` of the last tokens of `ids` `[2, T]`, one by one after a cache of those before."""
+    length = ids.shape[1]
     output = model(ids[:, : length - DECODED], use_cache=True)
     decoded = []
     for position in range(length - DECODED, length):
         output = model(ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True)
         decoded.append(output.logits)
-    return Answers(full, padded, torch.cat(decoded, dim=1), loss)
+    return torch.cat(decoded, dim=1)
 
 
 def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:

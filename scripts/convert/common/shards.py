@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...common.errors import UserError
+from .tensor_source import count_elements
 from .weight_map import Step
 
 INDEX = "model.safetensors.index.json"
@@ -30,7 +31,7 @@ def write_shards(
     Args:
         folder: where to write.
         steps: in the order in which they should be read.
-        read: gives one tensor of the source.
+        read: gives one tensor of the source, `[...]`, by its name.
         shapes: of all tensors that will be written.
         dtype: of all tensors that will be written.
         limit: bytes of one file; exceeded only by a step that gives more than that on its own.
@@ -39,34 +40,32 @@ def write_shards(
         The file of every tensor.
 
     Raises:
-        UserError: the disk is full or not writable, or a number is too large for `dtype`.
+        UserError: the disk is full or not writable, or a value is too large for `dtype`.
     """
     shards = list(pack(steps, shapes, dtype.itemsize, limit))
     places: dict[str, str] = {}
-    progress = tqdm(total=len(steps), unit="step", leave=False, disable=None)  # only on a terminal
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for step in shard:
-            results = step.run([read(key) for key in step.reads])
-            tensors |= {key: cast(key, tensor, dtype) for key, tensor in zip(step.writes, results, strict=True)}
-            progress.update()
-        _save(tensors, folder / name)
-        places |= dict.fromkeys(tensors, name)
-    progress.close()
+    with tqdm(total=len(steps), unit="step", leave=False, disable=None) as progress:  # only on a terminal
+        for number, shard in enumerate(shards, start=1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for step in shard:
+                results = step.run([read(key) for key in step.reads])
+                tensors |= {key: cast(key, tensor, dtype) for key, tensor in zip(step.writes, results, strict=True)}
+                progress.update()
+            _save(tensors, folder / name)
+            places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        total = sum(shapes[key].numel() for key in places) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        total = count_elements(shapes[key] for key in places) * dtype.itemsize
+        _write_index(folder / INDEX, places, total)
     return places
 
 
 def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int, limit: int) -> Iterator[list[Step]]:
-    """Cuts the steps into runs that write at most `limit` bytes each, or one step."""
+    """Groups consecutive steps that write at most `limit` bytes together; a larger step stands alone."""
     shard: list[Step] = []
     used = 0
     for step in steps:
-        size = sum(shapes[key].numel() for key in step.writes) * itemsize
+        size = count_elements(shapes[key] for key in step.writes) * itemsize
         if shard and used + size > limit:
             yield shard
             shard, used = [], 0
@@ -76,10 +75,10 @@ def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int,
 
 
 def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of `tensor` in `dtype` that shares memory with nothing.
+    """Returns a copy of `tensor` `[...]` in `dtype` that shares memory with nothing.
 
     Raises:
-        UserError: a finite number became infinite.
+        UserError: a finite value became infinite.
     """
     result = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if dtype.itemsize < tensor.dtype.itemsize and not torch.equal(result.isfinite(), tensor.isfinite()):
@@ -87,7 +86,13 @@ def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def _write_index(path: Path, places: Mapping[str, str], total_size: int) -> None:
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(places.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes tensors `[...]` by name to a file that appears when it is complete."""
     unfinished = path.with_name(path.name + ".part")
     try:
         save_file(tensors, unfinished, metadata={"format": "pt"})

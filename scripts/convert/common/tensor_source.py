@@ -30,7 +30,7 @@ class Header(NamedTuple):
 
 
 class TensorSource:
-    """The weights in a folder. Nothing is held but headers, and the last `.bin` file (mapped, if its format allows).
+    """The weights in a folder; only headers and the last `.bin` file (mapped if its format allows) stay in memory.
 
     Raises:
         UserError: there are no weights, a file is missing or damaged, or a pickle would run code.
@@ -78,6 +78,7 @@ class TensorSource:
             }
 
     def _load(self, path: Path) -> dict[str, Tensor]:
+        """The tensors `[...]` of a `.bin` file by name; the last file stays loaded."""
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = None  # the old file's memory goes before the new one's comes
             self._loaded = (path, load_pickle(path))
@@ -123,7 +124,7 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a `torch.save` file without running any code in it.
+    """Returns the tensors `[...]` of a `torch.save` file by name, without running any code in it.
 
     Raises:
         UserError: the file is damaged, needs code, or holds something else than tensors by name.

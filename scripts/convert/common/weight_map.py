@@ -18,7 +18,7 @@ from .transforms import KEEP, Transform
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors `theirs` hold what our tensors `ours` hold."""
+    """The foreign tensors `theirs` hold the same as our tensors `ours`, once `transform` has changed their layout."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -27,9 +27,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Drop:
-    """A foreign tensor that ours has no place for: which (`*` matches anything), and why that loses nothing.
+    """A foreign tensor that is dropped: its name pattern (`*` is a wildcard) and why nothing is lost.
 
-    Where the foreign code needs it back, `written` makes it.
+    `written` recreates it on export, where the foreign code needs it.
     """
 
     theirs: str
@@ -39,7 +39,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A whole format."""
+    """How a foreign format and ours correspond: the rules, the tensors to drop, the number of layers."""
 
     layers: int
     rules: tuple[Rule, ...]
@@ -48,7 +48,7 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class Step:
-    """Tensors that are read together, and what is written from them."""
+    """Tensors that are read together, and what is written from them: `run` gives it, `undo` reverses it."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -157,6 +157,7 @@ def _restored(weight_map: WeightMap) -> Iterator[Step]:
 
 
 def _make(written: Callable[[], Tensor], _: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a step that reads nothing: the tensor `[...]` that `written` makes."""
     return [written()]
 
 

@@ -1,4 +1,4 @@
-"""What `dynattn convert official` takes."""
+"""The arguments of `dynattn convert official`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +12,7 @@ class OfficialArguments(ConversionArguments):
     """Arguments of one conversion.
 
     Raises:
-        UserError: a size or a window makes no sense, or an option has no meaning for the direction.
+        UserError: a size or a window is out of range, or an option has no meaning for the direction.
     """
 
     family: Literal["auto", "dcformer", "dcpythia"] = field(

@@ -1,4 +1,4 @@
-"""The official configurations of DCFormer and DCPythia, and what they are in ours."""
+"""The official configurations of DCFormer and DCPythia, and their translation to ours."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +15,7 @@ from dynattn.configuration.composed_config import repeat_layer_types
 from ...common.errors import UserError, last_line
 
 FAMILIES = ("dcformer", "dcpythia")
-# The official code has this number in its patterns, whatever window_size says; released models have it in both places.
+# The window of local layers in the official patterns, which ignore window_size; released models have both equal.
 PATTERN_WINDOW = 256
 PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
 # Fields of one family only; of DCFormer's the first version had none.
@@ -60,7 +60,7 @@ class OfficialConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], keys: Collection[str], family: str = "auto") -> Self:
-        """Reads `config.json`, and from the weights' `keys` what it leaves open.
+        """Reads `config.json`, and what it leaves open from the `keys` of the weights.
 
         Raises:
             UserError: it is no official configuration, or one that the official code cannot run.
@@ -100,7 +100,7 @@ class OfficialConfig:
 
     @property
     def layer_types(self) -> list[str]:
-        """Ours, of each layer."""
+        """Our layer type for each layer."""
         return repeat_layer_types("G" if self.window_size is None else PATTERNS[self.window_type], self.n_layer)
 
     def to_ours(self, sliding_window: int | None, *, compose_static: bool = False) -> PreTrainedConfig:
@@ -218,7 +218,7 @@ def find_family(raw: Mapping[str, Any], keys: Collection[str], asked: str) -> st
 
 
 def field_warnings(raw: Mapping[str, Any], config: OfficialConfig) -> Iterator[str]:
-    """What in `config.json` was guessed or not obeyed."""
+    """Warnings about fields of `config.json` that are absent, ignored or contradicted by the official code."""
     known = {field.name for field in dataclasses.fields(config)} | WITHOUT_MEANING
     own, foreign = PYTHIA_FIELDS, DCFORMER_FIELDS
     if config.family == "dcformer":
@@ -236,7 +236,7 @@ def field_warnings(raw: Mapping[str, Any], config: OfficialConfig) -> Iterator[s
 
 
 def pattern_warnings(config: OfficialConfig) -> Iterator[str]:
-    """Where the unchanged official code and `window_size` disagree."""
+    """A warning where the unchanged official code ignores `window_size`."""
     if config.window_type is not None and config.window_size not in (None, PATTERN_WINDOW):
         yield (
             f"window_size {config.window_size} was taken at its word; with window_type {config.window_type!r} the "

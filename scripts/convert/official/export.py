@@ -12,7 +12,7 @@ from ...common.errors import UserError
 from .config import FAMILIES, PATTERNS, OfficialConfig
 
 ARCHITECTURES = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}
-# What the official code has as a constant, by our field.
+# Our fields whose values are constants in the official code.
 CONSTANTS: dict[str, Any] = {
     "compose_pre": True,
     "compose_post": True,

@@ -1,4 +1,4 @@
-"""Looking into the official checkpoints' redundant tensors before any is dropped."""
+"""Checks of the official checkpoints' redundant tensors before any is dropped."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[tuple
 
 
 def merged_difference(copy: Tensor, original: Tensor) -> float:
-    """The largest difference between a merged copy and what it was made from; infinite if not comparable."""
+    """The largest difference between a merged copy `[...]` and what it was made from; infinite if not comparable."""
     if copy.numel() != original.numel() or not copy.is_floating_point():
         return float("inf")
     # Either may have been saved in a narrower format.

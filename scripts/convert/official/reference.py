@@ -18,8 +18,8 @@ RANK = 2
 EPS = 1e-6  # of the norms inside the attention
 
 
-class Side(NamedTuple):
-    """What one token contributes to one stage, for all tokens."""
+class ReferenceSide(NamedTuple):
+    """The factors of one stage (before or after the softmax) on one side (query or key), for all tokens."""
 
     first: Tensor  # [T, R, N]
     second: Tensor  # [T, R, N]
@@ -64,22 +64,26 @@ class Layer:
         self.model, self.config, self.prefix, self.dtype = model, model.config, prefix, dtype
 
     def get(self, name: str) -> Tensor:
+        """The tensor `name` under the prefix, `[...]`, in the dtype of the computation."""
         return self.model.read(self.prefix + name).to(self.dtype)
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.model.keys
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        """`[T, in]` to `[T, out]`, with a bias where there is one."""
         result = x @ self.get(f"{name}.weight").T
         return result + self.get(f"{name}.bias") if self.has(f"{name}.bias") else result
 
     def norm(self, name: str, x: Tensor) -> Tensor:
+        """LayerNorm of DCPythia, RMSNorm of DCFormer: `[T, E]` to `[T, E]`."""
         if self.config.family == "dcpythia":
             x = x - x.mean(-1, keepdim=True)
         x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.norm_eps) * self.get(f"{name}.weight")
         return x + self.get(f"{name}.bias") if self.config.family == "dcpythia" else x
 
     def forward(self, x: Tensor, window: int | None) -> Tensor:
+        """The layer: `[T, E]` to `[T, E]`."""
         attended = self.attention(self.norm("attention_norm", x), window)
         if self.config.family == "dcpythia" and self.config.use_parallel_residual:
             return x + attended + self.feed_forward(self.norm("ffn_norm", x))
@@ -87,6 +91,7 @@ class Layer:
         return x + self.feed_forward(self.norm("ffn_norm", x))
 
     def feed_forward(self, x: Tensor) -> Tensor:
+        """The MLP: `[T, E]` to `[T, E]`."""
         inner = self.linear("feed_forward.w1", x)
         if self.config.family == "dcpythia":
             return self.linear("feed_forward.w2", F.gelu(inner))
@@ -97,6 +102,7 @@ class Layer:
         return self.linear("feed_forward.w2", inner)
 
     def attention(self, x: Tensor, window: int | None) -> Tensor:
+        """The attention of `[T, E]`, where a token sees `window` keys, or all earlier ones, to `[T, E]`."""
         query, key, value = (part.view(len(x), self.config.n_head, -1) for part in self.projections(x))
         if self.config.use_qk_norm:
             query, key = (
@@ -128,7 +134,7 @@ class Layer:
         turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
         return torch.cat((*turned, rest), dim=-1)
 
-    def sides(self, x: Tensor) -> list[Side]:
+    def sides(self, x: Tensor) -> list[ReferenceSide]:
         """Pre-query, pre-key, post-query, post-key, from the attention's input `[T, E]`."""
         name, heads = "attention.dyn_w_proj.", self.config.n_head
         if self.model.prefer_merged:
@@ -142,14 +148,14 @@ class Layer:
         factors = torch.einsum("tck,ckrn->ctrn", hidden, weight)
         first, second = factors[:, :, :RANK], factors[:, :, RANK:]
         first = first / torch.sqrt((first * first).mean(-1, keepdim=True) + EPS)
-        return [Side(*parts) for parts in zip(first, second, torch.tanh(gates).chunk(4, dim=-1), strict=True)]
+        return [ReferenceSide(*parts) for parts in zip(first, second, torch.tanh(gates).chunk(4, dim=-1), strict=True)]
 
-    def compose(self, a: Tensor, sides: Sequence[Side], static: str) -> Tensor:
-        """Mixes the heads of `a` `[N, T, S]`; every term reads the original."""
+    def compose(self, a: Tensor, sides: Sequence[ReferenceSide], static: str) -> Tensor:
+        """Mixes the heads of `a` `[N, T, S]`; every term reads `a` itself, not the sum so far."""
         out = a
         if self.model.keep_static and self.has(f"attention.dyn_w_proj.{static}.w"):
             out = out + torch.einsum("nts,nm->mts", a, self.get(f"attention.dyn_w_proj.{static}.w")[0])
-        # Which of t (queries) and s (keys) a side belongs to; the second one counts only without query_wise.
+        # The first side belongs to the queries t, the second to the keys s; with query_wise only the first counts.
         for side, token in list(zip(sides, "ts", strict=False))[: 1 if self.config.query_wise else 2]:
             out = out + torch.einsum(f"nts,{token}n->nts", a, side.gate)
             for i in range(RANK):

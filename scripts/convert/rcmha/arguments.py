@@ -1,4 +1,4 @@
-"""Everything that `dynattn convert rcmha` can be told."""
+"""The arguments of `dynattn convert rcmha`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,7 +16,7 @@ class RCMHAArguments(ConversionArguments):
     """Arguments of one conversion.
 
     Raises:
-        UserError: a number makes no sense, or an option has no meaning for the direction.
+        UserError: a size is out of range, or an option has no meaning for the direction.
     """
 
     max_position_embeddings: int | None = field(

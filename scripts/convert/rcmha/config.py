@@ -1,4 +1,4 @@
-"""The official configuration of the RCMHA family, and what it is in ours."""
+"""The official configuration of the RCMHA family, and its translation to ours."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ class OfficialRCMHAConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Self:
-        """Reads `config.json`, and from the weights' `shapes` what it leaves open.
+        """Reads `config.json`, and what it leaves open from the `shapes` of the weights.
 
         Raises:
             UserError: it is no official configuration, or disagrees with the weights on the kind of attention.
@@ -157,7 +157,7 @@ def find_shape(shapes: Mapping[str, torch.Size], end: str) -> torch.Size:
 
 
 def field_warnings(raw: Mapping[str, Any], config: OfficialRCMHAConfig) -> Iterator[str]:
-    """What in `config.json` was guessed or not obeyed, and what unchanged official code cannot run."""
+    """Warnings about fields of `config.json` that are absent or ignored, and about unofficial kernel sizes."""
     if unknown := sorted(set(raw) - set(json_fields()) - WITHOUT_MEANING):
         yield f"config.json has fields without meaning: {', '.join(unknown)}"
     if raw.get("activation") is None:

@@ -81,7 +81,7 @@ def memory_length(config: RCMHAConfig, from_streaming: bool) -> int:
 
 
 def export_warnings(config: RCMHAConfig) -> Iterator[str]:
-    """What the official folder has no field for, and that does not change what a model computes."""
+    """Warnings about dropout, which the official `config.json` has no field for; the logits do not depend on it."""
     for name in ("attention_dropout", "hidden_dropout"):
         if value := getattr(config, name):
             yield f"{name} {value} is not kept: the official config.json has no field for it"

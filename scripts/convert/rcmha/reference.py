@@ -29,7 +29,7 @@ class OfficialRCMHA:
     @torch.no_grad()
     def logits(self, segments: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Returns logits `[sum of T, V]` of consecutive segments of token ids `[T]`, computed in `dtype` throughout."""
-        outer = Part(self, "", dtype)
+        outer = ReferencePart(self, "", dtype)
         memory = [torch.empty(0, self.config.d_model, dtype=dtype)] * self.config.n_layers
         results = []
         for ids in segments:
@@ -37,25 +37,28 @@ class OfficialRCMHA:
             for index, old in enumerate(memory):
                 rows = torch.cat((old, x))
                 memory[index] = rows[max(0, len(rows) - self.config.mem_len) :]
-                x = Part(self, f"transformer.layers.{index}.", dtype).forward(x, rows)
+                x = ReferencePart(self, f"transformer.layers.{index}.", dtype).forward(x, rows)
             results.append(outer.linear("generator", outer.norm("transformer.norm", x)))
         return torch.cat(results)
 
 
-class Part:
+class ReferencePart:
     """The tensors under one prefix, and what they do to hidden states."""
 
     def __init__(self, model: OfficialRCMHA, prefix: str, dtype: torch.dtype) -> None:
         self.model, self.config, self.prefix, self.dtype = model, model.config, prefix, dtype
 
     def get(self, name: str) -> Tensor:
+        """The tensor `name` under the prefix, `[...]`, in the dtype of the computation."""
         return self.model.read(self.prefix + name).to(self.dtype)
 
     def linear(self, name: str, x: Tensor, *, bias: bool = True) -> Tensor:
+        """`[T, in]` to `[T, out]`."""
         result = x @ self.get(f"{name}.weight").T
         return result + self.get(f"{name}.bias") if bias else result
 
     def norm(self, name: str, x: Tensor) -> Tensor:
+        """LayerNorm: `[T, E]` to `[T, E]`."""
         x = x - x.mean(-1, keepdim=True)
         x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
         return x * self.get(f"{name}.weight") + self.get(f"{name}.bias")
@@ -69,6 +72,7 @@ class Part:
         return x + self.linear("feed_forward.layer2", inner)
 
     def attention(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The attention of a segment `[T, E]` to memory and segment `[S, E]`; gives `[T, E]`."""
         query, key, value = self.project("query", x), self.project("key", rows), self.project("value", rows)
         scores = self.scores(query, key) / query.shape[-1] ** 0.5
         future = distances(len(x), len(rows)) < 0
@@ -76,7 +80,7 @@ class Part:
         return self.linear("self_attn.output", torch.einsum("nts,snd->tnd", probabilities, value).flatten(1))
 
     def project(self, name: str, x: Tensor) -> Tensor:
-        """`[rows, N, D]`; the convolution sees zeros before the first row."""
+        """Projects `[rows, E]` to `[rows, N, D]`; the convolution sees zeros before the first row."""
         name = f"self_attn.{name}"
         has_bias = name.endswith("value") or not self.config.is_relative
         if not self.config.convolves:
@@ -88,7 +92,7 @@ class Part:
         return result.permute(2, 0, 1)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """`[N, T, S]`; the table's row of distance `d` is `P - d`."""
+        """Scores `[N, T, S]` of `[T, N, D]` and `[S, N, D]`; the table's row of distance `d` is `P - d`."""
         if not self.config.is_relative:
             return torch.einsum("tnd,snd->nts", query, key)
         content = torch.einsum("tnd,snd->nts", query + self.get("self_attn.query_pos_bias"), key)

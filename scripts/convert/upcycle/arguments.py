@@ -1,4 +1,4 @@
-"""Everything that `dynattn convert pythia` and `dynattn convert llama` can be told."""
+"""The arguments of `dynattn convert pythia` and `dynattn convert llama`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +14,7 @@ class UpcycleArguments(ConversionArguments):
     """Arguments of one conversion.
 
     Raises:
-        UserError: a value makes no sense, or an option has no meaning for the direction.
+        UserError: a value is out of range, or an option has no meaning for the direction.
     """
 
     source: str = field(metadata={"help": "folder, or name on the Hub, to read (SRC, the first argument)"})

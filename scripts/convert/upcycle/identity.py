@@ -11,7 +11,7 @@ from .new_parameters import COMPOSITION
 
 
 class Term(NamedTuple):
-    """The largest weight that makes one term of a composition differ from nothing; infinite if it is no number."""
+    """One term of a layer's composition and its largest weight: 0 if it adds nothing, infinity if a weight is NaN."""
 
     size: float
     layer: int
@@ -20,7 +20,7 @@ class Term(NamedTuple):
 
 
 def terms(source: TensorSource, config: Any) -> Iterator[Term]:
-    """Every term of every layer; low-rank ones count by their second factors, which are zero at an exact start."""
+    """Every term of every layer. A low-rank term is as large as its second factor, which is zero at an exact start."""
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}{COMPOSITION}"
         dynamic = [(stage, side) for stage in config.compose_stages for side in config.compose_sides]
@@ -39,7 +39,7 @@ def terms(source: TensorSource, config: Any) -> Iterator[Term]:
 
 
 def size_of(weights: Tensor) -> float:
-    """The largest magnitude; infinite if there is a NaN."""
+    """The largest magnitude in `weights` `[...]`; infinite if there is a NaN."""
     return weights.abs().max().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 

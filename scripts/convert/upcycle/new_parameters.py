@@ -31,6 +31,7 @@ def new_steps(config: Any, existing: Iterable[str], seed: int) -> Iterator[Step]
 
 
 def _compose(config: Any, seed: int, layer: int, _: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh composition parameters of one layer, `[...]` in the order of the module's state dict."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * config.num_hidden_layers + layer)
         module = DynamicComposition(config)
@@ -39,4 +40,5 @@ def _compose(config: Any, seed: int, layer: int, _: Sequence[Tensor]) -> list[Te
 
 
 def _scales(width: int, count: int, _: Sequence[Tensor]) -> list[Tensor]:
+    """Scales of `count` norms, `[width]` each, that change nothing yet."""
     return [torch.ones(width) for _ in range(count)]

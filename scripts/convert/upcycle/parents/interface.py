@@ -1,4 +1,14 @@
-"""What a family of plain models must tell so that it can be turned into one of ours, and back."""
+"""What a family of plain models defines so that it can be upcycled to one of ours, and restored from it.
+
+To add a family, write
+
+* a module beside this one that defines a `Parent`, as `neox` does: how its configuration translates in both directions,
+  and one weight map, which must name every tensor of a checkpoint (unknown and missing ones are errors);
+* an entry point beside `upcycle/pythia.py`, whose docstring is the `--help`;
+* a line in the table of `scripts/convert/main.py`.
+
+The driver then checks shapes, writes, and compares the logits of parent and result.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +24,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Parent:
-    """One family.
+    """One family of plain models.
 
     Args:
         model_types: those of Transformers that belong to it.
@@ -32,7 +42,7 @@ class Parent:
 
 
 def shared_fields(config: PreTrainedConfig, names: tuple[str, ...]) -> dict[str, Any]:
-    """The fields that both configurations call alike."""
+    """The fields that have the same name in both configurations."""
     return {name: getattr(config, name) for name in names}
 
 

@@ -1,4 +1,7 @@
-"""Llama, Mistral and Qwen3 as the plain model inside a DCFormer; their tensors have the names that ours have."""
+"""Llama, Mistral and Qwen3 as the plain model inside a DCFormer; tensors have the same names and layouts as ours.
+
+`interface` says how to add another family.
+"""
 
 from typing import Any
 

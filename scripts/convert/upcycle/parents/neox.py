@@ -1,4 +1,7 @@
-"""GPT-NeoX, and with it Pythia, as the plain model inside a DCPythia."""
+"""GPT-NeoX, and with it Pythia, as the plain model inside a DCPythia.
+
+`interface` says how to add another family.
+"""
 
 from typing import Any
 

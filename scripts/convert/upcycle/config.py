@@ -1,0 +1,86 @@
+"""The configurations of a plain model and of the one that it is upcycled to."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from dynattn.configuration.composed_config import repeat_layer_types
+
+from ...common.errors import UserError, last_line
+from ..common.model_loading import load_config
+from .arguments import UpcycleArguments
+
+OFF = {"compose_pre": False, "compose_post": False}
+
+
+def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:
+    """The configuration in `folder`, whose `config.json` holds `raw` and must be of one of these types."""
+    found = raw.get("model_type")
+    if found not in model_types:
+        raise UserError(f"{folder} holds a {found!r} model, but only {', '.join(model_types)} can be converted here")
+    return load_config(folder)
+
+
+def make_config(make: Callable[..., PreTrainedConfig], *values: Any, **fields: Any) -> Any:
+    """Calls `make`, which gives a configuration.
+
+    Raises:
+        UserError: its fields do not fit each other.
+    """
+    try:
+        return make(*values, **fields)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise UserError(f"there can be no such model: {last_line(error)}") from error
+
+
+def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
+    """The fields in which the result is meant to differ from the plain model.
+
+    Raises:
+        UserError: a window without layers that have one, or the other way round.
+    """
+    fields: dict[str, Any] = {
+        "compose_rank": arguments.rank,
+        "compose_pre": arguments.only != "post",
+        "compose_post": arguments.only != "pre",
+        "compose_static": arguments.static,
+        "compose_init_scale": 0.0 if arguments.init == "identity" else 1.0,
+        "use_qk_norm": plain.use_qk_norm or arguments.qk_norm,
+    }
+    if arguments.layer_types is not None:
+        fields["layer_types"] = repeat_layer_types(arguments.layer_types, plain.num_hidden_layers)
+    slides = "sliding_attention" in fields.get("layer_types", plain.layer_types)
+    if slides and not (arguments.sliding_window or plain.sliding_window):
+        raise UserError("--layer-types has L, but the model has no window; say how many keys with --sliding-window")
+    if arguments.sliding_window is not None:
+        if not slides:
+            raise UserError("--sliding-window, but no layer has one; say which with --layer-types, such as LG")
+        fields["sliding_window"] = arguments.sliding_window
+    return fields
+
+
+def starts_as_parent(config: Any, plain: Any) -> bool:
+    """Whether a new model of `config` gives the plain model's logits."""
+    same = ("layer_types", "sliding_window", "use_qk_norm")
+    return config.compose_init_scale == 0 and all(getattr(config, name) == getattr(plain, name) for name in same)
+
+
+def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
+    """Raises UserError where ours cannot embed the padding token, or a query-key norm is asked for that is there."""
+    if plain.pad_token_id is not None and not 0 <= plain.pad_token_id < plain.vocab_size:
+        raise UserError(
+            f"pad_token_id {plain.pad_token_id} is none of the {plain.vocab_size} rows of the embedding; correct it or "
+            "set it to null, in config.json"
+        )
+    if arguments.qk_norm and plain.use_qk_norm:
+        raise UserError("--qk-norm, but the model has a query-key norm, which is kept; leave it out")
+
+
+def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
+    """Warnings about dropout, which our models do not have."""
+    for name in ("attention_dropout", "hidden_dropout"):
+        if value := getattr(theirs, name, 0.0):
+            yield f"{name} {value} is not kept: our models have no dropout"
