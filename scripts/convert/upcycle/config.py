@@ -13,7 +13,7 @@ from ...common.errors import UserError, last_line
 from ..common.model_loading import load_config
 from .arguments import UpcycleArguments
 
-OFF = {"compose_pre": False, "compose_post": False}
+NO_COMPOSITION = {"compose_pre": False, "compose_post": False}
 
 
 def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:

@@ -17,7 +17,15 @@ from ..common.tensor_source import TensorSource, count_elements
 from ..common.weight_map import WeightMap, plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
-from .config import OFF, check_parent, chosen_fields, make_config, read_family, starts_as_parent, warn_of_dropout
+from .config import (
+    NO_COMPOSITION,
+    check_parent,
+    chosen_fields,
+    make_config,
+    read_family,
+    starts_as_parent,
+    warn_of_dropout,
+)
 from .identity import require_identity
 from .new_parameters import COMPOSITION, new_steps
 from .parents.interface import EMBEDDING, HEAD, Parent
@@ -97,7 +105,7 @@ def plan_upcycling(arguments: UpcycleArguments, raw: dict[str, Any], folder: Pat
     theirs = read_family(folder, raw, parent.model_types)
     source = TensorSource(folder)
     config_class, fields = CONFIG_MAPPING[parent.ours], parent.fields(theirs)
-    plain = make_config(config_class, **{**fields, **OFF})
+    plain = make_config(config_class, **{**fields, **NO_COMPOSITION})
     config = make_config(config_class, **{**fields, **chosen_fields(arguments, plain)})
     check_parent(arguments, plain)
     weight_map = parent.weight_map(plain)

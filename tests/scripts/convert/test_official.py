@@ -1,4 +1,4 @@
-"""`dynattn convert official` on the official code's own numbers, in every form that a checkpoint is stored in."""
+"""`dynattn convert official` on the official code's own results, in every form that a checkpoint is stored in."""
 
 import json
 from collections.abc import Callable
@@ -7,20 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import (
+    assert_same_checkpoint,
+    assert_same_weights,
+    convert_well,
+    refusal,
+    weights_of,
+    write_checkpoint,
+)
+from cases.golden import case_names, read_case, read_meta, tensors_under
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dynattn.scripts.cli import main
 from dynattn.scripts.convert.official.config import OfficialConfig
 from dynattn.scripts.convert.official.reference import OfficialModel
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-CASES = sorted(path.name for path in (*GOLDEN.glob("dcformer_*"), *GOLDEN.glob("dcpythia_*")))
+CASES = case_names("dcformer_*", "dcpythia_*")
 RUNS = [
     (case, run["tag"])
     for case in CASES
-    for run in json.loads((GOLDEN / case / "meta.json").read_text())["runs"]
+    for run in read_meta(case)["runs"]
     if "generate" not in run["tag"] and "greedy" not in run["tag"]
 ]
 # One run of each case, with windows where it has them.
@@ -34,20 +41,12 @@ TYPICAL = {
 SETTINGS = ("use_qk_norm", "window_size", "window_type", "rope_base")
 
 
-def read_case(case: str, tag: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
+def read_run(case: str, tag: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
     """One run: official config.json, official tensors, token ids, logits."""
-    meta = json.loads((GOLDEN / case / "meta.json").read_text())
-    tensors = load_file(GOLDEN / case / "tensors.safetensors")
+    meta, tensors = read_case(case)
     run = next(run for run in meta["runs"] if run["tag"] == tag)
     config = {**meta["base_config"], **{name: run[name] for name in SETTINGS if name in run}}
-    weights = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
-    return config, weights, tensors["input_ids"], tensors[f"{tag}.logits"]
-
-
-def write_official(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    return config, tensors_under(tensors, "sd."), tensors["input_ids"], tensors[f"{tag}.logits"]
 
 
 def window_options(config: dict[str, Any], tag: str) -> list[str]:
@@ -57,7 +56,7 @@ def window_options(config: dict[str, Any], tag: str) -> list[str]:
 
 
 def convert(source: Path, destination: Path, *options: str) -> None:
-    assert main(["convert", "official", str(source), str(destination), *options]) == 0
+    convert_well("official", source, destination, *options)
 
 
 @torch.no_grad()
@@ -67,15 +66,15 @@ def logits_of(folder: Path, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("case", "tag"), RUNS, ids=lambda value: value)
 def test_converted_models_give_the_official_logits(case: str, tag: str, tmp_path: Path) -> None:
-    config, weights, ids, expected = read_case(case, tag)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, ids, expected = read_run(case, tag)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours", "--no-verify", *window_options(config, tag))
     torch.testing.assert_close(logits_of(tmp_path / "ours", ids), expected, atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("case", "tag"), RUNS, ids=lambda value: value)
 def test_the_reference_alone_gives_the_official_logits(case: str, tag: str) -> None:
-    config, weights, ids, expected = read_case(case, tag)
+    config, weights, ids, expected = read_run(case, tag)
     official = OfficialConfig.from_json(config, weights)
     one_more = tag.startswith(("prefill", "train"))
     window = None if config["window_size"] is None else config["window_size"] + one_more
@@ -126,7 +125,7 @@ def store(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], stor
         weights = split_projections(weights)
     if "copies" in storage:
         weights = add_copies(weights)
-    write_official(folder, config, weights)
+    write_checkpoint(folder, config, weights)
     if "shards" in storage:
         save_sharded(folder, weights, "bin" if "bin" in storage else "safetensors", index="index" in storage)
     elif "bin" in storage:
@@ -140,20 +139,17 @@ def store(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], stor
     ["bin", "legacy bin", "split", "split shards index", "copies shards", "split copies bin shards index"],
 )
 def test_every_storage_gives_the_same_weights(case: str, storage: str, tmp_path: Path) -> None:
-    config, weights, _, _ = read_case(case, TYPICAL[case])
+    config, weights, _, _ = read_run(case, TYPICAL[case])
     store(tmp_path / "plain", config, weights, "")
     store(tmp_path / "stored", config, weights, storage)
     convert(tmp_path / "plain", tmp_path / "a", "--no-verify")
     convert(tmp_path / "stored", tmp_path / "b", "--no-verify", "--max_shard_size", "5GB")
-    expected, observed = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert expected.keys() == observed.keys()
-    assert all(torch.equal(expected[key], observed[key]) for key in expected)
-    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
+    assert_same_checkpoint(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("case", sorted(TYPICAL))
 def test_verification_passes_and_is_reported(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, weights, _, _ = read_case(case, TYPICAL[case])
+    config, weights, _, _ = read_run(case, TYPICAL[case])
     store(tmp_path / "theirs", config, weights, "split copies shards")
     convert(tmp_path / "theirs", tmp_path / "ours", "--max-shard-size", "100KB")
     assert "tokens: logits differ by" in capsys.readouterr().out
@@ -164,9 +160,9 @@ def test_verification_passes_and_is_reported(case: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("case", sorted(TYPICAL))
 def test_half_precision_stays_and_differs_by_its_rounding_only(case: str, tmp_path: Path) -> None:
-    config, weights, ids, expected = read_case(case, TYPICAL[case])
+    config, weights, ids, expected = read_run(case, TYPICAL[case])
     halves = {key: value.half() for key, value in weights.items()}
-    write_official(tmp_path / "theirs", config, halves)
+    write_checkpoint(tmp_path / "theirs", config, halves)
     options = window_options(config, TYPICAL[case])
     convert(tmp_path / "theirs", tmp_path / "ours", *options)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -182,10 +178,10 @@ def test_half_precision_stays_and_differs_by_its_rounding_only(case: str, tmp_pa
 
 @pytest.mark.parametrize("case", sorted(TYPICAL))
 def test_official_to_ours_and_back_is_bit_exact(case: str, tmp_path: Path) -> None:
-    config, weights, _, _ = read_case(case, TYPICAL[case])
+    config, weights, _, _ = read_run(case, TYPICAL[case])
     if not config["use_qk_norm"]:
         weights = {key: value for key, value in weights.items() if "_norm.scale" not in key}
-    write_official(tmp_path / "theirs", config, weights)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back", "--reverse")
     returned = load_file(tmp_path / "back" / "model.safetensors")
@@ -202,9 +198,9 @@ def test_official_to_ours_and_back_is_bit_exact(case: str, tmp_path: Path) -> No
 
 
 def test_query_wise_leaves_out_key_side_terms_in_both_directions(tmp_path: Path) -> None:
-    config, weights, ids, _ = read_case("dcpythia_h8", "step_none_qknorm")
+    config, weights, ids, _ = read_run("dcpythia_h8", "step_none_qknorm")
     config["query_wise"] = True
-    write_official(tmp_path / "theirs", config, weights)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back", "--reverse")
     returned = load_file(tmp_path / "back" / "model.safetensors")
@@ -218,12 +214,12 @@ def test_query_wise_leaves_out_key_side_terms_in_both_directions(tmp_path: Path)
 def test_merged_copies_that_were_trained_are_told_and_can_be_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, weights, ids, expected = read_case("dcformer_v1_h8", "step_none_qknorm")
+    config, weights, ids, expected = read_run("dcformer_v1_h8", "step_none_qknorm")
     trained = add_copies(weights)
     for key in weights:
         if key.endswith(("dw1", "dd", "qkw")):
             trained[key] = torch.randn_like(trained[key])
-    write_official(tmp_path / "theirs", config, trained)
+    write_checkpoint(tmp_path / "theirs", config, trained)
     convert(tmp_path / "theirs", tmp_path / "stale")
     assert "differ from dw1, dd and qkw in 4 layers" in capsys.readouterr().err
     convert(tmp_path / "theirs", tmp_path / "trained", "--prefer-merged")
@@ -234,25 +230,21 @@ def test_merged_copies_that_were_trained_are_told_and_can_be_taken(
 
 @pytest.mark.parametrize("query_wise", [False, True])
 def test_merged_copies_hold_the_same_as_their_parts(query_wise: bool, tmp_path: Path) -> None:
-    config, weights, _, _ = read_case("dcpythia_h8", "step_none_qknorm")
+    config, weights, _, _ = read_run("dcpythia_h8", "step_none_qknorm")
     config["query_wise"] = query_wise
-    write_official(tmp_path / "theirs", config, add_copies(weights))
+    write_checkpoint(tmp_path / "theirs", config, add_copies(weights))
     convert(tmp_path / "theirs", tmp_path / "parts")
     convert(tmp_path / "theirs", tmp_path / "merged", "--prefer-merged")
-    expected, observed = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "merged"))
-    assert expected.keys() == observed.keys()
-    assert all(torch.equal(expected[key], observed[key]) for key in expected)
+    assert_same_weights(weights_of(tmp_path / "parts"), weights_of(tmp_path / "merged"))
 
 
 def test_static_matrices_are_lost_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, weights, ids, expected = read_case("dcformer_v1_h8", "step_none_qknorm")
+    config, weights, ids, expected = read_run("dcformer_v1_h8", "step_none_qknorm")
     mixing = {key: torch.randn(1, 8, 8) / 4 for key in add_copies(weights) if key.endswith("_proj.w")}
-    write_official(tmp_path / "theirs", config, {**weights, **mixing})
-    arguments = ["convert", "official", str(tmp_path / "theirs")]
-    assert main([*arguments, str(tmp_path / "no")]) == 2
-    assert "--static keep" in capsys.readouterr().err
+    write_checkpoint(tmp_path / "theirs", config, {**weights, **mixing})
+    assert "--static keep" in refusal(capsys, "official", tmp_path / "theirs", tmp_path / "no")
     assert not (tmp_path / "no").exists()
-    assert main([*arguments, str(tmp_path / "kept"), "--static", "keep"]) == 0
-    assert main([*arguments, str(tmp_path / "dropped"), "--static", "drop"]) == 0
+    convert(tmp_path / "theirs", tmp_path / "kept", "--static", "keep")
+    convert(tmp_path / "theirs", tmp_path / "dropped", "--static", "drop")
     assert (logits_of(tmp_path / "kept", ids) - expected).abs().max() > 0.1
     torch.testing.assert_close(logits_of(tmp_path / "dropped", ids), expected, atol=3e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""`dynattn convert rcmha` on the official code's own numbers, both ways, and what it refuses."""
+"""`dynattn convert rcmha` on the official code's own results, both ways, and what it refuses."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,44 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import (
+    assert_same_checkpoint,
+    convert_well,
+    edit_config,
+    edit_weights,
+    refusal,
+    write_checkpoint,
+)
+from cases.golden import case_names, read_case, tensors_under
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from dynattn import DCFormerConfig, RCMHAConfig, RCMHAForCausalLM
-from dynattn.scripts.cli import main
 from dynattn.scripts.convert.common.transforms import CausalKernel, Select
 from dynattn.scripts.convert.rcmha import layout as rcmha_layout
 from dynattn.scripts.convert.rcmha.config import OfficialRCMHAConfig
 from dynattn.scripts.convert.rcmha.reference import OfficialRCMHA
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS = ("rcmha", "rmha", "mdha", "mha")
-CASES = sorted(path.name for kind in KINDS for path in GOLDEN.glob(f"{kind}_model_*"))
+CASES = case_names(*(f"{kind}_model_*" for kind in KINDS))
 RELATIVE = [case for case in CASES if case.startswith(("rcmha", "rmha"))]
 CASE = "rcmha_model_relu2"
 FIELDS = ("kind", "heads", "d_model", "d_ff", "n_layers", "vocab", "mem_len", "P", "activation")
 TABLES = ("key_pos_embeddings", "key_pos_bias")
 
 
-def read_case(case: str) -> tuple[dict[str, Any], dict[str, Tensor], list[Tensor], list[Tensor]]:
+def read_run(case: str) -> tuple[dict[str, Any], dict[str, Tensor], list[Tensor], list[Tensor]]:
     """Official config.json and tensors, the token ids `[B, T]` of every segment, their logits `[B, T, V]`."""
-    meta = json.loads((GOLDEN / case / "meta.json").read_text())
-    tensors = load_file(GOLDEN / case / "tensors.safetensors")
-    weights = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
+    meta, tensors = read_case(case)
     segments = tensors["tokens"].T[:, : sum(meta["segments"])].split(meta["segments"], dim=1)
     logits = [tensors[f"seg{index}.logits"].transpose(0, 1) for index in range(len(segments))]
-    return {name: meta[name] for name in FIELDS}, weights, list(segments), logits
-
-
-def write_official(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    return {name: meta[name] for name in FIELDS}, tensors_under(tensors, "sd."), list(segments), logits
 
 
 def convert(source: Path, destination: Path, *options: str) -> None:
-    assert main(["convert", "rcmha", str(source), str(destination), *options]) == 0
+    convert_well("rcmha", source, destination, *options)
 
 
 @torch.no_grad()
@@ -69,8 +68,8 @@ def test_every_golden_case_is_tested() -> None:
 def test_converted_models_give_the_official_logits_over_segments(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, weights, segments, expected = read_case(case)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, segments, expected = read_run(case)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours")
     assert_logits(tmp_path / "ours", segments, expected)
     out = capsys.readouterr().out
@@ -86,7 +85,7 @@ def test_converted_models_give_the_official_logits_over_segments(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_alone_gives_the_official_logits(case: str) -> None:
-    config, weights, segments, expected = read_case(case)
+    config, weights, segments, expected = read_run(case)
     shapes = {key: value.shape for key, value in weights.items()}
     model = OfficialRCMHA(OfficialRCMHAConfig.from_json(config, shapes), weights.__getitem__)
     for row in range(2):
@@ -98,9 +97,9 @@ def test_the_reference_alone_gives_the_official_logits(case: str) -> None:
 def test_trimmed_tables_still_give_the_official_logits(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, weights, segments, expected = read_case(case)
+    config, weights, segments, expected = read_run(case)
     reach = config["mem_len"] + segments[0].shape[1]
-    write_official(tmp_path / "theirs", config, weights)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours", "--max_position_embeddings", str(reach))
     assert f"{32 - reach} of longer distances" in capsys.readouterr().out
     table = load_file(tmp_path / "ours" / "model.safetensors")["model.layers.0.self_attn.position_bias"]
@@ -113,8 +112,8 @@ def test_trimmed_tables_still_give_the_official_logits(
 
 @pytest.mark.parametrize("case", CASES)
 def test_official_to_ours_and_back_keeps_what_a_model_can_reach(case: str, tmp_path: Path) -> None:
-    config, weights, _, _ = read_case(case)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, _, _ = read_run(case)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back", "--reverse", "--official-positions", "32")
     returned = load_file(tmp_path / "back" / "model.safetensors")
@@ -130,8 +129,8 @@ def test_official_to_ours_and_back_keeps_what_a_model_can_reach(case: str, tmp_p
 
 
 def test_unchanged_official_code_gets_tables_of_its_own_length(tmp_path: Path) -> None:
-    config, weights, segments, expected = read_case(CASE)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, segments, expected = read_run(CASE)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours", "--max-position-embeddings", "14")
     convert(tmp_path / "ours", tmp_path / "back", "--reverse")
     table = load_file(tmp_path / "back" / "model.safetensors")["transformer.layers.1.self_attn.key_pos_embeddings"]
@@ -147,8 +146,8 @@ def test_unchanged_official_code_gets_tables_of_its_own_length(tmp_path: Path) -
 def test_streaming_is_the_same_function_within_a_first_segment_and_says_that_it_is_another_after_it(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, weights, segments, expected = read_case(case)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, segments, expected = read_run(case)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours", "--memory_type", "streaming")
     out = capsys.readouterr().out
     assert "not what the official model computes; on a probe its logits differ by up to" in out
@@ -162,13 +161,12 @@ def test_streaming_is_the_same_function_within_a_first_segment_and_says_that_it_
 
 
 def test_streaming_goes_back_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, weights, _, _ = read_case(CASE)
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, _, _ = read_run(CASE)
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "ours", "--memory_type", "streaming")
-    arguments = ["convert", "rcmha", str(tmp_path / "ours"), str(tmp_path / "back"), "--reverse"]
-    assert main(arguments) == 2
-    assert "--from-streaming if that is meant" in capsys.readouterr().err
-    assert main([*arguments, "--from-streaming", "--official-positions", "32"]) == 0
+    line = refusal(capsys, "rcmha", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert "--from-streaming if that is meant" in line
+    convert(tmp_path / "ours", tmp_path / "back", "--reverse", "--from-streaming", "--official-positions", "32")
     assert "not what the official model computes" in capsys.readouterr().out
     key = "transformer.layers.2.self_attn.key_pos_bias"
     table = load_file(tmp_path / "back" / "model.safetensors")[key]
@@ -177,8 +175,8 @@ def test_streaming_goes_back_only_on_request(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_other_storage_and_fewer_fields_give_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, weights, _, _ = read_case("rcmha_model_relu_seq2")
-    write_official(tmp_path / "theirs", config, weights)
+    config, weights, _, _ = read_run("rcmha_model_relu_seq2")
+    write_checkpoint(tmp_path / "theirs", config, weights)
     convert(tmp_path / "theirs", tmp_path / "a", "--no-verify")
     (tmp_path / "theirs" / "model.safetensors").unlink()
     torch.save(weights, tmp_path / "theirs" / "pytorch_model.bin")
@@ -189,15 +187,12 @@ def test_other_storage_and_fewer_fields_give_the_same_model(tmp_path: Path, caps
     told = capsys.readouterr().err
     assert "fields without meaning: seed" in told
     assert "no activation; relu is" in told
-    expected, observed = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert expected.keys() == observed.keys()
-    assert all(torch.equal(expected[key], observed[key]) for key in expected)
-    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
+    assert_same_checkpoint(tmp_path / "a", tmp_path / "b")
 
 
 def test_half_precision_stays_and_is_verified(tmp_path: Path) -> None:
-    config, weights, segments, expected = read_case(CASE)
-    write_official(tmp_path / "theirs", config, {key: value.bfloat16() for key, value in weights.items()})
+    config, weights, segments, expected = read_run(CASE)
+    write_checkpoint(tmp_path / "theirs", config, {key: value.bfloat16() for key, value in weights.items()})
     convert(tmp_path / "theirs", tmp_path / "ours")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").dtype == torch.bfloat16
     # Rounding weights is felt, which shows that the logits are of the rounded ones.
@@ -208,27 +203,19 @@ def test_half_precision_stays_and_is_verified(tmp_path: Path) -> None:
 def test_kernels_of_other_widths_are_taken_but_not_given_back(
     width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, weights, _, _ = read_case("mdha_model_relu2")
+    config, weights, _, _ = read_run("mdha_model_relu2")
     kernels = {key: torch.randn(8, 1, width) for key in weights if key.endswith("conv.weight")}
-    write_official(tmp_path / "theirs", config, {**weights, **kernels})
+    write_checkpoint(tmp_path / "theirs", config, {**weights, **kernels})
     convert(tmp_path / "theirs", tmp_path / "ours")
     assert f"kernels are {width} wide" in capsys.readouterr().err
-    assert main(["convert", "rcmha", str(tmp_path / "ours"), str(tmp_path / "back"), "--reverse"]) == 2
-    assert f"conv_kernel_size is {width}, but the official code can only run 3" in capsys.readouterr().err
-
-
-def test_new_transforms_are_reversible_and_work_without_numbers() -> None:
-    kernel = torch.randn(8, 1, 3)
-    (ours,) = CausalKernel().forward([kernel])
-    assert torch.equal(ours[0], kernel[:, 0, 2])
-    assert torch.equal(CausalKernel().backward([ours])[0], kernel)
-    assert CausalKernel().backward([torch.empty(5, 8, device="meta")])[0].shape == (8, 1, 5)
+    line = refusal(capsys, "rcmha", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert f"conv_kernel_size is {width}, but the official code can only run 3" in line
 
 
 @pytest.fixture
 def official(tmp_path: Path) -> Path:
     """An official checkpoint folder."""
-    write_official(tmp_path / "official", *read_case(CASE)[:2])
+    write_checkpoint(tmp_path / "official", *read_run(CASE)[:2])
     return tmp_path / "official"
 
 
@@ -238,9 +225,7 @@ def refused(official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     def run(*options: str, source: Path = official) -> str:
         (tmp_path / "work").mkdir(exist_ok=True)
-        capsys.readouterr()
-        assert main(["convert", "rcmha", str(source), str(tmp_path / "work" / "result"), *options]) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+        line = refusal(capsys, "rcmha", source, tmp_path / "work" / "result", *options)
         assert not list((tmp_path / "work").iterdir())
         return line
 
@@ -273,8 +258,7 @@ def refused(official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_impossible_configurations(
     changes: dict[str, Any], says: str, official: Path, refused: Callable[..., str]
 ) -> None:
-    config = json.loads((official / "config.json").read_text())
-    (official / "config.json").write_text(json.dumps({**config, **changes}))
+    edit_config(official, **changes)
     assert says in refused()
 
 
@@ -308,9 +292,7 @@ OUTPUT = "transformer.layers.1.self_attn.output.weight"
 def test_weights_that_do_not_fit(
     change: Callable[[dict[str, Tensor]], object], says: str, official: Path, refused: Callable[..., str]
 ) -> None:
-    weights = load_file(official / "model.safetensors")
-    change(weights)
-    save_file(weights, official / "model.safetensors")
+    edit_weights(official, change)
     assert says in refused()
 
 
@@ -401,8 +383,7 @@ def test_destinations_are_not_overwritten_by_accident(
     convert(official, tmp_path / "taken", "--no-verify")
     before = (tmp_path / "taken" / "model.safetensors").read_bytes()
     for destination, says in (("taken", "--overwrite"), ("official/inside", "overlap")):
-        assert main(["convert", "rcmha", str(official), str(tmp_path / destination)]) == 2
-        assert says in capsys.readouterr().err
+        assert says in refusal(capsys, "rcmha", official, tmp_path / destination)
     assert (tmp_path / "taken" / "model.safetensors").read_bytes() == before
     convert(official, tmp_path / "taken", "--overwrite", "--dtype", "bfloat16")
     assert (tmp_path / "taken" / "model.safetensors").stat().st_size < len(before)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from cases.checkpoints import assert_same_weights, convert_well, weights_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,9 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
-from dynattn.scripts.convert.common.transforms import Interleaved
 
 VOCABULARY, ROWS = 280, 304  # embeddings are padded
 OFF = {"compose_pre": False, "compose_post": False}
@@ -113,19 +110,8 @@ def save_parent(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTr
     return model
 
 
-def convert(kind: str, source: Path, destination: Path, *options: str) -> None:
-    assert main(["convert", kind, str(source), str(destination), *options]) == 0
-
-
 def load(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        weights |= load_file(path)
-    return weights
 
 
 @pytest.mark.parametrize("name", PARENTS)
@@ -134,7 +120,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = save_parent(tmp_path / "parent", PARENTS[name], max_shard_size="700KB")
-    convert(kind_of(name), tmp_path / "parent", tmp_path / "ours")
+    convert_well(kind_of(name), tmp_path / "parent", tmp_path / "ours")
     assert "verified" in capsys.readouterr().out
     ids = torch.randint(0, ROWS, (2, 40))
     expected = parent(ids).logits
@@ -147,10 +133,8 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     else:
         assert torch.equal(logits, expected)
 
-    convert(kind_of(name), tmp_path / "ours", tmp_path / "back", "--reverse")
-    there, back = weights_of(tmp_path / "parent"), weights_of(tmp_path / "back")
-    assert there.keys() == back.keys()
-    assert all(torch.equal(tensor, back[key]) for key, tensor in there.items())
+    convert_well(kind_of(name), tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
     restored = load(tmp_path / "back")
     assert torch.equal(restored(ids).logits, expected)
     if name != "mistral-full":  # without a window it is a Llama
@@ -161,7 +145,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
 @pytest.mark.parametrize("name", ["neox-8x64", "qwen3-sliding"])
 def test_every_composition_parameter_learns_after_one_step(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", PARENTS[name])
-    convert(kind_of(name), tmp_path / "parent", tmp_path / "ours", "--no-verify", *options)
+    convert_well(kind_of(name), tmp_path / "parent", tmp_path / "ours", "--no-verify", *options)
     model = load(tmp_path / "ours").train()
     ids = torch.randint(0, ROWS, (2, 24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -179,7 +163,7 @@ def test_tokenizer_and_generation_configuration_come_along(tokenizer: PreTrained
     tokenizer.save_pretrained(tmp_path / "parent")
     generation = GenerationConfig(do_sample=True, temperature=0.7, bos_token_id=0, eos_token_id=0)
     generation.save_pretrained(tmp_path / "parent")
-    convert("pythia", tmp_path / "parent", tmp_path / "ours")
+    convert_well("pythia", tmp_path / "parent", tmp_path / "ours")
     ours, own = load(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert ours.generation_config.temperature == 0.7
     assert ours.config.vocab_size == ROWS > len(own)
@@ -207,19 +191,11 @@ def test_old_pickles_and_names(sharded: bool, tmp_path: Path, capsys: pytest.Cap
         name = f"pytorch_model-{number:05d}-of-00002.bin" if sharded else "pytorch_model.bin"
         torch.save(part, tmp_path / "parent" / name)
     if not sharded:
-        convert("pythia", tmp_path / "parent", tmp_path / "ours")
+        convert_well("pythia", tmp_path / "parent", tmp_path / "ours")
         assert "dropped     6 tensors: buffers that old versions stored" in capsys.readouterr().out
-    convert("pythia", tmp_path / "parent", tmp_path / "ours", "--overwrite", "--no-verify")
+    convert_well("pythia", tmp_path / "parent", tmp_path / "ours", "--overwrite", "--no-verify")
     rope = load(tmp_path / "ours").config.rope_parameters
     assert (rope["partial_rotary_factor"], rope["rope_theta"]) == (0.5, 500)
     ours = weights_of(tmp_path / "ours")
     joined = weights["gpt_neox.layers.1.attention.query_key_value.weight"].view(4, 3, 16, 64)
     assert torch.equal(ours["model.layers.1.self_attn.k_proj.weight"], joined[:, 1].reshape(64, 64))
-
-
-def test_interleaved_rows_go_there_and_back() -> None:
-    joined = torch.arange(24.0).reshape(12, 2)
-    transform = Interleaved(heads=2, parts=3)
-    query, key, value = transform.forward([joined])
-    assert torch.equal(key, torch.cat([joined[2:4], joined[8:10]]))
-    assert torch.equal(transform.backward([query, key, value])[0], joined)

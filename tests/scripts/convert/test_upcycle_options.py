@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import convert, edit_weights, refusal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dynattn import DCFormerConfig
-from dynattn.scripts.cli import main
 
 NEOX: dict[str, Any] = {
     "vocab_size": 101,
@@ -34,23 +34,9 @@ def parent(tmp_path: Path) -> Path:
     return save(tmp_path / "parent", GPTNeoXConfig(**NEOX))
 
 
-def convert(*words: object) -> int:
-    return main(["convert", *map(str, words)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one line that a refusal prints."""
-    capsys.readouterr()
-    assert convert(*words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def change(folder: Path, key: str, value: float) -> None:
-    """Sets the last number of a weight."""
-    weights = load_file(folder / "model.safetensors")
-    weights[key].view(-1)[-1] = value
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    """Sets the last element of a weight."""
+    edit_weights(folder, lambda weights: weights[key].view(-1)[-1].fill_(value))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +72,7 @@ def test_options_arrive_in_the_configuration(parent: Path) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
 
 
-def test_the_seed_decides_the_new_numbers_and_no_layers_are_alike(parent: Path) -> None:
+def test_the_seed_decides_the_new_weights_and_no_layers_are_alike(parent: Path) -> None:
     found = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert convert("pythia", parent, parent.with_name(name), "--no-verify", "--seed", seed) == 0
@@ -113,7 +99,7 @@ def test_reverse_refuses_a_model_that_composes(
     assert convert("pythia", parent, ours, "--no-verify", "--static") == 0
     change(ours, f"model.layers.0.self_attn.composition.{weight}", 0.002)
     change(ours, f"model.layers.1.self_attn.composition.{weight}", -0.25)
-    line = refused(capsys, "pythia", ours, back, "--reverse")
+    line = refusal(capsys, "pythia", ours, back, "--reverse")
     assert told in line and "2.5e-01" in line
     assert not back.exists()
 
@@ -131,8 +117,8 @@ def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFi
     assert convert("check", gpt, gpt) == 0
     assert convert("check", gpt, parent) == 1
     small = save(parent.with_name("small"), GPTNeoXConfig(**{**NEOX, "vocab_size": 99}))
-    assert "vocabularies of 101 and 99" in refused(capsys, "check", parent, small)
-    assert "does not exist" in refused(capsys, "check", parent, "./nowhere")
+    assert "vocabularies of 101 and 99" in refusal(capsys, "check", parent, small)
+    assert "does not exist" in refusal(capsys, "check", parent, "./nowhere")
 
 
 @pytest.mark.parametrize(
@@ -156,22 +142,22 @@ def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFi
 def test_options_that_make_no_sense(
     options: tuple[str, ...], told: str, parent: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, "pythia", parent, parent.with_name("ours"), *options)
+    assert told in refusal(capsys, "pythia", parent, parent.with_name("ours"), *options)
     assert {path.name for path in parent.parent.iterdir()} == {"parent"}
 
 
 def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
-    assert "only llama, mistral, qwen3 can" in refused(capsys, "llama", parent, ours)
-    assert "does not exist" in refused(capsys, "pythia", parent.with_name("nowhere"), ours)
-    assert "the Hub did not give it" in refused(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
+    assert "only llama, mistral, qwen3 can" in refusal(capsys, "llama", parent, ours)
+    assert "does not exist" in refusal(capsys, "pythia", parent.with_name("nowhere"), ours)
+    assert "the Hub did not give it" in refusal(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
     parent.with_name("empty").mkdir()
-    assert "is empty" in refused(capsys, "pythia", parent.with_name("empty"), ours)
+    assert "is empty" in refusal(capsys, "pythia", parent.with_name("empty"), ours)
     qwen = save(parent.with_name("qwen"), Qwen3Config(**NEOX, num_key_value_heads=2, head_dim=16))
-    told = refused(capsys, "llama", qwen, ours, "--qk-norm", "--train-from-here")
+    told = refusal(capsys, "llama", qwen, ours, "--qk-norm", "--train-from-here")
     assert "has a query-key norm" in told
     padded = save(parent.with_name("padded"), GPTNeoXConfig(**NEOX, pad_token_id=101))
-    assert "pad_token_id 101 is none of the 101 rows" in refused(capsys, "pythia", padded, ours)
+    assert "pad_token_id 101 is none of the 101 rows" in refusal(capsys, "pythia", padded, ours)
     assert not ours.exists()
 
 
@@ -180,16 +166,16 @@ def test_damaged_sources(parent: Path, capsys: pytest.CaptureFixture[str]) -> No
     weights = load_file(parent / "model.safetensors")
     odd = {**weights, "gpt_neox.layers.0.attention.adapter": torch.ones(3)}
     save_file(odd, parent / "model.safetensors")
-    assert "gpt_neox.layers.0.attention.adapter which is no part" in refused(capsys, "pythia", parent, ours)
+    assert "gpt_neox.layers.0.attention.adapter which is no part" in refusal(capsys, "pythia", parent, ours)
     lacking = {key: tensor for key, tensor in weights.items() if "final_layer_norm.bias" not in key}
     save_file(lacking, parent / "model.safetensors")
-    assert "lack gpt_neox.final_layer_norm.bias" in refused(capsys, "pythia", parent, ours)
+    assert "lack gpt_neox.final_layer_norm.bias" in refusal(capsys, "pythia", parent, ours)
     narrow = {**weights, "embed_out.weight": weights["embed_out.weight"][:-1].clone()}
     save_file(narrow, parent / "model.safetensors")
-    assert "config.json asks for (101, 64)" in refused(capsys, "pythia", parent, ours)
+    assert "config.json asks for (101, 64)" in refusal(capsys, "pythia", parent, ours)
     sharded = save(parent.with_name("sharded"), GPTNeoXConfig(**NEOX), max_shard_size="60KB")
     next(iter(sorted(sharded.glob("*.safetensors")))).unlink()
-    assert "is missing" in refused(capsys, "pythia", sharded, ours)
+    assert "is missing" in refusal(capsys, "pythia", sharded, ours)
     assert not ours.exists()
 
 
@@ -201,16 +187,16 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path: Path, capsys: pytest.Ca
     save_file({**weights, "lm_head.weight": head}, folder / "model.safetensors")
     assert convert("llama", folder, tmp_path / "ours") == 0
     save_file({**weights, "lm_head.weight": head + 1}, folder / "model.safetensors")
-    assert "but they differ" in refused(capsys, "llama", folder, tmp_path / "other")
+    assert "but they differ" in refusal(capsys, "llama", folder, tmp_path / "other")
 
 
 def test_a_destination_is_never_lost(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
     assert convert("pythia", parent, ours, "--no-verify") == 0
     before = {path.name: path.read_bytes() for path in ours.iterdir()}
-    assert "--overwrite" in refused(capsys, "pythia", parent, ours)
+    assert "--overwrite" in refusal(capsys, "pythia", parent, ours)
     change(parent, "gpt_neox.final_layer_norm.bias", float("nan"))
-    assert "not finite" in refused(capsys, "pythia", parent, ours, "--overwrite")
+    assert "not finite" in refusal(capsys, "pythia", parent, ours, "--overwrite")
     assert {path.name: path.read_bytes() for path in ours.iterdir()} == before
     assert {path.name for path in parent.parent.iterdir()} == {"parent", "ours"}
 
@@ -223,7 +209,7 @@ def test_a_wrong_result_fails_the_command(
         return list(joined.chunk(3))
 
     monkeypatch.setattr("dynattn.scripts.convert.common.transforms.Interleaved.forward", swapped)
-    line = refused(capsys, "pythia", parent, parent.with_name("ours"))
+    line = refusal(capsys, "pythia", parent, parent.with_name("ours"))
     assert "logits differ from the source's" in line and "Nothing was written" in line
     assert not parent.with_name("ours").exists()
 
@@ -262,4 +248,4 @@ def test_reverse_refuses_what_no_parent_has(
 ) -> None:
     plain = {"use_qk_norm": False, "layer_types": ["full_attention"] * 2, "compose_init_scale": 0}
     ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain, **fields}))
-    assert told in refused(capsys, "llama", ours, tmp_path / "back", "--reverse")
+    assert told in refusal(capsys, "llama", ours, tmp_path / "back", "--reverse")

@@ -1,0 +1,67 @@
+"""Weights are streamed: memory stays near the size of one file."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dynattn import DCFormerConfig
+from dynattn.scripts.convert.common.planning import meta_model, shapes_of
+from dynattn.scripts.convert.common.weight_map import plan_export, written_shapes
+from dynattn.scripts.convert.official.export import to_json, to_official
+from dynattn.scripts.convert.official.layout import official_map
+
+# Linux' high-water mark of this program; `ru_maxrss` would start with that of the process that began it.
+MEASURE = """
+import re, sys
+from pathlib import Path
+from dynattn.scripts.cli import main
+import dynattn.scripts.convert.official.plan, transformers.models.auto.modeling_auto
+def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+assert main(["convert", "official", "--no-verify", *sys.argv[1:]]) == 0
+print("PEAK", peak() - before)
+"""
+
+
+def write_synthetic(folder: Path, config: DCFormerConfig, shards: int) -> int:
+    """An official checkpoint of random float16 weights in several files; returns the size of the largest."""
+    official, shapes = to_official(config), shapes_of(meta_model(config))
+    layout = official_map(official)
+    written = written_shapes(plan_export(layout, shapes), shapes)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_json(official, torch.float16)))
+    keys = sorted(key for key in written if not key.endswith("_proj.w"))
+    random.Random(0).shuffle(keys)
+    for number in range(shards):
+        tensors: dict[str, Tensor] = {
+            key: torch.empty(written[key], dtype=torch.float16).normal_() for key in keys[number::shards]
+        }
+        save_file(tensors, folder / f"model-{number + 1:05d}-of-{shards:05d}.safetensors")
+    return max(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
+    config = DCFormerConfig(
+        vocab_size=8000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        bos_token_id=None,
+    )
+    shard = write_synthetic(tmp_path / "theirs", config, shards=12)
+    script = [sys.executable, "-c", MEASURE, str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    finished = subprocess.run(script, capture_output=True, text=True, check=True)
+    peak = int(finished.stdout.split("PEAK")[1])
+    total = sum(path.stat().st_size for path in (tmp_path / "theirs").iterdir())
+    print(f"shard {shard / 1e6:.0f} MB, peak above import {peak / 1e6:.0f} MB, checkpoint {total / 1e6:.0f} MB")
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 6
+    assert peak < 2 * shard < total / 3

@@ -1,0 +1,58 @@
+"""One declarative table, read in both directions."""
+
+import pytest
+import torch
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.convert.common.transforms import Split
+from dynattn.scripts.convert.common.weight_map import Drop, Rule, WeightMap, plan_export, plan_import
+
+
+def foreign(joined: bool) -> list[str]:
+    return ["table", *([f"{layer}.ab" for layer in range(2)] if joined else ["0.a", "0.b", "1.a", "1.b"])]
+
+
+MAP = WeightMap(
+    layers=2,
+    rules=(
+        Rule(("table",), ("embed",)),
+        Rule(("{layer}.ab",), ("layers.{layer}.a", "layers.{layer}.b"), Split((1, 2))),
+        Rule(("{layer}.a",), ("layers.{layer}.a",)),
+        Rule(("{layer}.b",), ("layers.{layer}.b",)),
+    ),
+    drops=(Drop("{layer}.cache.*", "a cache"), Drop("{layer}.eye", "a buffer", lambda: torch.eye(2))),
+)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_one_table_reads_both_ways(joined: bool) -> None:
+    steps, dropped = plan_import(MAP, [*foreign(joined), "1.cache.k", "0.eye"])
+    assert dropped == {"a cache": ["1.cache.k"], "a buffer": ["0.eye"]}
+    ours = [key for step in steps for key in step.writes]
+    assert sorted(ours) == ["embed", "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b"]
+    back = plan_export(MAP, ours)
+    assert sorted(key for step in back for key in step.writes) == ["0.ab", "0.eye", "1.ab", "1.eye", "table"]
+    made = next(step for step in back if step.writes == ("1.eye",))
+    assert torch.equal(made.run([])[0], torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["0.ab", "1.ab"], "lack table"),
+        (["table", "0.ab", "1.a"], "lack 1.ab or 1.b"),
+        ([*foreign(True), "0.a"], "both 0.ab and 0.a"),
+        ([*foreign(True), "2.cache.k", "x"], "2.cache.k (2 such keys) which are no part"),
+    ],
+)
+def test_incomplete_or_unknown_foreign_keys(keys: list[str], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        plan_import(MAP, keys)
+    assert says in str(error.value)
+
+
+def test_incomplete_or_unknown_keys_of_ours() -> None:
+    with pytest.raises(UserError, match="lack embed"):
+        plan_export(MAP, [f"layers.{layer}.{name}" for layer in range(2) for name in "ab"])
+    with pytest.raises(UserError, match="surplus which is no part"):
+        plan_export(MAP, ["embed", "surplus", *[f"layers.{layer}.{name}" for layer in range(2) for name in "ab"]])
