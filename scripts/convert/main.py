@@ -1,6 +1,8 @@
 """Turns checkpoints of other code into ours, and back.
 
 Run: `dynattn convert KIND SRC DST [--option value]`
+
+A new kind is its arguments, its plan (see `common/driver.py`), its weight map, an entry point, and a line in the table.
 """
 
 from collections.abc import Sequence

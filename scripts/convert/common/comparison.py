@@ -7,11 +7,12 @@ from torch import Tensor
 
 from ...common.errors import UserError
 
-# The model may differ from the exact logits by so many times what float32 rounding makes of the formulas themselves.
+# A model's logits may differ from the exact ones by so many times the float32 rounding error of the formulas.
 NOISE_MULTIPLE = 16
 # A check makes about three passes, each of two operations per parameter and token.
 AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6
-SHORTEST_PROBE, WITHOUT_WINDOW = 16, 64
+# Tokens of the shortest probe, and of one for models without a sliding window.
+SHORTEST_PROBE, PROBE_WITHOUT_WINDOW = 16, 64
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The one sequence of every conversion: check everything, write aside, verify, then move in place.
 
-A kind of conversion is four things: its arguments, its plan, its weight map, and a line in `scripts/convert/main.py`.
+A kind of conversion defines its arguments, a `ConversionPlan` with a planner for each direction, its weight map, and an
+entry point named in the table of `scripts/convert/main.py`; `official` is an example.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +25,7 @@ from .writing import write_weights
 class ConversionPlan(ABC):
     """What a conversion will do, decided before any weight is touched; afterwards also what it did.
 
-    A kind of conversion subclasses it with the configurations that it needs and the methods below.
+    A kind of conversion subclasses it: it adds the configurations that it needs, and fills in the methods below.
 
     Args:
         arguments: what the user asked for.
@@ -90,7 +91,7 @@ class ConversionPlan(ABC):
             yield _line(word, text)
         yield _line("written", self.describe_result())
 
-    def foreign_side(self, written: Path) -> tuple[Path, TensorSource]:
+    def our_and_foreign_side(self, written: Path) -> tuple[Path, TensorSource]:
         """The folder in our format and the weights in the foreign one, whichever of the two was written."""
         if self.arguments.reverse:
             return self.source.folder, TensorSource(written)

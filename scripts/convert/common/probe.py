@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
-from .comparison import NOISE_MULTIPLE, WITHOUT_WINDOW, affordable_tokens, largest, random_ids
+from .comparison import NOISE_MULTIPLE, PROBE_WITHOUT_WINDOW, affordable_tokens, largest, random_ids
 from .model_loading import quiet_loading
 from .tensor_source import TensorSource, count_elements
 
@@ -133,8 +133,8 @@ def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
     """
     windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
     affordable = affordable_tokens(count_elements(TensorSource(folder).shapes.values()))
-    shortest = min(getattr(config, "max_position_embeddings", None) or WITHOUT_WINDOW for config in configs)
-    length = max(DECODED + 1, min(max(WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
+    shortest = min(getattr(config, "max_position_embeddings", None) or PROBE_WITHOUT_WINDOW for config in configs)
+    length = max(DECODED + 1, min(max(PROBE_WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
     vocabulary = min(config.vocab_size for config in configs)
     ids = text_ids(folder, 2 * length, vocabulary)
     return random_ids(vocabulary, 2, length) if ids is None else ids.reshape(2, length)

@@ -18,7 +18,7 @@ FAMILIES = ("dcformer", "dcpythia")
 # The window of local layers in the official patterns, which ignore window_size; released models have both equal.
 PATTERN_WINDOW = 256
 PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
-# Fields of one family only; of DCFormer's the first version had none.
+# Fields of one family only; the first version of DCFormer had none of them.
 PYTHIA_FIELDS = ("use_parallel_residual", "use_linear_bias", "rotary_pct")
 DCFORMER_FIELDS = ("mgate", "mgate_dim", "prefill_pad")
 # Fields that do not change what a model computes, or that the official code computes from others.

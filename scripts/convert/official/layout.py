@@ -22,7 +22,7 @@ NORMS = {
     LAYER + "attention_norm": "model.layers.{layer}.input_layernorm",
     LAYER + "ffn_norm": "model.layers.{layer}.post_attention_layernorm",
 }
-# DCFormer's w1 is its MLP's gate, DCPythia's is its only way up.
+# w1 is the gate projection of a DCFormer and the up projection of a DCPythia.
 MLPS = {
     "dcformer": {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
     "dcpythia": {"w1": "up_proj", "w2": "down_proj"},

@@ -31,7 +31,7 @@ def merged_difference(copy: Tensor, original: Tensor) -> float:
     """The largest difference between a merged copy `[...]` and what it was made from; infinite if not comparable."""
     if copy.numel() != original.numel() or not copy.is_floating_point():
         return float("inf")
-    # Either may have been saved in a narrower format.
+    # Either tensor may have been saved in a narrower dtype, so both are compared in it.
     narrow = min(copy.dtype, original.dtype, key=lambda dtype: dtype.itemsize)
     if torch.equal(copy.flatten().to(narrow), original.flatten().to(narrow)):
         return 0.0

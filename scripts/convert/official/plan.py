@@ -46,7 +46,7 @@ class Conversion(ConversionPlan):
         return ()
 
     def verify(self, written: Path) -> None:
-        ours, theirs = self.foreign_side(written)
+        ours, theirs = self.our_and_foreign_side(written)
         model = OfficialModel(
             self.official,
             theirs.headers,
@@ -154,7 +154,7 @@ def local_window(arguments: OfficialArguments, official: OfficialConfig) -> int 
 
 
 def warn_of_stale_copies(source: TensorSource, official: OfficialConfig) -> Iterator[str]:
-    """What to tell about merged copies of the composition that differ from their parts."""
+    """A warning about merged copies of the composition that differ from their parts."""
     if stale := list(stale_copies(source, official)):
         largest = max(difference for _, difference in stale)
         yield (

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..common.comparison import WITHOUT_WINDOW, LogitsCheck, affordable_tokens, compare, random_ids
+from ..common.comparison import PROBE_WITHOUT_WINDOW, LogitsCheck, affordable_tokens, compare, random_ids
 from ..common.model_loading import load_converted
 from .reference import OfficialModel
 
@@ -28,5 +28,5 @@ def probe(official: OfficialModel, parameters: int) -> Tensor:
     """Random token ids `[T]`, more than two windows long if the model allows and the time is bearable."""
     config = official.config
     has_local = "sliding_attention" in config.layer_types
-    wanted = 2 * official.window + 8 if has_local and official.window else WITHOUT_WINDOW
+    wanted = 2 * official.window + 8 if has_local and official.window else PROBE_WITHOUT_WINDOW
     return random_ids(config.vocab_size, min(wanted, config.block_size, affordable_tokens(parameters)))

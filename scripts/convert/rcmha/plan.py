@@ -53,7 +53,7 @@ class RCMHAConversion(ConversionPlan):
         return ()
 
     def verify(self, written: Path) -> None:
-        ours, theirs = self.foreign_side(written)
+        ours, theirs = self.our_and_foreign_side(written)
         official = OfficialRCMHA(self.official, lambda key: theirs.read(key).to(self.dtype))
         self.verification, self.effect = verify_segments(ours, self.dtype, self.config, official)
 

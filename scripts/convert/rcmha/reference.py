@@ -96,7 +96,7 @@ class ReferencePart:
         if not self.config.is_relative:
             return torch.einsum("tnd,snd->nts", query, key)
         content = torch.einsum("tnd,snd->nts", query + self.get("self_attn.query_pos_bias"), key)
-        # Only rows of the past: later keys, whatever they score, are masked.
+        # Only the rows of keys at or before a query are needed: the scores of later keys are masked.
         first = self.config.P + 1 - len(key)
         embeddings = self.get("self_attn.key_pos_embeddings")[first : self.config.P + 1]
         biases = self.get("self_attn.key_pos_bias")[first : self.config.P + 1]

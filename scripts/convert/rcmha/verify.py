@@ -18,7 +18,7 @@ from .reference import OfficialRCMHA
 def verify_segments(
     folder: Path, dtype: torch.dtype, config: RCMHAConfig, official: OfficialRCMHA
 ) -> tuple[LogitsCheck, float | None]:
-    """Compares the logits of our model in `folder`, with memory by segments as in the official code, with the official.
+    """Compares our model in `folder`, run with memory by segments as the official code is, with the official logits.
 
     Args:
         folder: of our checkpoint.

@@ -1,4 +1,4 @@
-"""How much a model composes, as far as its weights tell without running it."""
+"""How far a model's composition is from the identity, measured on its weights."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

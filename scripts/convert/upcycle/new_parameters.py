@@ -40,5 +40,5 @@ def _compose(config: Any, seed: int, layer: int, _: Sequence[Tensor]) -> list[Te
 
 
 def _scales(width: int, count: int, _: Sequence[Tensor]) -> list[Tensor]:
-    """Scales of `count` norms, `[width]` each, that change nothing yet."""
+    """Scales of `count` new norms, `[width]` each: ones."""
     return [torch.ones(width) for _ in range(count)]
