@@ -1,22 +1,25 @@
-"""What `dynattn benchmark` takes."""
+"""The arguments of `dynattn benchmark`.
+
+Nothing here imports PyTorch, so that `--help` and mistyped options are answered at once.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from ..common.errors import UserError
-from .harness.settings import LAYERS, VOCABULARY, Settings
 from .harness.shapes import parse_shape
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-# What one sample of a fast call lasts at least: shorter ones would measure the clock.
-SAMPLE_SECONDS, QUICK_SAMPLE_SECONDS = 0.05, 0.01
+LAYERS, VOCABULARY = 2, 2048
 
 
 @dataclass
 class BenchmarkArguments:
-    """From options or a YAML file; lists may be separated by spaces or commas."""
+    """From options or a YAML file; lists may be separated by spaces or commas.
+
+    Raises:
+        UserError: a number is out of its range, or a shape is malformed.
+    """
 
     subjects: list[str] | None = field(
         default=None,
@@ -30,7 +33,7 @@ class BenchmarkArguments:
         metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY (each subject's own)."},
     )
     implementations: list[str] | None = field(
-        default=None, metadata={"help": "Only these contestants, by the names in the tables (all)."}
+        default=None, metadata={"help": "Only these candidates, by the names in the tables (all)."}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "Number format."})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1 ..."})
@@ -40,13 +43,13 @@ class BenchmarkArguments:
     layers: int = field(default=LAYERS, metadata={"help": "Depth of the model (training and prefill)."})
     vocabulary: int = field(default=VOCABULARY, metadata={"help": "Its number of tokens."})
     rounds: int | None = field(
-        default=None, metadata={"help": f"Rounds over all contestants ({ROUNDS}; quick: {QUICK_ROUNDS})."}
+        default=None, metadata={"help": f"Rounds over all candidates ({ROUNDS}; quick: {QUICK_ROUNDS})."}
     )
     budget: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds: who takes longer for a first call is left out, here and with more tokens; "
-            "who took as long in all stops after three rounds."
+            "help": "Seconds. A candidate whose first call takes longer is left out, here and with more tokens; "
+            "one whose samples took longer in all stops after three rounds."
         },
     )
     preset: Literal["gpu"] | None = field(
@@ -68,43 +71,10 @@ class BenchmarkArguments:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"budget must be more than 0 seconds, not {self.budget:g}")
+        for shape in split_at_commas(self.shapes or []):
+            parse_shape(shape)
 
 
-def listed(values: list[str]) -> list[str]:
-    """Splits at commas what the command line split at spaces."""
+def split_at_commas(values: list[str]) -> list[str]:
+    """Splits each value at its commas; the command line has already split the list at spaces."""
     return [name for value in values for name in value.split(",") if name]
-
-
-def read_settings(arguments: BenchmarkArguments) -> Settings:
-    """Checks and converts the arguments.
-
-    Raises:
-        UserError: a shape or device that does not exist.
-    """
-    quick = arguments.quick
-    return Settings(
-        dtype=getattr(torch, arguments.dtype),
-        device=_device(arguments.device),
-        window=arguments.window,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        rounds=arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS),
-        sample_seconds=QUICK_SAMPLE_SECONDS if quick else SAMPLE_SECONDS,
-        quick=quick,
-        shapes=tuple(parse_shape(text) for text in listed(arguments.shapes or [])),
-        budget=arguments.budget,
-        layers=arguments.layers,
-        vocabulary=arguments.vocabulary,
-    )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name!r} cannot be measured; choose cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name!r} is not there ({torch.cuda.device_count()} CUDA devices found); use cpu")
-    return device

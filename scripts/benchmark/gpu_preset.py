@@ -1,7 +1,7 @@
-"""What `--preset gpu` measures: everything that a record of a GPU needs, within ten minutes.
+"""`--preset gpu`: everything that a record of a GPU needs, within ten minutes.
 
-Correctness first; then the constants of the Triton path are tuned, and the rest is measured with the best of them. What
-there is no time for is left out by name, the least important last.
+Correctness comes first. Then the constants of the Triton path are tuned, and everything else is measured with the best
+of them. Parts for which there is no time are left out by name; the most important parts come first.
 """
 
 import json
@@ -20,20 +20,21 @@ from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
 from ..common.errors import UserError
 from ..common.measuring import sample
-from .arguments import BenchmarkArguments, read_settings
+from .arguments import BenchmarkArguments
 from .harness.accuracy import judge
-from .harness.settings import Settings
+from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
-from .harness.tuning import Knob, Tuning, tune, using
-from .subjects.attention import cases, contestants
+from .harness.tuning import TunableConstant, Tuning, override_constants, tune
+from .subjects.attention import candidates, cases
 
 SECONDS, TUNING_SECONDS = 570.0, 170.0
-# Tuned for the long ones of both widths and for a window, forward and backward.
+# Shapes and windows to tune for, forward and backward: long sequences of both head widths, and a window.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
-TUNED_BY, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
-# As in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): launches take less time than what they launch.
+TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
+# Tokens of a batch, as in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): so many that the time of
+# kernels exceeds the time of their launches.
 TOKENS = 16384
-# Queries and keys of a patch, warps, and stages of loading in the kernels that hold all heads.
+# (queries, keys, warps) of a tile; (queries, keys, warps, pipeline stages) in the kernels that hold all heads.
 TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
 FORWARD_TILES = (
     (8, 32, 4, 1),
@@ -52,93 +53,93 @@ OFFICIAL = ["official", "official-compiled"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run of the benchmark, by the options that differ from the preset's."""
+class PresetPart:
+    """One run of the benchmark, by the arguments that differ from the preset's."""
 
     name: str
     options: dict[str, Any]
 
 
 GPU = (
-    Part(
+    PresetPart(
         "correctness",
         {"subjects": ["attention"], "shapes": ["16x64@500", "32x128@300"], "dtype": "float32", "rounds": 1}
         | {"implementations": ["eager", *OURS, "sdpa"], "batch_size": 2},
     ),
-    Part(
+    PresetPart(
         "correctness-tuned",
         {"subjects": ["attention"], "shapes": ["8x64@500", "16x64@500", "32x128@300"], "rounds": 1, "batch_size": 2}
         | {"implementations": ["eager", *OURS, "sdpa"]},
     ),
     *(
-        Part(
+        PresetPart(
             f"attention-{length}",
             {"subjects": ["attention"], "implementations": ["triton", *FUSED_PLAIN], "batch_size": TOKENS // length}
             | {"shapes": [f"{heads}@{length}" for heads in ("16x64", "32x128")]},
         )
         for length in (2048, 4096, 8192)
     ),
-    Part(
+    PresetPart(
         "decode-1",
         {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
         | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
     ),
-    Part(
+    PresetPart(
         "decode-16",
         {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
         | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
     ),
-    Part(
+    PresetPart(
         "window",
         {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
         | {"implementations": ["triton", "triton-plain", *FUSED_PLAIN], "batch_size": TOKENS // 4096},
     ),
-    Part(
+    PresetPart(
         "training-405m",
         {"subjects": ["training"], "shapes": ["16x64@2048"], "batch_size": 8, "layers": 24, "vocabulary": 50256}
         | {"implementations": ["triton", "sdpa"], "rounds": 5},
     ),
-    Part(
+    PresetPart(
         "official",
         {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
         | {"implementations": ["triton", "sdpa-flash", *OFFICIAL], "batch_size": 2},
     ),
-    Part(
+    PresetPart(
         "training-405m-4096",
         {"subjects": ["training"], "shapes": ["16x64@4096"], "batch_size": 4, "layers": 24, "vocabulary": 50256}
         | {"implementations": ["triton", "sdpa"], "rounds": 5},
     ),
 )
 
-# Which kernels serve: with the candidate those that go through the heads, for any number of them.
-FAMILY = Knob("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
-CUTS = (
-    Knob("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
-    Knob("ROWS", (64, 256, 512)),
-    Knob("BLOCK", (32, 128)),
-    Knob("BAND_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
+# Which kernels serve: with this value the head-by-head kernels, for any number of heads.
+FAMILY = TunableConstant("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
+TILING = (
+    TunableConstant("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
+    TunableConstant("ROWS", (64, 256, 512)),
+    TunableConstant("BLOCK", (32, 128)),
+    TunableConstant("BAND_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
 )
-LOOP_KNOBS = (*CUTS, *(Knob("TILES", TILES, name) for name in kernel_tuning.TILES))
-MATRIX_KNOBS = (
-    *CUTS,
-    Knob("TURNS", (4, 16)),
+HEAD_BY_HEAD_CONSTANTS = (*TILING, *(TunableConstant("TILES", TILES, name) for name in kernel_tuning.TILES))
+TENSOR_CORE_CONSTANTS = (
+    *TILING,
+    TunableConstant("TURNS", (4, 16)),
     *(
-        Knob(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
+        TunableConstant(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
         for name in kernel_tuning.MATRIX_TILES_16
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),
 )
 
 
-def options_of(part: Part, arguments: BenchmarkArguments) -> BenchmarkArguments:
-    """The arguments of a part; bfloat16 on the first GPU where neither says otherwise."""
+def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArguments:
+    """The arguments of a part; by default bfloat16 on the first GPU."""
     device = arguments.device if arguments.device.startswith("cuda") else "cuda"
     preset = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0, "preset": None}
     return replace(arguments, **{**preset, **part.options})
 
 
-def check_device() -> None:
-    """Raises UserError where there is no GPU."""
+def check_gpu() -> None:
+    """Raises UserError if there is no GPU."""
     if not torch.cuda.is_available():
         raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
 
@@ -148,16 +149,17 @@ def run_preset(
     folder: Path,
     run: Callable[[BenchmarkArguments, Path, float], bool],
     *,
-    parts: tuple[Part, ...] = GPU,
+    parts: tuple[PresetPart, ...] = GPU,
     find: Callable[[BenchmarkArguments, float], Tuning] | None = None,
     module: ModuleType = kernel_tuning,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Runs the parts, each into a folder of its own; returns whether all that was measured is right.
+    """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
     Args:
-        run: measures what the arguments say into a folder until a time on the clock, and returns whether it is right.
-        find: tunes the constants of `module` until a time on the clock; by default on the GPU.
+        run: measures what the arguments say into a folder, beginning no case after a time on the clock; returns
+            whether everything is right.
+        find: tunes the constants of `module` until a time on the clock; by default `find_constants`.
     """
     end, is_right = clock() + SECONDS, True
     left_out: list[str] = []
@@ -171,43 +173,49 @@ def run_preset(
                 tuning = (find or find_constants)(options_of(part, arguments), min(end, clock() + TUNING_SECONDS))
                 (folder / "tuning.json").write_text(json.dumps(tuning.as_record(), indent=1) + "\n", encoding="utf-8")
                 print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
-                tuned.enter_context(using(module, tuning.best))
+                tuned.enter_context(override_constants(module, tuning.best))
     if left_out:
-        print(f"\nleft out, for {SECONDS:.0f} seconds are over: {', '.join(left_out)}")
+        print(f"\nleft out because {SECONDS:.0f} seconds are over: {', '.join(left_out)}")
     return is_right
 
 
 def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
-    """Tunes the Triton path for bfloat16: first which kernels serve, then theirs."""
+    """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))
-    return tune_the_faster(make_trial(settings, TUNED_SHAPES, TUNED_BY), lambda: time.monotonic() < end)
+    return tune_the_faster(make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE), lambda: time.monotonic() < end)
 
 
 def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
     """Finds the faster kind of kernels, and the best constants of that kind."""
     family = tune(kernel_tuning, (FAMILY,), trial, has_time)
-    knobs = LOOP_KNOBS if family.best[FAMILY] in FAMILY.candidates else MATRIX_KNOBS
-    with using(kernel_tuning, family.best):
-        rest = tune(kernel_tuning, knobs, trial, has_time)
+    constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
+    with override_constants(kernel_tuning, family.best):
+        rest = tune(kernel_tuning, constants, trial, has_time)
     return Tuning(family.best | rest.best, family.trials + rest.trials, rest.finished)
 
 
-def make_trial(settings: Settings, shapes: tuple[tuple[str, int | None], ...], name: str) -> Callable[[], float]:
-    """Seconds of a contestant's forward and backward pass, the geometric mean over `shapes`: shapes with their windows.
+def make_trial(
+    settings: BenchmarkSettings, shapes: tuple[tuple[str, int | None], ...], name: str
+) -> Callable[[], float]:
+    """A trial that returns the seconds of a candidate's forward and backward pass, as the geometric mean over `shapes`.
 
-    The trial raises ValueError where results are wrong.
+    The trial raises ValueError if results are wrong.
+
+    Args:
+        shapes: shapes with their windows.
+        name: the candidate.
     """
-    (contestant,) = (one for one in contestants(settings.device) if one.name == name)
-    problems = []
+    (candidate,) = (one for one in candidates(settings.device) if one.name == name)
+    calls = []
     for shape, window in shapes:
         *_, case = cases(parse_shape(shape), replace(settings, window=window))
-        truth = [case.truth(contestant.function, dtype) for dtype in (torch.float64, settings.dtype)]
-        problems.append((contestant.prepare(case.problem), truth))
+        exact, reference = (case.reference(candidate.function, dtype) for dtype in (torch.float64, settings.dtype))
+        calls.append((candidate.prepare(case.problem), exact, reference))
 
     def trial() -> float:
         seconds = []
-        for call, truth in problems:
-            if not judge(call(), *truth).correct:
+        for call, exact, reference in calls:
+            if not judge(call(), exact, reference).correct:
                 raise ValueError("results are wrong")
             seconds.append(statistics.median(sample(call, 1, settings.device) for _ in range(TRIAL_SAMPLES)))
         return statistics.geometric_mean(seconds)

@@ -1,9 +1,9 @@
-"""Opponents written for the comparison: composition and plain attention as others compute them.
+"""Baselines: composed and plain attention, computed as other code computes them.
 
-The official-style ones follow the published training and decoding code of DCMHA (arXiv 2405.08553) in what they do, not
-in its words: query chunks of 128, composition as separate passes over the heads for every rank, side and gate, and a
-cache of `H x H` matrices. They compute exactly the same function as ours: where that code rounds probabilities to
-bfloat16 in every dtype, or runs one empty chunk more, they do not.
+The official style is the algorithm of the published training and decoding code of DCMHA (arXiv 2405.08553), written
+anew: query chunks of 128, composition as separate passes over the heads for every rank, side and gate, and a cache of
+`H x H` matrices. It computes exactly the same function as ours. Unlike the published code, it neither rounds
+probabilities to bfloat16 in every dtype nor runs an additional empty chunk.
 """
 
 from functools import partial
@@ -17,8 +17,8 @@ from dynattn.modeling.layers.attention_interface import chunked_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
-from ..harness.contest import COMPILED, compiled
-from ..harness.inputs import Inputs, factors_of
+from ..harness.inputs import OpInputs, factors_of
+from ..harness.interface import COMPILED
 
 CHUNK = 128
 
@@ -42,7 +42,7 @@ def compose_in_passes(scores: Tensor, composition: Composition) -> Tensor:
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, pre: dict[str, Any], post: dict[str, Any]
 ) -> Tensor:
-    """One chunk of queries against the keys that it may see. Returns `[B, H, T, D]`."""
+    """Attention of one chunk of queries over the keys where `visible` `[T, S]` is true. Returns `[B, H, T, D]`."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     scores = compose_in_passes(scores, Composition(**pre))
     scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
@@ -50,10 +50,10 @@ def attend_rows(
     return compose_in_passes(probs, Composition(**post)) @ value
 
 
-compiled_attend_rows = compiled(attend_rows)
+compiled_attend_rows = torch.compile(attend_rows, dynamic=True)
 
 
-def attend_in_chunks(inputs: Inputs, *, compile_rows: bool = False) -> Tensor:
+def attend_in_chunks(inputs: OpInputs, *, compile_rows: bool = False) -> Tensor:
     """Attention over query chunks, composed, static or plain as the inputs are. Returns `[B, T, H, D]`."""
     attend = compiled_attend_rows if compile_rows else attend_rows
     outputs = []
@@ -78,9 +78,12 @@ def in_models(
     compile_rows: bool,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The official style behind Transformers' attention interface, for batches without padding."""
+    """The official style behind Transformers' attention interface, for batches without padding.
+
+    Takes `query` `[B, H, T, D]`, `key` and `value` `[B, H, S, D]`; returns `[B, T, H, D]` and no attention maps.
+    """
     assert attention_mask is None
-    inputs = Inputs(query, key, value, query, pre, post, sliding_window)
+    inputs = OpInputs(query, key, value, query, pre, post, sliding_window)
     return attend_in_chunks(inputs, compile_rows=compile_rows), None
 
 
@@ -90,7 +93,7 @@ for _name, _compiles in IN_MODELS.items():
     AttentionMaskInterface.register(_name, chunked_mask)
 
 
-def causal(inputs: Inputs) -> Tensor:
+def causal(inputs: OpInputs) -> Tensor:
     """Which keys each query sees, `[T, S]`."""
     queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
     visible = visible_keys(queries, keys, is_causal=True, sliding_window=inputs.window, device=device)
@@ -98,8 +101,8 @@ def causal(inputs: Inputs) -> Tensor:
     return visible
 
 
-def attend_whole(inputs: Inputs) -> Tensor:
-    """Plain attention as three lines: matrix product, softmax, matrix product. Returns `[B, T, H, D]`."""
+def attend_whole(inputs: OpInputs) -> Tensor:
+    """Plain attention as matrix product, softmax and matrix product. Returns `[B, T, H, D]`."""
     scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
     visible = causal(inputs) if inputs.query.shape[2] > 1 else inputs.visible
     if visible is not None:
@@ -109,7 +112,7 @@ def attend_whole(inputs: Inputs) -> Tensor:
 
 
 def mixing_matrices(side: str, *stages: Composition) -> Tensor:
-    """A side's terms as matrices, `[B, T or S, P, H (in), H (out)]`, without the identity."""
+    """The terms of one side of `P` stages as matrices without the identity, `[B, T or S, P, H (in), H (out)]`."""
     matrices = []
     for stage in stages:
         down, up, gate = (getattr(stage, f"{side}_{name}") for name in ("down", "up", "gate"))
@@ -117,8 +120,8 @@ def mixing_matrices(side: str, *stages: Composition) -> Tensor:
     return torch.stack(matrices, dim=2)
 
 
-def key_matrix_cache(inputs: Inputs) -> Tensor:
-    """What the official decoding code keeps for each key: its mixing matrices plus the identity, `[B, S, 2, H, H]`."""
+def key_matrix_cache(inputs: OpInputs) -> Tensor:
+    """The cache of the official decoding code: each key's mixing matrices plus the identity, `[B, S, 2, H, H]`."""
     assert inputs.pre is not None and inputs.post is not None
     matrices = mixing_matrices("key", inputs.pre, inputs.post)
     return matrices + torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
@@ -132,7 +135,11 @@ def decode_with_matrices(
     key_matrices: Tensor,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """One composed token against a cache of matrices, as the official decoding code does it. Returns `[B, 1, H, D]`."""
+    """Composed attention of one token over a cache of matrices, as in the official decoding code.
+
+    Takes `query` `[B, H, 1, D]`, `key` and `value` `[B, H, S, D]`, matrices `[B, 1 or S, 2, H, H]` and `visible`
+    `[B, 1, 1, S]`; returns `[B, 1, H, D]`.
+    """
     pre, post = (query_matrices + key_matrices).unbind(2)  # [B, S, H, H] each
     scores = (query @ key.transpose(-1, -2))[:, :, 0] * query.shape[-1] ** -0.5  # [B, H, S]
     scores = torch.einsum("bns,bsnm->bms", scores, pre)

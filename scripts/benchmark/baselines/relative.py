@@ -1,8 +1,8 @@
-"""Relative convolutional attention (arXiv 2308.03429) in the official style: sequence first, everything in memory.
+"""Baseline: relative convolutional attention (arXiv 2308.03429) in the official style, sequence first and unchunked.
 
-What the released training code computes, written anew: a depthwise `Conv1d` over padded rows that is cropped
+The algorithm of the released training code, written anew: a depthwise `Conv1d` over padded rows that is cropped
 afterwards, position scores against every row of the table that a segment could reach, and the relative shift by padding
-and viewing. Parameters have the released names and shapes, so that its checkpoints load.
+and viewing. Parameters have the released names and shapes, so that released checkpoints load.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 CONVOLUTIONAL, RELATIVE = ("rcmha", "mdha"), ("rcmha", "rmha")
 KERNEL = 3
-# Our names and the released ones.
+# The released names of our parameters.
 TABLES = {"position_embeddings": "key_pos_embeddings", "position_bias": "key_pos_bias"}
 PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
 
 
 class HeadProjection(nn.Module):
-    """`[S, B, E]` to `[S, B, H, D]`."""
+    """A projection from `[S, B, E]` to `[S, B, H, D]`."""
 
     def __init__(self, hidden: int, heads: int, bias: bool) -> None:
         super().__init__()
@@ -24,6 +24,7 @@ class HeadProjection(nn.Module):
         self.linear = nn.Linear(hidden, hidden, bias=bias)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Maps `[S, B, E]` to `[S, B, H, D]`."""
         return self.linear(rows).unflatten(-1, (self.heads, -1))
 
 
@@ -35,6 +36,7 @@ class HeadConvolution(nn.Module):
         self.conv = nn.Conv1d(width, width, KERNEL, padding=KERNEL - 1, groups=width)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Convolves `[S, B, H, D]` along `S`; the shape stays."""
         length, batch, heads, width = rows.shape
         channels = rows.permute(1, 2, 3, 0).reshape(batch * heads, width, length)
         convolved = self.conv(channels)[:, :, : -(KERNEL - 1)]
@@ -42,7 +44,7 @@ class HeadConvolution(nn.Module):
 
 
 class OfficialRelativeAttention(nn.Module):
-    """Any of the four attention types, with tables for distances up to `positions`."""
+    """Any of the four attention types, with position tables for distances up to `positions`."""
 
     query: nn.Module
     key: nn.Module
@@ -73,6 +75,7 @@ class OfficialRelativeAttention(nn.Module):
         return self.output(torch.einsum("tsbh,sbhd->tbhd", probs, value).flatten(2))
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Unscaled scores `[T, S, B, H]` of queries `[T, B, H, D]` and keys `[S, B, H, D]`."""
         if not self.is_relative:
             return torch.einsum("tbhd,sbhd->tsbh", query, key)
         length, keys = query.shape[0], key.shape[0]
@@ -83,14 +86,17 @@ class OfficialRelativeAttention(nn.Module):
 
 
 def shift_right(scores: Tensor) -> Tensor:
-    """Moves row `t` of `[T, L, B, H]` `t` places to the right; what leaves a row enters the next one."""
+    """Shifts row `t` of `[T, L, B, H]` by `t` places to the right; elements that leave a row enter the next one."""
     length, width, *rest = scores.shape
     padded = torch.cat([scores, scores.new_zeros(length, 1, *rest)], dim=1)
     return padded.view(width + 1, length, *rest)[:-1].view(length, width, *rest)
 
 
 def as_official(state: dict[str, Tensor], positions: int) -> dict[str, Tensor]:
-    """Our attention layer's parameters under the released names; tables know distances up to `positions`."""
+    """Our attention layer's parameters under the released names and in the released shapes.
+
+    Position tables get `[2 * positions, ...]` rows, and convolution kernels are `[D, 1, KERNEL]`.
+    """
     convolves = any("_conv." in name for name in state)
     official = {}
     for name, value in state.items():
@@ -104,7 +110,10 @@ def as_official(state: dict[str, Tensor], positions: int) -> dict[str, Tensor]:
 
 
 def from_official(official: dict[str, Tensor], like: dict[str, Tensor], positions: int) -> dict[str, Tensor]:
-    """The way back of `as_official`, for parameters or gradients; `like` gives our names and shapes."""
+    """The inverse of `as_official`, for parameters or gradients.
+
+    Kernels `[D, 1, KERNEL]` and tables `[2 * positions, ...]` get the names and shapes of `like`, our parameters.
+    """
     convolves = any("_conv." in name for name in like)
     state = {}
     for name, shape in ((name, value.shape) for name, value in like.items()):
@@ -129,5 +138,5 @@ def _official_name(name: str, convolves: bool) -> str:
 
 
 def _reached(positions: int, rows: int) -> slice:
-    """The official table's rows for the distances `rows - 1` to 0: distance `d` is row `positions - d`."""
+    """Rows of the official table for the distances `rows - 1` to 0; distance `d` is at row `positions - d`."""
     return slice(positions - rows + 1, positions + 1)

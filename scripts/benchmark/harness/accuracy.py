@@ -1,4 +1,4 @@
-"""Is a result right? Its error against a float64 truth, next to the error that the reference op makes in that dtype."""
+"""Compares the error of results with the error that the reference op makes in the same dtype."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,14 +9,15 @@ from torch import Tensor
 
 # `output` and, after a backward pass, `grad NAME` for every input or parameter.
 Results = Mapping[str, Tensor]
-# How many times the reference's own error is still rounding: sums in another order reach 4 where terms cancel, while a
-# dropped term is off by thousands in float32. The largest deviation is one draw from a long tail, so it gets more room.
+# The multiples of the reference op's own error that still count as rounding. Summing in another order reaches 4 where
+# terms cancel, while a dropped term is off by thousands in float32. The largest deviation is a single draw from a long
+# tail, so its limit is higher.
 RMS_MULTIPLE, LARGEST_MULTIPLE = 6.0, 12.0
 
 
 @dataclass(frozen=True)
-class Error:
-    """Root mean square and largest absolute deviation from the truth."""
+class Deviation:
+    """Root mean square and largest absolute difference from the exact values."""
 
     rms: float
     largest: float
@@ -24,9 +25,13 @@ class Error:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors of one contestant, relative to the truth; all gradients count as one vector.
+    """Relative errors of one candidate.
 
-    `excess` is the largest error of a single tensor as a multiple of what is allowed, `where` that tensor's name.
+    Attributes:
+        output_error, gradient_error: norm of the deviation over norm of the exact values; all gradients count as one
+            vector.
+        excess: the largest error of a single tensor as a multiple of the limit.
+        where: the name of that tensor.
     """
 
     output_error: float
@@ -39,32 +44,32 @@ class Verdict:
         return self.excess <= 1.0
 
 
-def judge(results: Results, truth: Results, reference: Results) -> Verdict:
-    """Compares `results` with the float64 `truth`; `reference` is what the reference op gives in the dtype measured.
+def judge(results: Results, exact: Results, reference: Results) -> Verdict:
+    """Compares `results` with what the reference op gives in float64 (`exact`) and in the measured dtype (`reference`).
 
     Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures. A gradient
-    that is zero in theory (of a bias on keys, say) is a sum that cancels: what is left of it is rounding of its terms,
-    which are of the size of the largest gradient.
+    that is zero in theory (of a bias on keys, for example) is a sum that cancels: what remains is rounding of its
+    terms, which are of the size of the largest gradient.
     """
-    gradient_scale = max((root_mean_square(truth[name]) for name in truth if name != "output"), default=0.0)
+    gradient_scale = max((root_mean_square(exact[name]) for name in exact if name != "output"), default=0.0)
     excesses = {
-        name: excess(results.get(name), exact, reference[name], 0.0 if name == "output" else gradient_scale)
-        for name, exact in truth.items()
+        name: excess(results.get(name), tensor, reference[name], 0.0 if name == "output" else gradient_scale)
+        for name, tensor in exact.items()
     }
     where = max(excesses, key=lambda name: excesses[name])
-    gradients = [name for name in truth if name != "output"]
+    gradients = [name for name in exact if name != "output"]
     return Verdict(
-        output_error=relative_error(results, truth, ["output"]),
-        gradient_error=relative_error(results, truth, gradients) if gradients else None,
+        output_error=relative_error(results, exact, ["output"]),
+        gradient_error=relative_error(results, exact, gradients) if gradients else None,
         excess=excesses[where],
         where=where,
     )
 
 
-def excess(result: Tensor | None, truth: Tensor, reference: Tensor, terms: float = 0.0) -> float:
-    """The error of one tensor as a multiple of what is allowed; `terms` is the size of what it may be a sum of."""
-    error, own = error_of(result, truth), error_of(reference, truth)
-    rounding = torch.finfo(reference.dtype).eps * max(terms, root_mean_square(truth))
+def excess(result: Tensor | None, exact: Tensor, reference: Tensor, terms: float = 0.0) -> float:
+    """The error of one `[...]` tensor over its limit; `terms` is the size of the terms that are summed in it."""
+    error, own = deviation_of(result, exact), deviation_of(reference, exact)
+    rounding = torch.finfo(reference.dtype).eps * max(terms, root_mean_square(exact))
     smallest = torch.finfo(reference.dtype).tiny
     return max(
         error.rms / max(own.rms, rounding, smallest) / RMS_MULTIPLE,
@@ -73,22 +78,22 @@ def excess(result: Tensor | None, truth: Tensor, reference: Tensor, terms: float
 
 
 def root_mean_square(tensor: Tensor) -> float:
-    """Of the elements of a tensor."""
+    """Over all elements of `[...]`."""
     return tensor.square().mean().sqrt().item()
 
 
-def error_of(result: Tensor | None, truth: Tensor) -> Error:
-    """The error of `result`; infinite where it is missing, not finite or of another shape."""
-    if result is None or result.shape != truth.shape or not result.isfinite().all():
-        return Error(math.inf, math.inf)
-    deviation = (result.double() - truth).abs()
-    return Error(root_mean_square(deviation), deviation.max().item())
+def deviation_of(result: Tensor | None, exact: Tensor) -> Deviation:
+    """The deviation of a `[...]` result; infinite if it is missing, not finite, or of another shape than `exact`."""
+    if result is None or result.shape != exact.shape or not result.isfinite().all():
+        return Deviation(math.inf, math.inf)
+    difference = (result.double() - exact).abs()
+    return Deviation(root_mean_square(difference), difference.max().item())
 
 
-def relative_error(results: Results, truth: Results, names: Iterable[str]) -> float:
-    """Length of the deviation over length of the truth, of several tensors as one vector."""
-    deviation = length = 0.0
+def relative_error(results: Results, exact: Results, names: Iterable[str]) -> float:
+    """Norm of the deviation over norm of the exact values, several tensors counting as one vector."""
+    squared_deviation = squared_norm = 0.0
     for name in names:
-        deviation += error_of(results.get(name), truth[name]).rms ** 2 * truth[name].numel()
-        length += truth[name].square().sum().item()
-    return math.sqrt(deviation / length) if length else math.inf
+        squared_deviation += deviation_of(results.get(name), exact[name]).rms ** 2 * exact[name].numel()
+        squared_norm += exact[name].square().sum().item()
+    return math.sqrt(squared_deviation / squared_norm) if squared_norm else math.inf

@@ -1,4 +1,4 @@
-"""Inputs of the attention op, with composition that matters, and its truth in any precision."""
+"""Random inputs of the attention op, and the results of the reference op for them in any dtype."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,43 +14,45 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from .accuracy import Results
 
 RANK = 2
+# The functions: dynamic composition, none at all, and static talking heads.
 COMPOSED, PLAIN, STATIC = "composed", "plain", "static"
-TRUTH_CHUNK = 128
+# Queries that the reference op takes at once.
+REFERENCE_CHUNK = 128
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Arguments of the op: `query` `[B, H, T, D]`, `key` and `value` `[B, H, S, D]`, and a gradient of its output."""
+class OpInputs:
+    """Arguments of the op, and a gradient of its output (`cotangent`) for the backward pass."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # [B, H, T, D]
+    key: Tensor  # [B, H, S, D]
+    value: Tensor  # [B, H, S, D]
     cotangent: Tensor  # [B, T, H, D]
     pre: Composition | None = None
     post: Composition | None = None
     window: int | None = None
-    visible: Tensor | None = None  # [B, 1, 1, S], where keys are padding
+    visible: Tensor | None = None  # [B, 1, 1, S], False for padding; None if there is none
 
     @property
     def scaling(self) -> float:
         return self.query.shape[-1] ** -0.5
 
     def leaves(self) -> dict[str, Tensor]:
-        """Everything that the output depends on, by name."""
+        """All tensors that the output depends on, by name, `[B, H, T or S, D]` and the terms of the compositions."""
         named = {"query": self.query, "key": self.key, "value": self.value}
         for stage, composition in (("pre", self.pre), ("post", self.post)):
             if composition is not None:
                 named |= {f"{stage}.{name}": factor for name, factor in factors_of(composition).items()}
         return named
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """The same inputs with `change` applied to every leaf and to the gradient."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "OpInputs":
+        """The same inputs with a `change` `[...]` to `[...]` applied to every leaf and to the cotangent."""
         stages: dict[str, Any] = {"pre": change_factors(self.pre, change), "post": change_factors(self.post, change)}
         tensors: dict[str, Any] = {name: change(getattr(self, name)) for name in ("query", "key", "value", "cotangent")}
         return replace(self, **stages, **tensors)
 
-    def rows(self, start: int, stop: int) -> "Inputs":
-        """Queries `start` to `stop` with the keys that they see; the last query stands at the last key."""
+    def rows(self, start: int, stop: int) -> "OpInputs":
+        """Queries `start` to `stop` with the keys that they see; queries are aligned to the end of the keys."""
         cached = self.key.shape[2] - self.query.shape[2]
         first = 0 if self.window is None else max(0, cached + start - self.window + 1)
         queries, keys = slice(start, stop), slice(first, cached + stop)
@@ -67,13 +69,13 @@ class Inputs:
 
 
 def factors_of(composition: Composition) -> dict[str, Tensor]:
-    """The terms that are present, by name."""
+    """The terms that are present, by name: `[B, T or S, R, H]` factors, `[B, T or S, H]` gates, `[H, H]` static."""
     present = {field.name: getattr(composition, field.name) for field in fields(composition)}
     return {name: factor for name, factor in present.items() if isinstance(factor, Tensor)}
 
 
 def change_factors(composition: Composition | None, change: Callable[[Tensor], Tensor]) -> Composition | None:
-    """The same composition with `change` applied to every term that is present."""
+    """The same composition with a `change` `[...]` to `[...]` applied to every term that is present."""
     if composition is None:
         return None
     changed: dict[str, Any] = {name: change(factor) for name, factor in factors_of(composition).items()}
@@ -81,7 +83,7 @@ def change_factors(composition: Composition | None, change: Callable[[Tensor], T
 
 
 def rows_of(composition: Composition | None, queries: slice, keys: slice) -> Composition | None:
-    """The factors of some queries and keys."""
+    """The dynamic terms of some queries and keys; a static matrix stays as it is."""
     if composition is None:
         return None
     slices = {"query": queries, "key": keys}
@@ -104,22 +106,25 @@ def make_inputs(
     device: torch.device,
     seed: int,
     window: int | None = None,
-) -> dict[str, Inputs]:
+) -> dict[str, OpInputs]:
     """Random inputs for each function: the same queries, keys and values with different compositions.
 
-    Composition changes scores by about their own size. All lies in memory as the models leave it: token after token
-    where it comes from a projection, head after head in a cache (where there are more keys than queries), and factors
+    Composition changes scores by about their own size, so that an error in any term shows. Memory layouts are those of
+    the models: token-major from a projection, head-major in a cache (if there are more keys than queries), and factors
     as their generator writes them (heads contiguous, then tokens).
     """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        """A random tensor `[*shape]`."""
         return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
 
     def projected(length: int) -> Tensor:
+        """Returns `[B, H, length, D]`, token-major."""
         return normal(batch, length, heads, width).transpose(1, 2)
 
     def keys_or_values() -> Tensor:
+        """Returns `[B, H, S, D]`."""
         return projected(keys) if keys == queries else normal(batch, heads, keys, width)
 
     def dynamic() -> Composition:
@@ -131,7 +136,7 @@ def make_inputs(
             terms[f"{side}_gate"] = torch.tanh(normal(batch, length, heads, scale=0.5))
         return Composition(**terms)
 
-    plain = Inputs(
+    plain = OpInputs(
         query=projected(queries),
         key=keys_or_values(),
         value=keys_or_values(),
@@ -146,8 +151,8 @@ def make_inputs(
     }
 
 
-def evaluate(attend: Callable[[Inputs], Tensor], inputs: Inputs, *, backward: bool) -> Results:
-    """The output of `attend` and, after a backward pass, the gradient of every leaf (which must require one)."""
+def evaluate(attend: Callable[[OpInputs], Tensor], inputs: OpInputs, *, backward: bool) -> Results:
+    """The output `[B, T, H, D]` and, with `backward`, the gradient of every leaf, each of which must require one."""
     if not backward:
         with torch.no_grad():
             return {"output": attend(inputs)}
@@ -157,13 +162,13 @@ def evaluate(attend: Callable[[Inputs], Tensor], inputs: Inputs, *, backward: bo
     return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
 
 
-def requiring_grad(inputs: Inputs) -> Inputs:
-    """The same inputs as leaves of a graph."""
+def requiring_grad(inputs: OpInputs) -> OpInputs:
+    """The same inputs as leaves of the autograd graph."""
     return inputs.map(lambda tensor: tensor.detach().requires_grad_())
 
 
-def attend_by_definition(inputs: Inputs, *, is_causal: bool = True) -> Tensor:
-    """The reference op."""
+def attend_by_definition(inputs: OpInputs, *, is_causal: bool = True) -> Tensor:
+    """The reference op, the eager implementation. Returns `[B, T, H, D]`."""
     arguments: dict[str, Any] = {
         "attention_mask": inputs.visible,
         "is_causal": is_causal,
@@ -175,20 +180,23 @@ def attend_by_definition(inputs: Inputs, *, is_causal: bool = True) -> Tensor:
     return output
 
 
-def truth_in(inputs: Inputs, dtype: torch.dtype, *, backward: bool, chunks: Sequence[slice] | None = None) -> Results:
-    """The reference op's results in `dtype` from the same numbers, a few queries at a time to fit in memory.
+def reference_results(
+    inputs: OpInputs, dtype: torch.dtype, *, backward: bool, chunks: Sequence[slice] | None = None
+) -> Results:
+    """The reference op's results on the same inputs in `dtype`, computed for a few queries at a time to fit in memory.
 
-    With `chunks`, only their queries: outputs in that order, and gradients of a loss that depends on nothing else.
+    With `chunks`, only the queries in these: their outputs in that order, and gradients of a loss that depends on
+    nothing else.
     """
-    exact = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(backward))
-    leaves = exact.leaves()
+    converted = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(backward))
+    leaves = converted.leaves()
     sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()} if backward else {}
     outputs = []
-    length = exact.query.shape[2]
+    length = converted.query.shape[2]
     if chunks is None:
-        chunks = [slice(start, min(start + TRUTH_CHUNK, length)) for start in range(0, length, TRUTH_CHUNK)]
+        chunks = [slice(start, min(start + REFERENCE_CHUNK, length)) for start in range(0, length, REFERENCE_CHUNK)]
     for chunk in chunks:
-        rows = exact.rows(chunk.start, chunk.stop)
+        rows = converted.rows(chunk.start, chunk.stop)
         with torch.set_grad_enabled(backward):
             output = attend_by_definition(rows)
         outputs.append(output.detach())

@@ -1,17 +1,28 @@
-"""The settings of a benchmark as its subjects read them."""
+"""The settings of a run, which are its arguments after they have been checked and converted."""
 
 from dataclasses import dataclass
 
 import torch
 
-from .shapes import Shape
+from ...common.errors import UserError
+from ..arguments import LAYERS, QUICK_ROUNDS, ROUNDS, VOCABULARY, BenchmarkArguments, split_at_commas
+from .shapes import Shape, parse_shape
 
-LAYERS, VOCABULARY = 2, 2048
+# The least duration of one sample: a shorter one would measure the resolution of the clock.
+SAMPLE_SECONDS, QUICK_SAMPLE_SECONDS = 0.05, 0.01
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments as the subjects read them."""
+class BenchmarkSettings:
+    """What the subjects read.
+
+    Attributes:
+        window: keys that a query sees, itself included; None for all.
+        sample_seconds: the least duration of one sample.
+        shapes: shapes asked for; each subject has its own if there are none.
+        budget: seconds that a candidate's first call may take, and that its samples may take in all.
+        end: time on the monotonic clock after which no further case begins.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -25,5 +36,39 @@ class Settings:
     budget: float | None = None
     layers: int = LAYERS
     vocabulary: int = VOCABULARY
-    # When to begin no further case, on the monotonic clock.
     end: float | None = None
+
+
+def read_settings(arguments: BenchmarkArguments) -> BenchmarkSettings:
+    """Converts the arguments.
+
+    Raises:
+        UserError: the device does not exist or cannot be measured.
+    """
+    quick = arguments.quick
+    return BenchmarkSettings(
+        dtype=getattr(torch, arguments.dtype),
+        device=_device(arguments.device),
+        window=arguments.window,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        rounds=arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        sample_seconds=QUICK_SAMPLE_SECONDS if quick else SAMPLE_SECONDS,
+        quick=quick,
+        shapes=tuple(parse_shape(text) for text in split_at_commas(arguments.shapes or [])),
+        budget=arguments.budget,
+        layers=arguments.layers,
+        vocabulary=arguments.vocabulary,
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} cannot be measured; choose cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r} is not there ({torch.cuda.device_count()} CUDA devices found); use cpu")
+    return device

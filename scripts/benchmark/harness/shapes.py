@@ -1,4 +1,4 @@
-"""What is asked for on the command line as `16x64@2048` or `8x16@128+128`."""
+"""Shapes as the command line names them, `16x64@2048` or `8x16@128+128`, and the (query, key) pairs in them."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,13 @@ PATTERN = re.compile(r"(\d+)x(\d+)@(\d+)(?:\+(\d+))?")
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, width of a head, tokens, and rows of memory before them (the `relative` subject only)."""
+    """Size of a case.
+
+    Attributes:
+        heads, width: number of heads, and width of each.
+        length: tokens.
+        memory: rows of segment memory before the tokens; only the subject `relative` has any.
+    """
 
     heads: int
     width: int
@@ -25,7 +31,7 @@ def parse_shape(text: str) -> Shape:
     """Reads `HEADSxWIDTH@LENGTH` or `HEADSxWIDTH@LENGTH+MEMORY`.
 
     Raises:
-        UserError: anything else, or a number that is zero.
+        UserError: the text has another form, or one of its numbers is zero.
     """
     found = PATTERN.fullmatch(text)
     if found is None or "0" in {group.lstrip("0") or "0" for group in found.groups()[:3]}:
@@ -34,6 +40,6 @@ def parse_shape(text: str) -> Shape:
 
 
 def visible_pairs(length: int, window: int | None, memory: int = 0) -> int:
-    """How many (query, key) pairs of one head causal attention computes, with `memory` keys before the queries."""
+    """The number of visible (query, key) pairs of one head in causal attention, `memory` keys preceding the queries."""
     reach = memory + length if window is None else window
     return sum(min(memory + query + 1, reach) for query in range(length))

@@ -1,101 +1,118 @@
-"""Finds which constants of a module are fastest on this machine: one after the other, each from a few candidates.
+"""Coordinate search for the fastest constants of a module on this machine.
 
-The first pass over the constants is the only one: what a candidate gains is mostly its own.
+The constants are searched one after the other, each over a few values and only once: the gain from one constant hardly
+depends on the others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from ...common.errors import first_line
+from .overrides import override_attributes
 
-# A candidate must be this much faster to be taken: less is noise.
+# The relative gain in time below which a value is not taken, because smaller differences are noise.
 GAIN = 0.02
 
 
 @dataclass(frozen=True)
-class Knob:
-    """A constant of a module, or an entry of one that is a mapping, and what to try in its place."""
+class TunableConstant:
+    """A constant of a module, or one entry of a constant that is a mapping.
 
-    constant: str
-    candidates: tuple[Any, ...]
+    Attributes:
+        name: the constant's name in the module.
+        values: the values to try.
+        entry: key of the entry to tune, if the constant is a mapping.
+    """
+
+    name: str
+    values: tuple[Any, ...]
     entry: str | None = None
 
     @property
     def label(self) -> str:
-        return self.constant if self.entry is None else f"{self.constant}[{self.entry}]"
+        return self.name if self.entry is None else f"{self.name}[{self.entry}]"
 
-    def value(self, module: ModuleType) -> Any:
-        """What the module has."""
-        constant = getattr(module, self.constant)
+    def current(self, module: ModuleType) -> Any:
+        """The value that the module has now."""
+        constant = getattr(module, self.name)
         return constant if self.entry is None else constant[self.entry]
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The values found, by knob, and what was tried on the way to them: label, value, seconds or failure."""
+    """Outcome of a search.
 
-    best: dict[Knob, Any]
+    Attributes:
+        best: the fastest value of each constant.
+        trials: every trial with the constant's label, the value, and seconds or failure.
+        finished: whether there was time for all trials.
+    """
+
+    best: dict[TunableConstant, Any]
     trials: list[dict[str, Any]]
     finished: bool
 
     def as_record(self) -> dict[str, Any]:
-        """For a JSON file."""
-        best = {knob.label: value for knob, value in self.best.items()}
+        """The outcome in JSON types."""
+        best = {constant.label: value for constant, value in self.best.items()}
         return {"best": best, "finished": self.finished, "trials": self.trials}
 
 
-@contextmanager
-def using(module: ModuleType, values: Mapping[Knob, Any]) -> Iterator[None]:
-    """Gives constants other values for a while."""
-    kept = {knob.constant: getattr(module, knob.constant) for knob in values}
-    try:
-        for knob, value in values.items():
-            new = value if knob.entry is None else {**getattr(module, knob.constant), knob.entry: value}
-            setattr(module, knob.constant, new)
-        yield
-    finally:
-        for constant, value in kept.items():
-            setattr(module, constant, value)
+def override_constants(module: ModuleType, values: Mapping[TunableConstant, Any]) -> AbstractContextManager[None]:
+    """Sets constants of `module`, and restores the original ones at the end."""
+    attributes: dict[str, Any] = {}
+    for constant, value in values.items():
+        if constant.entry is not None:
+            mapping = attributes.get(constant.name, getattr(module, constant.name))
+            value = {**mapping, constant.entry: value}
+        attributes[constant.name] = value
+    return override_attributes(module, attributes)
 
 
-def tune(module: ModuleType, knobs: Sequence[Knob], trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
-    """Tries the candidates of each knob with the best values of those before it.
+def tune(
+    module: ModuleType,
+    constants: Sequence[TunableConstant],
+    trial: Callable[[], float],
+    has_time: Callable[[], bool],
+) -> Tuning:
+    """Tries the values of each constant together with the best values of the constants before it.
 
     Args:
-        trial: seconds of a run with the constants that the module has; an exception says that it does not run, or not
-            rightly, with them.
-        has_time: whether there is any for one more trial.
+        trial: returns the seconds of a run with the constants that the module has; an exception means that the run
+            fails, or that its results are wrong, with these constants.
+        has_time: whether there is time for one more trial.
     """
-    best = {knob: knob.value(module) for knob in knobs}
+    best = {constant: constant.current(module) for constant in constants}
     trials: list[dict[str, Any]] = []
-    fastest = _try(module, best, "as it is", None, trial, trials)
-    for knob in knobs:
-        for candidate in knob.candidates:
-            if candidate == knob.value(module):
+    fastest = _run_trial(module, best, "as it is", None, trial, trials)
+    for constant in constants:
+        for value in constant.values:
+            if value == constant.current(module):
                 continue
             if not has_time():
                 return Tuning(best, trials, finished=False)
-            seconds = _try(module, {**best, knob: candidate}, knob.label, candidate, trial, trials)
+            seconds = _run_trial(module, {**best, constant: value}, constant.label, value, trial, trials)
             if seconds < fastest * (1 - GAIN):
-                best[knob], fastest = candidate, seconds
+                best[constant], fastest = value, seconds
     return Tuning(best, trials, finished=True)
 
 
-def _try(
+def _run_trial(
     module: ModuleType,
-    values: Mapping[Knob, Any],
+    values: Mapping[TunableConstant, Any],
     label: str,
     value: Any,
     trial: Callable[[], float],
     trials: list[dict[str, Any]],
 ) -> float:
+    """Adds one trial to `trials` and returns its seconds, infinity if it failed."""
     trials.append({"constant": label, "value": value})
     try:
-        with using(module, values):
+        with override_constants(module, values):
             trials[-1]["seconds"] = trial()
-    except Exception as error:  # Triton's are of its own kind
+    except Exception as error:  # Triton raises exceptions of its own that share no base class
         trials[-1]["failure"] = first_line(error)
     return trials[-1].get("seconds", float("inf"))

@@ -1,4 +1,4 @@
-"""Plots that are drawn from a record."""
+"""Plots, drawn from the record alone."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,20 +13,20 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ..subjects.profile import UNCLOCKED, WHOLE
+from ..subjects.parts import UNCLOCKED, WHOLE
 from .tables import Record, case_title
 
 COLUMNS = 3
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
-# Of the parts of a call, by the function of the op that does them.
-PRODUCT, COMPOSITION, SOFTMAX, OUTSIDE = "lightskyblue", "sandybrown", "lightgreen", "whitesmoke"
-PART_COLORS = {"multiply_heads": PRODUCT, "add_to_heads": PRODUCT, "compose": COMPOSITION}
+# Colors of the parts of a call, by the function of the op that computes them.
+MATMUL, COMPOSITION, SOFTMAX, OUTSIDE = "lightskyblue", "sandybrown", "lightgreen", "whitesmoke"
+PART_COLORS = {"multiply_heads": MATMUL, "add_to_heads": MATMUL, "compose": COMPOSITION}
 PART_COLORS |= {"compose_backward": COMPOSITION, "softmax": SOFTMAX, "softmax_backward": SOFTMAX}
-PART_LEGEND = {"matrix products": PRODUCT, "composition": COMPOSITION, "softmax with hiding": SOFTMAX, "rest": OUTSIDE}
-AGAIN = "//"
-# Of the whole bar; a smaller part has no room for its name.
+PART_LEGEND = {"matrix products": MATMUL, "composition": COMPOSITION, "masked softmax": SOFTMAX, "rest": OUTSIDE}
+RECOMPUTED_HATCH = "//"
+# The least share of a bar with room for the name of a part.
 LEAST_LABELLED = 0.03
 
 
@@ -52,23 +52,23 @@ def draw_scaling(
     floor: bool = False,
     maps: bool = False,
 ) -> None:
-    """One log-log panel for each subject, pass, head shape and window: `value` of every correct contestant by length.
+    """One log-log panel for each subject, pass, head shape and window: `value` of every correct candidate by length.
 
-    A gray line is proportional to the number of tokens. The `floor` is the FLOPs of the function that the subject is
-    about, at the measured rate of a matrix product; `maps` draws what one map of one head over all pairs would take.
+    A gray line is proportional to the number of tokens. `floor` adds the time of the FLOPs of the subject's function at
+    the measured rate of a matrix product; `maps` adds the memory of one attention map of one head.
     """
     groups = group_by_length(record["cases"])
     figure, panels = make_panels(len(groups))
     for axes, (title, cases) in zip(panels, groups.items(), strict=False):
         axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-        for name, rows in _by_contestant(cases).items():
+        for name, rows in _by_candidate(cases).items():
             points = [(length, value(row)) for length, row in rows]
             axes.plot(*zip(*points, strict=True), STYLES[rows[0][1]["role"]], marker="o", ms=4, label=name)
         if len(cases) > 1:
             _draw_linear(axes, cases, value)
         if maps and cases[0]["subject"] == "long":
             points = [(length, length**2 * ITEM_BYTES[cases[0]["dtype"]] / 2**20) for length in _lengths(cases)]
-            axes.plot(*zip(*points, strict=True), color="tab:red", lw=1, ls="-.", label="one map of one head")
+            axes.plot(*zip(*points, strict=True), color="tab:red", lw=1, ls="-.", label="one attention map of one head")
         if floor:
             peak = record["machine"]["gemm_flops_per_second"]
             points = [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
@@ -81,7 +81,7 @@ def draw_scaling(
 
 
 def draw_ratios(record: Record, path: Path) -> None:
-    """Bars of time over the best plain attention, a panel for each case; wrong contestants have none."""
+    """Bars of time over the best plain attention, a panel for each case; wrong candidates have none."""
     cases = [case for case in record["cases"] if any("ratio" in row for row in case["rows"])]
     figure, panels = make_panels(len(cases))
     for axes, case in zip(panels, cases, strict=False):
@@ -99,7 +99,7 @@ def draw_ratios(record: Record, path: Path) -> None:
 
 
 def draw_roofline(record: Record, path: Path) -> None:
-    """FLOP/s reached against FLOPs for each byte of inputs and results, under what the machine can do."""
+    """Roofline: FLOP/s against FLOPs per byte of inputs and results, under the limits of the machine."""
     figure, axes = plt.subplots(figsize=(7, 5), dpi=120)
     peak, bandwidth = record["machine"]["gemm_flops_per_second"], record["machine"]["copy_bytes_per_second"]
     points = [
@@ -115,7 +115,7 @@ def draw_roofline(record: Record, path: Path) -> None:
     axes.plot(reach, [min(peak, bandwidth * intensity) for intensity in reach], color="black", label="roofline")
     for role, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=role)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     _save(figure, path)
@@ -124,7 +124,7 @@ def draw_roofline(record: Record, path: Path) -> None:
 def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
     """Stacked bars of the parts of a call, a panel for each case; a line across a bar is the floor of the whole call.
 
-    What the backward pass computes again is hatched. A contestant without parts is one bar without a color.
+    What the backward pass recomputes is hatched. A candidate without a profile is one white bar.
     """
     figure, panels = make_panels(len(cases))
     for axes, case in zip(panels, cases, strict=False):
@@ -139,14 +139,17 @@ def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
         keys: list[Any] = [
             Patch(facecolor=color, edgecolor="gray", label=label) for label, color in PART_LEGEND.items()
         ]
-        keys += [Patch(facecolor="white", edgecolor="black", hatch=AGAIN, label="computed again")]
+        keys += [Patch(facecolor="white", edgecolor="black", hatch=RECOMPUTED_HATCH, label="recomputed")]
         keys += [Line2D([], [], color="black", lw=2, label="FLOP floor of the call")]
         axes.legend(handles=keys, fontsize=6)
     _save(figure, path)
 
 
 def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
-    """Cases that differ in length alone, by title, shortest first; only those of several lengths, if there are any."""
+    """Groups of cases that differ in length alone, by title, shortest first.
+
+    If any group has several lengths, those of a single length are left out.
+    """
     groups: dict[str, list[Record]] = {}
     for case in sorted(cases, key=lambda case: case["shape"]["length"]):
         shape = case["shape"]
@@ -159,7 +162,7 @@ def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
-    """A figure and its panels, at most `COLUMNS` in a row; what is left over in the last row is blank."""
+    """A figure and its panels, at most `COLUMNS` in a row; the last row may end with blank ones."""
     rows, columns = max(math.ceil(count / COLUMNS), 1), max(min(count, COLUMNS), 1)
     figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.5 * rows), dpi=120, squeeze=False)
     for axes in grid.flat[count:]:
@@ -168,7 +171,7 @@ def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _draw_parts(axes: Any, place: int, row: Record) -> None:
-    """A bar of as many parts as are known, the first work at the bottom."""
+    """One bar, stacked from the parts of a profile if there is one, the first part at the bottom."""
     if "profile" not in row:
         axes.bar(place, row["timing"]["median"] * 1e3, color="white", edgecolor="black")
         return
@@ -178,7 +181,7 @@ def _draw_parts(axes: Any, place: int, row: Record) -> None:
     for part in parts:
         height = part["timing"]["median"] * 1e3
         color = PART_COLORS.get(part["function"], OUTSIDE)
-        hatch = AGAIN if part["name"].endswith("again") else None
+        hatch = RECOMPUTED_HATCH if part["name"].endswith("again") else None
         axes.bar(place, height, bottom=bottom, color=color, edgecolor="gray", hatch=hatch, lw=0.5)
         if height > LEAST_LABELLED * whole * 1e3:
             axes.text(place, bottom + height / 2, part["name"], ha="center", va="center", fontsize=5.5, zorder=3)
@@ -186,7 +189,7 @@ def _draw_parts(axes: Any, place: int, row: Record) -> None:
 
 
 def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:
-    """A line through ours at the shortest length (the least of them) that grows as the number of tokens does."""
+    """A line proportional to the number of tokens, from our smallest value at the shortest length."""
     starts = [value(row) for row in cases[0]["rows"] if row["role"] == "ours" and "ratio" in row]
     if starts:
         lengths = _lengths(cases)
@@ -198,7 +201,7 @@ def _lengths(cases: Iterable[Record]) -> list[int]:
     return [case["shape"]["length"] for case in cases]
 
 
-def _by_contestant(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]]:
+def _by_candidate(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]]:
     found: dict[str, list[tuple[int, Record]]] = {}
     for case in cases:
         for row in case["rows"]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..subjects.profile import WHOLE
+from ..subjects.parts import WHOLE
 
 Record = Mapping[str, Any]
 NOTE = """\
@@ -12,19 +12,19 @@ by the fastest plain multi-head attention of the case (`1`). Errors are relative
 gradients as one vector; "wrong" is a tensor that is off by more than {rms:g} times the reference op's own error in this
 dtype ({largest:g} times for the largest single deviation), and gets no ratio. `of peak` counts composition as work and
 divides by the rate of a large matrix product. `peak` is the most memory above the inputs, results included. `first` is
-the first call, with what it compiles."""
+the first call, compilation included."""
 PROFILE_NOTE = """\
 Parts are timed inside whole calls, in interleaved rounds of their own; `share` is of the call. The floor of a matrix
-product is its FLOPs over visible pairs at the rate of a large square product ({product:,.0f} GFLOP/s). That of any
-other part is the longer of two: one in-place multiplication of as many elements of a map in the processor's cache
-({elements:,.1f} G elements/s), and the FLOPs of its composition at the rate of the product. That of the call is the
-FLOPs of the function, nothing computed again. All rates are of this run. `rest` is the call less its parts: packing,
+product is its FLOPs over visible pairs at the rate of a large square product ({product:,.0f} GFLOP/s). The floor of any
+other part is the larger of two times: one in-place multiplication of as many elements of a map in the processor's cache
+({elements:,.1f} G elements/s), and the FLOPs of its composition at the rate of the product. The floor of the call is
+the FLOPs of the function, nothing recomputed. All rates are of this run. `rest` is the call less its parts: packing,
 copies, buffers, autograd and the loop in Python; `without the clock` are calls in the same rounds that are not timed
 inside."""
 
 
 def format_record(record: Record) -> str:
-    """Circumstances, one table a case, and how to read them."""
+    """Metadata of the run, how to read the tables, and one table for each case."""
     parts = [_heading(record), NOTE.format(**record["error_multiples"])]
     if any("profile" in row for case in record["cases"] for row in case["rows"]):
         rates = [record["machine"][f"{name}_per_second"] / 1e9 for name in ("gemm_flops", "pass_elements")]
@@ -34,7 +34,7 @@ def format_record(record: Record) -> str:
 
 
 def case_title(case: Record) -> str:
-    """What a case is, in a line."""
+    """One line that names a case."""
     shape = case["shape"]
     memory = f", memory {shape['memory']}" if shape["memory"] else ""
     window = f", window {case['window']}" if case["window"] else ""
@@ -44,8 +44,8 @@ def case_title(case: Record) -> str:
 
 
 def format_case(case: Record, peak: float) -> str:
-    """The table of a case, fastest first, what could not be measured last."""
-    head = ["contestant", "median ms", "min", "IQR", "n", "/ best plain", "peak MiB", "of peak"]
+    """The table of a case, fastest first; then what was wrong and what could not be measured."""
+    head = ["candidate", "median ms", "min", "IQR", "n", "/ best plain", "peak MiB", "of peak"]
     head += ["output error", "gradient error", "first s"]
     with_tokens = any(row.get("tokens_per_second") for row in case["rows"])
     head += ["tokens/s"] if with_tokens else []
@@ -62,7 +62,7 @@ def format_case(case: Record, peak: float) -> str:
 
 
 def format_profile(row: Record) -> str:
-    """The table of what a contestant's time goes to, in the order of the work."""
+    """The table of the parts of one candidate's calls, in the order of computation."""
     (whole,) = (part["timing"]["median"] for part in row["profile"] if part["name"] == WHOLE)
     head = [f"part of {row['name']}", "median ms", "min", "IQR", "share", "calls", "floor ms", "/ floor"]
     return "\n".join(_aligned([head, *(_part_cells(part, whole) for part in row["profile"])]))

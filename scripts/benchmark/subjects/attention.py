@@ -16,44 +16,44 @@ from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..baselines.dcmha import attend_in_chunks, attend_whole
 from ..harness.accuracy import Results
-from ..harness.contest import COMPILED, Case, Contestant, Role, Subject
-from ..harness.inputs import COMPOSED, PLAIN, STATIC, Inputs, evaluate, make_inputs, requiring_grad, truth_in
-from ..harness.settings import Settings
+from ..harness.inputs import COMPOSED, PLAIN, STATIC, OpInputs, evaluate, make_inputs, reference_results, requiring_grad
+from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import attention_flops
 
-# On a GPU SDPA is several kernels; each competes by its own name.
+# The kernels of SDPA on a GPU; each is a candidate by its own name.
 SDPA_KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
-# Where `chunked` is told whether to compile parts of itself, and its contestants by what they tell it. Its default may
-# change its mind when a process has computed a lot, but not for float32 on a CPU.
-SELF_COMPILING = "DYNATTN_COMPILE"
-MODES = {"chunked": "auto", f"chunked{COMPILED}": "1", "chunked-stepwise": "0"}
+# The environment variable that decides whether `chunked` compiles parts of itself, and its values by candidate. With
+# "auto" the op may begin to compile after a process has computed a lot, but not for float32 on a CPU.
+COMPILE_VARIABLE = "DYNATTN_COMPILE"
+COMPILE_MODES = {"chunked": "auto", f"chunked{COMPILED}": "1", "chunked-stepwise": "0"}
 
 
 class OpProblem(NamedTuple):
-    """Inputs of each function."""
+    """Inputs by function, and whether a call includes the backward pass."""
 
-    inputs: dict[str, Inputs]
+    inputs: dict[str, OpInputs]
     backward: bool
 
 
-def contestants(device: torch.device) -> list[Contestant]:
-    """Ours, every plain attention that could be the best one, the official style, and static talking heads."""
+def candidates(device: torch.device) -> list[Candidate]:
+    """Ours; every plain attention that could be the fastest; the official style; and static talking heads."""
     found = [
-        contestant(name, "ours", COMPOSED, partial(attend_ours, implementation=implementation, mode=mode))
+        make_candidate(name, "ours", COMPOSED, partial(attend_ours, implementation=implementation, mode=mode))
         for name, implementation, mode in ours(COMPOSING)
     ]
-    found += [contestant("sdpa", "plain", PLAIN, partial(attend_ours, implementation="sdpa"))]
+    found += [make_candidate("sdpa", "plain", PLAIN, partial(attend_ours, implementation="sdpa"))]
     if device.type == "cuda":
-        found += [contestant(name, "plain", PLAIN, partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
-    found += [contestant("matmul", "plain", PLAIN, attend_whole)]
+        found += [make_candidate(name, "plain", PLAIN, partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
+    found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
     found += [
-        contestant(f"{name}-plain", "plain", PLAIN, partial(attend_uncomposed, implementation=name))
+        make_candidate(f"{name}-plain", "plain", PLAIN, partial(attend_uncomposed, implementation=name))
         for name in COMPOSING
         if name != "eager"
     ]
@@ -63,34 +63,34 @@ def contestants(device: torch.device) -> list[Contestant]:
         ("official", "other", COMPOSED),
     )
     for name, role, function in in_chunks:
-        found += [contestant(name, role, function, attend_in_chunks)]
-        found += [contestant(f"{name}{COMPILED}", role, function, partial(attend_in_chunks, compile_rows=True))]
+        found += [make_candidate(name, role, function, attend_in_chunks)]
+        found += [make_candidate(f"{name}{COMPILED}", role, function, partial(attend_in_chunks, compile_rows=True))]
     return found
 
 
 def ours(implementations: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Names of contestants, each with its implementation and what that is told about compiling."""
-    modes = [(name, "chunked", mode) for name, mode in MODES.items()]
+    """Our candidates as (name, implementation, compile mode)."""
+    modes = [(name, "chunked", mode) for name, mode in COMPILE_MODES.items()]
     return [one for name in implementations for one in (modes if name == "chunked" else [(name, name, "auto")])]
 
 
-def contestant(name: str, role: Role, function: str, attend: Callable[[Inputs], Tensor]) -> Contestant:
-    """A contestant that takes the inputs of its function."""
+def make_candidate(name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor]) -> Candidate:
+    """A candidate from `attend`, which takes the inputs of its function and returns `[B, T, H, D]`."""
 
     def prepare(problem: OpProblem) -> Callable[[], Results]:
         return partial(evaluate, attend, problem.inputs[function], backward=problem.backward)
 
-    return Contestant(name, role, function, prepare)
+    return Candidate(name, role, function, prepare)
 
 
-def attend_ours(inputs: Inputs, *, implementation: str, mode: str = "auto") -> Tensor:
-    """Our op, which compiles what it is told to."""
-    with self_compiling(mode):
+def attend_ours(inputs: OpInputs, *, implementation: str, mode: str = "auto") -> Tensor:
+    """Our op in a compile mode. Returns `[B, T, H, D]`."""
+    with compile_mode(mode):
         return call_op(inputs, implementation)
 
 
-def call_op(inputs: Inputs, implementation: str) -> Tensor:
-    """Our op, as its users call it; a single query sees every key, and needs no mask to do so."""
+def call_op(inputs: OpInputs, implementation: str) -> Tensor:
+    """Our op as its users call it. Returns `[B, T, H, D]`; a single query sees every key without a mask."""
     return dcmha_attention(
         inputs.query,
         inputs.key,
@@ -105,32 +105,32 @@ def call_op(inputs: Inputs, implementation: str) -> Tensor:
 
 
 @contextmanager
-def self_compiling(mode: str) -> Iterator[None]:
-    """Tells our op what to compile, for a while."""
-    before = os.environ.get(SELF_COMPILING)
-    os.environ[SELF_COMPILING] = mode
+def compile_mode(mode: str) -> Iterator[None]:
+    """Sets the variable that decides what our op compiles, for a while."""
+    before = os.environ.get(COMPILE_VARIABLE)
+    os.environ[COMPILE_VARIABLE] = mode
     try:
         yield
     finally:
         if before is None:
-            del os.environ[SELF_COMPILING]
+            del os.environ[COMPILE_VARIABLE]
         else:
-            os.environ[SELF_COMPILING] = before
+            os.environ[COMPILE_VARIABLE] = before
 
 
-def attend_uncomposed(inputs: Inputs, *, implementation: str) -> Tensor:
-    """Our op's machinery with nothing to compose: what its driver alone costs, and a control on weak baselines."""
+def attend_uncomposed(inputs: OpInputs, *, implementation: str) -> Tensor:
+    """Our op with empty compositions, which shows what its loop alone costs. Returns `[B, T, H, D]`."""
     absent = Composition()
     return attend_ours(replace(inputs, pre=absent, post=absent), implementation=implementation)
 
 
-def attend_sdpa(inputs: Inputs, *, kernel: str) -> Tensor:
-    """PyTorch's attention on one of its GPU kernels, FlashAttention among them."""
+def attend_sdpa(inputs: OpInputs, *, kernel: str) -> Tensor:
+    """PyTorch's attention with one of its GPU kernels. Returns `[B, T, H, D]`."""
     with sdpa_kernel(SDPA_KERNELS[kernel]):
         return attend_ours(inputs, implementation="sdpa")
 
 
-def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """Forward, then forward with backward."""
     window = settings.window
     inputs = make_inputs(
@@ -147,8 +147,8 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
     for backward in (False, True):
         given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
 
-        def truth(function: str, dtype: torch.dtype, backward: bool = backward) -> Results:
-            return truth_in(inputs[function], dtype, backward=backward)
+        def reference(function: str, dtype: torch.dtype, backward: bool = backward) -> Results:
+            return reference_results(inputs[function], dtype, backward=backward)
 
         def flops(function: str, backward: bool = backward) -> float:
             forward = attention_flops(shape, window, function) * settings.batch_size
@@ -160,14 +160,14 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
         yield Case(
             passes="forward+backward" if backward else "forward",
             problem=OpProblem(given, backward),
-            truth=truth,
+            reference=reference,
             flops=flops,
             traffic=traffic,
             window=window,
         )
 
 
-def op_traffic(inputs: Inputs) -> float:
+def op_traffic(inputs: OpInputs) -> float:
     """Bytes of all inputs and of the output; a backward pass reads and writes about as many again."""
     return sum(leaf.nbytes for leaf in inputs.leaves().values()) + inputs.cotangent.nbytes
 
@@ -177,6 +177,6 @@ ATTENTION = Subject(
     function=COMPOSED,
     shapes=("16x64@512", "16x64@2048", "32x128@1024"),
     quick_shapes=("4x32@256", "4x32@512"),
-    contestants=contestants,
+    candidates=candidates,
     cases=cases,
 )

@@ -1,4 +1,4 @@
-"""One token through a whole model with a static cache: as it is, and compiled from the outside."""
+"""One token through a whole model with a static cache, eager and compiled."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,15 +12,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ..harness.accuracy import Results
-from ..harness.contest import COMPILED, Case, Contestant, Role, Subject
 from ..harness.inputs import COMPOSED, PLAIN
-from ..harness.settings import Settings
+from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .models import ModelProblem, case, make_problem
+from .models import ModelProblem, make_case, make_problem
 
 
-def contestants(device: torch.device) -> list[Contestant]:
-    """Every composing implementation of models, and the same model without composition, once as is, once compiled."""
+def candidates(device: torch.device) -> list[Candidate]:
+    """The model with every composing implementation, and without composition, each eager and compiled."""
     usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
     entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in usable]
     entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
@@ -28,7 +28,7 @@ def contestants(device: torch.device) -> list[Contestant]:
     for name, role, function, implementation in entries:
         for compiles, ending in ((False, ""), (True, COMPILED)):
             run = partial(prepare, function=function, implementation=implementation, compiles=compiles)
-            found.append(Contestant(name + ending, role, function, run))
+            found.append(Candidate(name + ending, role, function, run))
     return found
 
 
@@ -38,7 +38,7 @@ def prepare(problem: ModelProblem, function: str, implementation: str, compiles:
 
 
 def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callable[[], Results]:
-    """The last of `tokens` with all before it in a cache that has no room for more."""
+    """A step that processes the last of `tokens` `[B, T]`, with all earlier ones in a cache of exactly `T` slots."""
     model.eval()
     length = tokens.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length)
@@ -57,16 +57,16 @@ def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callabl
     return step
 
 
-def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
-    """One case; the operations counted are those of a whole prompt, less all but its last token's."""
+def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
+    """One case; its FLOPs are those of the whole prompt minus those of the prompt without its last token."""
     problem = make_problem(shape, settings, token_step, settings.layers)
-    whole = case(problem, settings, logits=1)
+    whole = make_case(problem, settings, logits=1)
     shorter = make_problem(Shape(shape.heads, shape.width, shape.length - 1), settings, token_step, settings.layers)
-    before = case(shorter, settings, logits=0)
+    before = make_case(shorter, settings, logits=0)
     yield Case(
         passes="forward",
         problem=problem,
-        truth=problem.truth,
+        reference=problem.reference,
         flops=lambda function: whole.flops(function) - before.flops(function),
         tokens=settings.batch_size,
     )
@@ -77,6 +77,6 @@ STEP = Subject(
     function=COMPOSED,
     shapes=("16x64@2048",),
     quick_shapes=("4x32@256",),
-    contestants=contestants,
+    candidates=candidates,
     cases=cases,
 )

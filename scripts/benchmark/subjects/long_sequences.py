@@ -1,8 +1,8 @@
 """Long sequences: the attention op from 1,024 tokens to 65,536, with a window and without.
 
-Nobody takes part who holds a map over all pairs of tokens. The gradient of the output is zero but for a few queries in
-the middle and at the end, so that the truth is that of these queries alone, which fits: their outputs, and the
-gradients of all that they depend on.
+Candidates that hold a map over all pairs of tokens are left out. The gradient of the output is zero except for a few
+queries in the middle and at the end, so the reference is computed for these queries alone, which fits in memory: their
+outputs, and the gradients of everything that they depend on.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..harness.accuracy import Results
-from ..harness.contest import COMPILED, Case, Contestant, Subject
-from ..harness.inputs import COMPOSED, Inputs, make_inputs, requiring_grad, truth_in
-from ..harness.settings import Settings
+from ..harness.inputs import COMPOSED, OpInputs, make_inputs, reference_results, requiring_grad
+from ..harness.interface import COMPILED, Candidate, Case, Subject
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from . import attention
 from .attention import OpProblem, op_traffic
@@ -24,39 +24,39 @@ from .op_flops import attention_flops
 LENGTHS, QUICK_LENGTHS = tuple(1024 << doubling for doubling in range(7)), (1024, 2048)
 LONGEST_BACKWARD = 16384
 WINDOW = 256
-# Queries that are compared with the truth, at the middle and as many at the end.
+# The number of queries compared with the reference before the middle, and again before the end.
 CHECKED = 16
 QUADRATIC = ("eager", "matmul")
-# They keep the maps of all their chunks for a backward pass.
+# Candidates that keep the maps of all their chunks for the backward pass.
 QUADRATIC_BACKWARD = tuple(f"{name}{end}" for name in ("chunks", "talking-heads", "official") for end in ("", COMPILED))
 
 
 @dataclass(frozen=True)
 class LongProblem:
-    """The op's problem, and the queries whose outputs are compared."""
+    """The op's problem, and the positions of the queries whose outputs are compared."""
 
     op: OpProblem
     window: int | None
-    checked: Tensor
+    checked: Tensor  # [2 * CHECKED]
 
 
-def contestants(device: torch.device) -> list[Contestant]:
-    """The op's own, without those that hold maps of all pairs even in a forward pass."""
-    every = [one for one in attention.contestants(device) if one.name not in QUADRATIC]
-    return [replace(one, prepare=partial(prepare, contestant=one)) for one in every]
+def candidates(device: torch.device) -> list[Candidate]:
+    """The candidates of the subject `attention`, without those that hold maps of all pairs even in a forward pass."""
+    every = [one for one in attention.candidates(device) if one.name not in QUADRATIC]
+    return [replace(one, prepare=partial(prepare, candidate=one)) for one in every]
 
 
-def prepare(problem: LongProblem, *, contestant: Contestant) -> Callable[[], Results]:
-    """What is timed gives the outputs of the checked queries.
+def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Results]:
+    """The candidate's own call, reduced to the outputs of the checked queries.
 
     Raises:
-        ValueError: the contestant would hold something for every pair of tokens.
+        ValueError: the candidate would hold a value for every pair of tokens.
     """
-    if problem.op.backward and contestant.name in QUADRATIC_BACKWARD:
+    if problem.op.backward and candidate.name in QUADRATIC_BACKWARD:
         raise ValueError("it keeps maps of all pairs of tokens for the backward pass")
-    if problem.window is not None and contestant.name.startswith("sdpa"):
+    if problem.window is not None and candidate.name.startswith("sdpa"):
         raise ValueError("it needs a mask of all pairs of tokens for a window")
-    call = contestant.prepare(problem.op)
+    call = candidate.prepare(problem.op)
 
     def checked() -> Results:
         results = call()
@@ -65,8 +65,8 @@ def prepare(problem: LongProblem, *, contestant: Contestant) -> Callable[[], Res
     return checked
 
 
-def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
-    """With a window (256, or the one asked for) and, where none is asked for, without; forward, then with backward."""
+def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
+    """With the window asked for, else with one of 256 and without any; forward, then forward with backward."""
     for window in (WINDOW, None) if settings.window is None else (settings.window,):
         inputs = make_inputs(
             shape.heads,
@@ -80,10 +80,12 @@ def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
             window=window,
         )
         for backward in (False, True) if shape.length <= LONGEST_BACKWARD else (False,):
-            yield case(inputs, shape, window, settings, backward=backward)
+            yield make_case(inputs, shape, window, settings, backward=backward)
 
 
-def case(made: dict[str, Inputs], shape: Shape, window: int | None, settings: Settings, *, backward: bool) -> Case:
+def make_case(
+    made: dict[str, OpInputs], shape: Shape, window: int | None, settings: BenchmarkSettings, *, backward: bool
+) -> Case:
     """One case with the inputs of each function."""
     chunks = [slice(max(0, stop - CHECKED), stop) for stop in (shape.length // 2, shape.length)]
     checked = torch.cat([torch.arange(one.start, one.stop, device=settings.device) for one in chunks])
@@ -93,15 +95,15 @@ def case(made: dict[str, Inputs], shape: Shape, window: int | None, settings: Se
     return Case(
         passes="forward+backward" if backward else "forward",
         problem=LongProblem(OpProblem(given, backward), window, checked),
-        truth=lambda function, dtype: truth_in(inputs[function], dtype, backward=backward, chunks=chunks),
+        reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=backward, chunks=chunks),
         flops=lambda function: attention_flops(shape, window, function) * settings.batch_size * passes,
         traffic=lambda function: op_traffic(inputs[function]) * (2 if backward else 1),
         window=window,
     )
 
 
-def with_cotangent_at(inputs: Inputs, queries: Tensor) -> Inputs:
-    """The same inputs, with a gradient of the output that is zero but for some queries."""
+def with_cotangent_at(inputs: OpInputs, queries: Tensor) -> OpInputs:
+    """The same inputs with a cotangent `[B, T, H, D]` that is zero except at the positions `queries` `[N]`."""
     cotangent = torch.zeros_like(inputs.cotangent)
     return replace(inputs, cotangent=cotangent.index_copy_(1, queries, inputs.cotangent[:, queries]))
 
@@ -111,6 +113,6 @@ LONG = Subject(
     function=COMPOSED,
     shapes=tuple(f"8x64@{length}" for length in LENGTHS),
     quick_shapes=tuple(f"4x32@{length}" for length in QUICK_LENGTHS),
-    contestants=contestants,
+    candidates=candidates,
     cases=cases,
 )

@@ -1,4 +1,4 @@
-"""A DCFormer: one block, a training step of the whole, and reading a prompt into the cache."""
+"""A DCFormer: one block, a training step of the whole model, and prefill of a cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -14,27 +14,33 @@ from dynattn.modeling.ops.dcmha.attention import COMPOSING
 from ...common.flops import ModelFlops
 from ..baselines.dcmha import IN_MODELS
 from ..harness.accuracy import Results
-from ..harness.contest import Case, Contestant, Role, Subject
 from ..harness.inputs import COMPOSED, PLAIN
-from ..harness.settings import Settings
+from ..harness.interface import Candidate, Case, Role, Subject
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .attention import ours, self_compiling
+from .attention import compile_mode, ours
 
-# Weights large enough that composition and attention matter: an error in either then shows in the logits.
-INITIAL = {"initializer_range": 0.05, "compose_init_scale": 20.0}
+# Weights large enough that an error in composition or attention shows in the logits.
+INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 UNCOMPOSED = {"compose_pre": False, "compose_post": False}
-# The last tokens, whose logits are compared with the truth.
+# The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
-# For a backward pass the reference op keeps maps of all pairs, some 40 of each layer. Where those of a layer have more
-# entries than this (10 GB in float64), the truth is that of a path checked against it; where those of all layers have,
-# layers are computed again.
-REFERENCE, REFERENCE_ENTRIES, LARGE_REFERENCE = "eager", 1 << 25, "chunked"
+# For the backward pass the reference op keeps dozens of maps of all pairs for each layer. If one map of a layer has
+# more elements than this, the reference is `chunked`, which is tested against the reference op. If one map of every
+# layer together have more, layers are recomputed in the backward pass.
+REFERENCE, REFERENCE_ELEMENTS, LARGE_REFERENCE = "eager", 1 << 25, "chunked"
 
 
 class ModelProblem(NamedTuple):
-    """Tokens `[B, T]`, weights of each function in the dtype measured, how to build a model, and what it then does."""
+    """What the candidates of the model subjects share.
 
-    tokens: Tensor
+    Attributes:
+        weights: of each function, in the dtype that is measured.
+        config: arguments of the configuration, composition and implementation excepted.
+        step: makes the call that is timed from a model and the tokens.
+    """
+
+    tokens: Tensor  # [B, T]
     weights: dict[str, dict[str, Tensor]]
     config: dict[str, Any]
     dtype: torch.dtype
@@ -44,26 +50,26 @@ class ModelProblem(NamedTuple):
     def model(self, function: str, implementation: str, dtype: torch.dtype | None = None) -> Any:
         """A model with the problem's weights."""
         composition = UNCOMPOSED if function == PLAIN else {}
-        foreign = implementation in IN_MODELS
-        settings = {**self.config, **composition, "attn_implementation": REFERENCE if foreign else implementation}
+        is_baseline = implementation in IN_MODELS
+        settings = {**self.config, **composition, "attn_implementation": REFERENCE if is_baseline else implementation}
         with torch.device(self.tokens.device):
             model: Any = DCFormerForCausalLM(DCFormerConfig(**settings))
-        if foreign:
-            model.config._attn_implementation = implementation  # asking for it, models refuse all but their own
+        if is_baseline:  # the model class refuses implementations that are not its own
+            model.config._attn_implementation = implementation
         model.load_state_dict(self.weights[function])
         return model.to(dtype or self.dtype)
 
-    def truth(self, function: str, dtype: torch.dtype) -> Results:
-        """What the reference op gives in a dtype."""
+    def reference(self, function: str, dtype: torch.dtype) -> Results:
+        """Results of the model with the reference op in a dtype."""
         batch, length = self.tokens.shape
         kept = batch * self.config["num_attention_heads"] * length**2 if self.backward else 0
-        model = self.model(function, LARGE_REFERENCE if kept > REFERENCE_ENTRIES else REFERENCE, dtype)
-        if kept * self.config["num_hidden_layers"] > REFERENCE_ENTRIES:
+        model = self.model(function, LARGE_REFERENCE if kept > REFERENCE_ELEMENTS else REFERENCE, dtype)
+        if kept * self.config["num_hidden_layers"] > REFERENCE_ELEMENTS:
             model.gradient_checkpointing_enable()
         return self.step(model, self.tokens)()
 
     def flops(self, function: str, logits: int) -> float:
-        """FLOPs of a forward pass that gives the logits of as many tokens of each sequence."""
+        """FLOPs of a forward pass that computes the logits of the last `logits` tokens of each sequence."""
         batch, length = self.tokens.shape
         head = 2 * self.config["hidden_size"] * self.config["vocab_size"]
         all_logits = ModelFlops.of(self.model(function, REFERENCE)).forward(torch.arange(length))
@@ -73,8 +79,8 @@ class ModelProblem(NamedTuple):
 Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 
-def contestants(device: torch.device) -> list[Contestant]:
-    """Every composing implementation that models can be asked for, the official style, and without composition."""
+def candidates(device: torch.device) -> list[Candidate]:
+    """The model with every composing implementation, in the official style, and without composition."""
     usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
     entries: list[tuple[str, Role, str, str, str]] = [
         (name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours(usable)
@@ -84,16 +90,16 @@ def contestants(device: torch.device) -> list[Contestant]:
 
     def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
         run = problem.step(problem.model(function, implementation), problem.tokens)
-        return self_compiling(mode)(run)
+        return compile_mode(mode)(run)
 
     return [
-        Contestant(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))
+        Candidate(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))
         for name, role, function, implementation, mode in entries
     ]
 
 
 def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
-    """Forward, loss, backward and AdamW; a learning rate of 0 lets it do all its work and leave the weights alone."""
+    """Forward, loss, backward and AdamW on `tokens` `[B, T]`; the learning rate is 0, so that weights stay the same."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
 
@@ -109,7 +115,7 @@ def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
 
 
 def prefill_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
-    """One pass over the prompt that fills a new cache and gives the last token's logits."""
+    """One pass over the prompt `tokens` `[B, T]` that fills a new cache and computes the last token's logits."""
     model.eval()
 
     def step() -> Results:
@@ -120,7 +126,7 @@ def prefill_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
 
 
 def block_step(model: Any, tokens: Tensor, *, backward: bool) -> Callable[[], Results]:
-    """The decoder without embedding and head: a single layer and the norm behind it."""
+    """The decoder on the embeddings of `tokens` `[B, T]`, without its head: a single layer and the final norm."""
     decoder = model.model.train()
     rows = decoder.embed_tokens(tokens).detach().requires_grad_(backward)
     weights = {name: weight for name, weight in decoder.named_parameters() if not name.startswith("embed_tokens")}
@@ -138,8 +144,10 @@ def block_step(model: Any, tokens: Tensor, *, backward: bool) -> Callable[[], Re
     return step
 
 
-def make_problem(shape: Shape, settings: Settings, step: Step, layers: int, *, backward: bool = False) -> ModelProblem:
-    """Random tokens and weights; the uncomposed model has the composed one's weights without the generators'."""
+def make_problem(
+    shape: Shape, settings: BenchmarkSettings, step: Step, layers: int, *, backward: bool = False
+) -> ModelProblem:
+    """Random tokens and weights; the plain model has the composed one's weights except those of its generators."""
     hidden = shape.heads * shape.width
     config: dict[str, Any] = {
         "vocab_size": settings.vocabulary,
@@ -150,7 +158,7 @@ def make_problem(shape: Shape, settings: Settings, step: Step, layers: int, *, b
         "max_position_embeddings": shape.length,
         "sliding_window": settings.window,
         "layer_types": ["full_attention" if settings.window is None else "sliding_attention"] * layers,
-        **INITIAL,
+        **INITIALIZATION,
     }
     torch.manual_seed(settings.seed)
     drawn = DCFormerForCausalLM(DCFormerConfig(**config)).state_dict()
@@ -160,42 +168,42 @@ def make_problem(shape: Shape, settings: Settings, step: Step, layers: int, *, b
     return ModelProblem(tokens, {COMPOSED: weights, PLAIN: plain}, config, settings.dtype, step, backward)
 
 
-def case(problem: ModelProblem, settings: Settings, *, logits: int) -> Case:
-    """A case of a step that needs the logits of as many tokens of each sequence."""
+def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int) -> Case:
+    """A case of a step that computes the logits of the last `logits` tokens of each sequence."""
     return Case(
         passes="forward+backward" if problem.backward else "forward",
         problem=problem,
-        truth=problem.truth,
+        reference=problem.reference,
         flops=cache(lambda function: problem.flops(function, logits) * (3 if problem.backward else 1)),
         tokens=problem.tokens.numel(),
         window=settings.window,
     )
 
 
-def training_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+def training_cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """One case."""
     problem = make_problem(shape, settings, training_step, settings.layers, backward=True)
-    yield case(problem, settings, logits=shape.length)
+    yield make_case(problem, settings, logits=shape.length)
 
 
-def prefill_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+def prefill_cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """One case."""
-    yield case(make_problem(shape, settings, prefill_step, settings.layers), settings, logits=1)
+    yield make_case(make_problem(shape, settings, prefill_step, settings.layers), settings, logits=1)
 
 
-def block_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+def block_cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """Forward, then forward with backward."""
     for backward in (False, True):
         problem = make_problem(shape, settings, partial(block_step, backward=backward), layers=1, backward=backward)
-        yield case(problem, settings, logits=0)
+        yield make_case(problem, settings, logits=0)
 
 
-def subject(name: str, cases: Callable[[Shape, Settings], Iterator[Case]], shapes: Sequence[str]) -> Subject:
-    """A subject on models; all have the same contestants."""
-    return Subject(name, COMPOSED, shapes, ("4x32@256",), contestants, cases)
+def subject(name: str, cases: Callable[[Shape, BenchmarkSettings], Iterator[Case]], shapes: Sequence[str]) -> Subject:
+    """A subject on models; all of them have the same candidates."""
+    return Subject(name, COMPOSED, shapes, ("4x32@256",), candidates, cases)
 
 
 BLOCK = subject("block", block_cases, ("16x64@512", "32x128@512"))
-# With 2,048 tokens all contestants together grew beyond 22 GB: each keeps its model, and some keep maps of all pairs.
+# No more than 1,024 tokens by default: every candidate keeps its model, and some keep maps of all pairs of tokens.
 TRAINING = subject("training", training_cases, ("16x64@512", "16x64@1024"))
 PREFILL = subject("prefill", prefill_cases, ("16x64@512", "16x64@2048"))

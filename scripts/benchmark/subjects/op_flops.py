@@ -1,6 +1,6 @@
-"""Floating point operations of the benchmark's subjects, counted as `scripts.flops` counts those of a model.
+"""FLOPs of the benchmark's subjects, counted as `scripts.common.flops` counts those of a model.
 
-A backward pass needs twice the forward pass.
+A backward pass takes twice the FLOPs of the forward pass.
 """
 
 from ...common.flops import stage_flops

@@ -1,16 +1,15 @@
-"""Where the time of an attention call goes: part by part, each next to the least that it could take on this machine.
+"""Profile of an attention call: the time of each part, beside the least that it could take on this machine.
 
-For a while the op's functions are replaced by the same ones under a clock. What a call does outside of them is `rest`:
-packing of factors, copies, buffers, autograd and the loop in Python.
+The op's functions are temporarily replaced by the same functions under a clock. What a call does outside of them is
+`rest`: packing of factors, copies, buffers, autograd and the loop in Python.
 """
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,55 +20,29 @@ from dynattn.modeling.ops.dcmha.chunked.composers.interface import Composer
 
 from ...common.errors import UserError
 from ...common.measuring import interleave, sample, summarize
-from ..harness.contest import Case, Contestant, Subject
-from ..harness.inputs import COMPOSED, PLAIN, Inputs, evaluate
-from ..harness.settings import Settings
+from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate
+from ..harness.interface import Candidate, Case, Subject
+from ..harness.overrides import override_attributes
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape, visible_pairs
-from ..harness.tuning import Knob, using
 from . import attention
 from .attention import ATTENTION, OpProblem, attend_ours, attend_uncomposed
 from .op_flops import composition_flops
+from .parts import BACKWARD_PARTS, COMPOSERS, FORWARD_PARTS, FUNCTIONS, LAST_PARTS, MATMULS, REST, UNCLOCKED, WHOLE
 
-PROFILED: dict[str, tuple[str, Callable[[Inputs], Tensor]]] = {
+PROFILED: dict[str, tuple[str, Callable[[OpInputs], Tensor]]] = {
     "chunked": (COMPOSED, partial(attend_ours, implementation="chunked")),
     "chunked-plain": (PLAIN, partial(attend_uncomposed, implementation="chunked")),
 }
-# Takes part without parts, so that ratios refer to the attention that they refer to elsewhere.
+# Timed but not profiled: ratios refer to it, as in the other subjects.
 BASELINE = "sdpa"
 
-PRODUCTS = ("multiply_heads", "add_to_heads")
-COMPOSERS = ("compose", "compose_backward", "softmax", "softmax_backward")
-REST, WHOLE, UNCLOCKED = "rest", "whole call", "without the clock"
-# What a function does to a chunk, by how many of its two softmax steps are done. The backward pass repeats the forward
-# pass first.
-FORWARD_PARTS = {
-    ("multiply_heads", 0): "scores",
-    ("compose", 0): "pre-composition",
-    ("softmax", 0): "softmax",
-    ("compose", 1): "post-composition",
-    ("multiply_heads", 1): "output",
-}
-BACKWARD_PARTS = {
-    ("multiply_heads", 0): "scores again",
-    ("compose", 0): "pre-composition again",
-    ("softmax", 0): "softmax again",
-    ("compose", 1): "post-composition again",
-    ("add_to_heads", 1): "value gradient",
-    ("multiply_heads", 1): "probability gradient",
-    ("compose_backward", 1): "post-composition backward",
-    ("softmax_backward", 1): "softmax backward",
-    ("compose_backward", 2): "pre-composition backward",
-    ("multiply_heads", 2): "query gradient",
-    ("add_to_heads", 2): "key gradient",
-}
-FUNCTIONS = {part: function for parts in (FORWARD_PARTS, BACKWARD_PARTS) for (function, _), part in parts.items()}
-LAST_PARTS = ("output", "key gradient")
-# A map that stays in the processor's cache, and how many passes over it make a sample.
+# Elements of an attention map that fits in the processor's cache, and how many passes over it make a sample.
 PASS_ELEMENTS, PASSES, PASS_SAMPLES = 1 << 17, 100, 5
 
 
-class Clock:
-    """Seconds and calls of each part, while it watches the op."""
+class PartClock:
+    """Seconds and calls of each part of the op, while it is installed."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -77,10 +50,11 @@ class Clock:
         self.parts = FORWARD_PARTS
         self.softmaxes = 0
 
-    def in_phases(self, attend: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
-        """The same function; until it returns the pass is the forward one, and then the backward one."""
+    def in_phases(self, attend: Callable[[OpInputs], Tensor]) -> Callable[[OpInputs], Tensor]:
+        """The same function, which returns `[B, T, H, D]` and marks where the backward pass begins."""
 
-        def attend_forward(inputs: Inputs) -> Tensor:
+        def attend_forward(inputs: OpInputs) -> Tensor:
+            """Returns `[B, T, H, D]`."""
             self.parts = FORWARD_PARTS
             output = attend(inputs)
             self.parts = BACKWARD_PARTS
@@ -89,15 +63,15 @@ class Clock:
         return attend_forward
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Puts the op's functions under the clock."""
-        products = {name: self.timed(name, getattr(chunk, name)) for name in PRODUCTS}
+    def installed(self) -> Iterator[None]:
+        """Replaces the op's functions by the same functions under the clock."""
+        matmuls = {name: self.timed(name, getattr(chunk, name)) for name in MATMULS}
         choose = tiling.choose_composer
         composers = {
             "choose_composer": lambda *arguments: self.timed_composer(choose(*arguments)),
             "STEPWISE": self.timed_composer(tiling.STEPWISE),
         }
-        with replacing(chunk, products), replacing(tiling, composers):
+        with override_attributes(chunk, matmuls), override_attributes(tiling, composers):
             yield
 
     def timed_composer(self, composer: Composer) -> Composer:
@@ -116,14 +90,14 @@ class Clock:
         return run
 
     def add(self, name: str, nanoseconds: int) -> None:
-        """Counts a call to the part that it is by its place in the work on a chunk.
+        """Adds a call of the function `name` to the part that it computes at this point of a chunk.
 
         Raises:
-            RuntimeError: it has no place there; the op works in another order than this module was written for.
+            RuntimeError: there is no such part; the op works in another order than `parts.py` says.
         """
         part = self.parts.get((name, self.softmaxes))
         if part is None:
-            raise RuntimeError(f"a chunk has no part for {name} after {self.softmaxes} softmax steps; profile.py lags")
+            raise RuntimeError(f"a chunk has no part for {name} after {self.softmaxes} softmax steps; update parts.py")
         self.seconds[part] += nanoseconds / 1e9
         self.calls[part] += 1
         self.softmaxes += name.startswith("softmax")
@@ -132,33 +106,43 @@ class Clock:
 
 
 class Floors(NamedTuple):
-    """What bounds a call and its parts from below, for `pairs` visible (query, key) pairs of all heads."""
+    """Lower bounds of the time of a call and its parts.
+
+    Attributes:
+        pairs: visible (query, key) pairs of all heads.
+        width: head width.
+        composition: FLOPs of one composition stage for one pair.
+        call: FLOPs of the whole call.
+        matmul_rate: FLOP/s of a large matrix product.
+        pass_rate: elements/s of a pass over an attention map in the processor's cache.
+    """
 
     pairs: int
     width: int
-    composition: int  # FLOPs of a stage for a pair
-    call: float  # FLOPs
-    product_rate: float  # FLOP/s
-    pass_rate: float  # elements/s
+    composition: int
+    call: float
+    matmul_rate: float
+    pass_rate: float
 
     def seconds(self, part: str) -> float | None:
-        """Of a matrix product its FLOPs at the rate of a large one, of other parts no less than a pass over the map.
+        """The floor of a part; None for the rest of a call, which has none.
 
-        The whole call has the floor of its FLOPs, the rest of it has none.
+        A matrix product is bounded by its FLOPs at the rate of a large one, any other part by its FLOPs and by one pass
+        over the map, and the whole call by its FLOPs.
         """
         if part in (REST, UNCLOCKED):
             return None
         if part == WHOLE:
-            return self.call / self.product_rate
+            return self.call / self.matmul_rate
         function = FUNCTIONS[part]
         flops = {"compose": self.composition, "compose_backward": 2 * self.composition}
-        flops |= dict.fromkeys(PRODUCTS, 2 * self.width)
-        passes = 0 if function in PRODUCTS else 1
-        return self.pairs * max(flops.get(function, 0) / self.product_rate, passes / self.pass_rate)
+        flops |= dict.fromkeys(MATMULS, 2 * self.width)
+        passes = 0 if function in MATMULS else 1
+        return self.pairs * max(flops.get(function, 0) / self.matmul_rate, passes / self.pass_rate)
 
 
 class Profile:
-    """Samples of one contestant's parts."""
+    """Samples of the parts of one candidate."""
 
     def __init__(self, name: str, problem: OpProblem, repeats: int) -> None:
         function, self.attend = PROFILED[name]
@@ -169,10 +153,10 @@ class Profile:
 
     def take(self) -> float:
         """Seconds of one of `repeats` calls in a row; keeps those of its parts, and of a call without the clock."""
-        clock = Clock()
+        clock = PartClock()
         call = partial(evaluate, clock.in_phases(self.attend), self.inputs, backward=self.backward)
         device = self.inputs.query.device
-        with clock.watching():
+        with clock.installed():
             whole = sample(call, self.repeats, device)
         parts = {name: clock.seconds[name] / self.repeats for name in FUNCTIONS if name in clock.seconds}
         rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: sample(call, self.repeats, device)}
@@ -181,7 +165,7 @@ class Profile:
         return whole
 
     def record(self, floors: Floors) -> list[dict[str, Any]]:
-        """Every part in the record; `calls` are those of its function in a call of the op."""
+        """All parts in JSON types; `calls` counts the calls of a part's function in one call of the op."""
         return [
             {
                 "name": part,
@@ -195,21 +179,21 @@ class Profile:
         ]
 
 
-def contestants(device: torch.device) -> list[Contestant]:
+def candidates(device: torch.device) -> list[Candidate]:
     """`chunked`, its control without composition, and the plain attention that ratios refer to.
 
     Raises:
-        UserError: the device runs on while the processor's clock is read.
+        UserError: the device works asynchronously, so that the processor's clock does not measure it.
     """
     if device.type != "cpu":
         raise UserError(f"the subject profile reads the processor's clock, not that of {device}; use --device cpu")
-    return [one for one in attention.contestants(device) if one.name in (*PROFILED, BASELINE)]
+    return [one for one in attention.candidates(device) if one.name in (*PROFILED, BASELINE)]
 
 
 def add_profiles(
-    rows: list[dict[str, Any]], case: Case, shape: Shape, settings: Settings, machine: Mapping[str, float]
+    rows: list[dict[str, Any]], case: Case, shape: Shape, settings: BenchmarkSettings, machine: Mapping[str, float]
 ) -> None:
-    """Adds a `profile` to the row of each contestant that can be looked into; they take turns, as in other subjects."""
+    """Adds a `profile` to the row of each candidate in `PROFILED`; they are sampled in interleaved rounds."""
     problem: OpProblem = case.problem
     profiles = {
         row["name"]: Profile(row["name"], problem, row["timing"]["calls"])
@@ -226,14 +210,9 @@ def add_profiles(
 
 
 def pass_rate(device: torch.device) -> float:
-    """Elements/s of multiplying a float32 map in the processor's cache in place: no pass over a map does less."""
+    """Elements/s of the cheapest pass over a float32 map in the processor's cache, an in-place multiplication."""
     maps = torch.ones(PASS_ELEMENTS, device=device)
     return PASS_ELEMENTS / min(sample(lambda: maps.mul_(1.0), PASSES, device) for _ in range(PASS_SAMPLES))
 
 
-def replacing(module: ModuleType, functions: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Gives functions of a module others in their place for a while."""
-    return using(module, {Knob(name, ()): function for name, function in functions.items()})
-
-
-PROFILE = Subject("profile", COMPOSED, ATTENTION.shapes, ("4x32@256",), contestants, attention.cases)
+PROFILE = Subject("profile", COMPOSED, ATTENTION.shapes, ("4x32@256",), candidates, attention.cases)

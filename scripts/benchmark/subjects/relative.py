@@ -1,4 +1,4 @@
-"""Attention layers of the RCMHA family with segment memory: projections, convolutions, positions, attention, output."""
+"""Whole attention layers of the RCMHA family with segment memory, from the projections to the output."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from dynattn.modeling.ops.relative.attention import RELATIVE
 
 from ..baselines.relative import OfficialRelativeAttention, as_official, from_official
 from ..harness.accuracy import Results
-from ..harness.contest import COMPILED, Case, Contestant, Role, Subject
-from ..harness.settings import Settings
+from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
+from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import relative_flops
 
 TYPES = ("rcmha", "rmha", "mdha", "mha")
-# Distances that tables know, in both styles.
+# Rows of the position tables in both styles, one for each distance.
 POSITIONS = 2048
 
 
 class LayerProblem(NamedTuple):
-    """Memory and segment as `[B, M + T, E]`, a gradient of the output `[B, T, E]`, and weights of each type."""
+    """Memory and segment (`hidden_states`), a gradient of the output (`cotangent`), and the weights of each type."""
 
-    hidden_states: Tensor
-    cotangent: Tensor
+    hidden_states: Tensor  # [B, M + T, E]
+    cotangent: Tensor  # [B, T, E]
     configs: dict[str, RCMHAConfig]
     weights: dict[str, dict[str, Tensor]]
     backward: bool
@@ -44,24 +44,24 @@ class LayerProblem(NamedTuple):
         return layer.to(dtype).requires_grad_(self.backward)
 
 
-def contestants(device: torch.device) -> list[Contestant]:
-    """Each attention type in each of our implementations, in the official style, and in that compiled."""
+def candidates(device: torch.device) -> list[Candidate]:
+    """Each attention type in each of our implementations, and in the official style, eager and compiled."""
     found = []
     for kind in TYPES:
         role: Role = "plain" if kind == "mha" else "ours"
         for name in RELATIVE:
-            found += [Contestant(f"{kind}-{name}", role, kind, partial(prepare_ours, kind=kind, implementation=name))]
+            found += [Candidate(f"{kind}-{name}", role, kind, partial(prepare_ours, kind=kind, implementation=name))]
         role = "plain" if kind == "mha" else "other"
         for suffix in ("", COMPILED):
             prepare = partial(prepare_official, kind=kind, compiles=bool(suffix))
-            found += [Contestant(f"{kind}-official{suffix}", role, kind, prepare)]
+            found += [Candidate(f"{kind}-official{suffix}", role, kind, prepare)]
     return found
 
 
 def prepare_ours(
     problem: LayerProblem, *, kind: str, implementation: str, dtype: torch.dtype | None = None
 ) -> Callable[[], Results]:
-    """Our layer, as models call it."""
+    """Our layer, called as models call it."""
     dtype = dtype or problem.hidden_states.dtype
     layer = problem.layer(kind, implementation, dtype)
     rows = problem.hidden_states.detach().to(dtype).requires_grad_(problem.backward)
@@ -76,7 +76,7 @@ def prepare_ours(
 
 
 def prepare_official(problem: LayerProblem, *, kind: str, compiles: bool) -> Callable[[], Results]:
-    """The official style, on its own layout of the same numbers."""
+    """The official style, on the same values in its own layout (sequence first)."""
     weights = problem.weights[kind]
     width, heads = problem.hidden_states.shape[-1], problem.configs[kind].num_attention_heads
     with torch.device(problem.hidden_states.device):
@@ -104,7 +104,7 @@ def prepare_official(problem: LayerProblem, *, kind: str, compiles: bool) -> Cal
 
 
 def results(output: Tensor, rows: Tensor, problem: LayerProblem, parameters: dict[str, Tensor]) -> Results:
-    """The output and, for a backward pass, the gradients of rows and parameters."""
+    """The output `[B, T, E]` and, with a backward pass, the gradients of `rows` and parameters, in their shapes."""
     if not problem.backward:
         return {"output": output}
     leaves = {"hidden_states": rows, **parameters}
@@ -112,8 +112,8 @@ def results(output: Tensor, rows: Tensor, problem: LayerProblem, parameters: dic
     return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
 
 
-def make_problem(shape: Shape, settings: Settings, *, backward: bool) -> LayerProblem:
-    """Random rows, and weights that let every term matter."""
+def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -> LayerProblem:
+    """Random rows, and weights so large that an error in any term shows."""
     torch.manual_seed(settings.seed)
     hidden, rows = shape.heads * shape.width, shape.memory + shape.length
     configs, weights = {}, {}
@@ -133,23 +133,23 @@ def make_problem(shape: Shape, settings: Settings, *, backward: bool) -> LayerPr
             )
             for name, value in state.items()
         }
-    numbers = (torch.randn(settings.batch_size, length, hidden) for length in (rows, shape.length))
-    hidden_states, cotangent = (one.to(settings.device, settings.dtype) for one in numbers)
+    drawn = (torch.randn(settings.batch_size, length, hidden) for length in (rows, shape.length))
+    hidden_states, cotangent = (one.to(settings.device, settings.dtype) for one in drawn)
     return LayerProblem(hidden_states, cotangent, configs, weights, backward)
 
 
-def cases(shape: Shape, settings: Settings) -> Iterator[Case]:
+def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """Forward, then forward with backward."""
     for backward in (False, True):
         problem = make_problem(shape, settings, backward=backward)
 
-        def truth(kind: str, dtype: torch.dtype, problem: LayerProblem = problem) -> Results:
+        def reference(kind: str, dtype: torch.dtype, problem: LayerProblem = problem) -> Results:
             return prepare_ours(problem, kind=kind, implementation="eager", dtype=dtype)()
 
         def flops(kind: str, backward: bool = backward) -> float:
             return relative_flops(shape, kind) * settings.batch_size * (3 if backward else 1)
 
-        yield Case("forward+backward" if backward else "forward", problem, truth, flops)
+        yield Case("forward+backward" if backward else "forward", problem, reference, flops)
 
 
 RELATIVE_ATTENTION = Subject(
@@ -157,6 +157,6 @@ RELATIVE_ATTENTION = Subject(
     function="rcmha",
     shapes=("8x16@128+128", "8x16@512+512"),
     quick_shapes=("8x16@128+128",),
-    contestants=contestants,
+    candidates=candidates,
     cases=cases,
 )

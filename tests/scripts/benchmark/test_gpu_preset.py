@@ -1,79 +1,29 @@
-"""The record of a GPU on a machine without one: the tuner, what is planned, and what is left out when time is over."""
+"""The GPU preset on a machine without one: what is tuned and planned, and what is left out for lack of time."""
 
 import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_preset as preset
-from dynattn.scripts.benchmark import main as benchmark
-from dynattn.scripts.benchmark.arguments import BenchmarkArguments, read_settings
-from dynattn.scripts.benchmark.gpu_preset import GPU, Part, make_trial, options_of, run_preset
-from dynattn.scripts.benchmark.harness.settings import Settings
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, make_trial, options_of, run_preset
+from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings, read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.harness.tuning import Knob, Tuning, tune, using
-
-BLOCK, LEFT, RIGHT = (
-    Knob("BLOCK", (16, 32, 64)),
-    Knob("TILES", ((1, 2), (4, 4)), "left"),
-    Knob("TILES", ((8, 8),), "right"),
-)
+from dynattn.scripts.benchmark.harness.tuning import TunableConstant, Tuning, tune
+from dynattn.scripts.benchmark.subjects.selection import select
 
 
-@pytest.fixture
-def module() -> Any:
-    return SimpleNamespace(BLOCK=32, TILES={"left": (1, 2), "right": (3, 3)})
-
-
-def test_constants_have_other_values_for_a_while(module: Any) -> None:
-    tiles = module.TILES
-    with pytest.raises(ZeroDivisionError), using(module, {BLOCK: 64, LEFT: (4, 4), RIGHT: (8, 8)}):
-        assert (module.BLOCK, module.TILES) == (64, {"left": (4, 4), "right": (8, 8)})
-        raise ZeroDivisionError
-    assert module.BLOCK == 32
-    assert module.TILES is tiles == {"left": (1, 2), "right": (3, 3)}
-
-
-def test_the_tuner_finds_the_best_of_each_constant_and_passes_over_what_fails(module: Any) -> None:
-    def trial() -> float:
-        if module.BLOCK == 64:
-            raise RuntimeError("out of shared memory\nand more")
-        left = {(1, 2): 1.0, (4, 4): 0.5}[module.TILES["left"]]
-        return module.BLOCK / 16 + left + (0.0 if module.TILES["right"] == (3, 3) else -0.001)
-
-    tuning = tune(module, (BLOCK, LEFT, RIGHT), trial, lambda: True)
-    assert tuning.finished
-    assert tuning.best == {BLOCK: 16, LEFT: (4, 4), RIGHT: (3, 3)}, "a gain within the noise is none"
-    assert module.BLOCK == 32
-    labels = ["as it is", "BLOCK", "BLOCK", "TILES[left]", "TILES[right]"]
-    assert [one["constant"] for one in tuning.trials] == labels
-    assert tuning.trials[2] == {"constant": "BLOCK", "value": 64, "failure": "out of shared memory"}
-    assert json.loads(json.dumps(tuning.as_record()))["best"] == {
-        "BLOCK": 16,
-        "TILES[left]": [4, 4],
-        "TILES[right]": [3, 3],
-    }
-
-
-def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
-    time_left = iter([True, False])
-    tuning = tune(module, (BLOCK, LEFT), lambda: float(module.BLOCK), lambda: next(time_left))
-    assert not tuning.finished
-    assert tuning.best == {BLOCK: 16, LEFT: (1, 2)}
-    assert len(tuning.trials) == 2
-
-
-@pytest.mark.parametrize("knobs", [preset.LOOP_KNOBS, preset.MATRIX_KNOBS])
-def test_the_knobs_are_constants_that_the_kernels_have(knobs: tuple[Knob, ...]) -> None:
-    for knob in (preset.FAMILY, *knobs):
-        value = knob.value(kernel_tuning)
-        assert all(type(value) is type(candidate) for candidate in knob.candidates)
-        assert not isinstance(value, tuple) or value in knob.candidates
+@pytest.mark.parametrize("constants", [preset.HEAD_BY_HEAD_CONSTANTS, preset.TENSOR_CORE_CONSTANTS])
+def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableConstant, ...]) -> None:
+    for constant in (preset.FAMILY, *constants):
+        value = constant.current(kernel_tuning)
+        assert all(type(value) is type(candidate) for candidate in constant.values)
+        assert not isinstance(value, tuple) or value in constant.values
 
 
 @pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
@@ -88,10 +38,10 @@ def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> No
     assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
 
 
-def test_the_trial_runs_the_contestant_with_the_constants_and_refuses_wrong_results(
+def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = Settings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
     trial = make_trial(settings, (("4x16@24", None), ("4x16@24", 8)), "chunked")
     assert trial() > 0
     monkeypatch.setattr(preset, "judge", lambda *_: SimpleNamespace(correct=False))
@@ -103,11 +53,12 @@ def test_the_trial_runs_the_contestant_with_the_constants_and_refuses_wrong_resu
 def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    settings = Settings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
     monkeypatch.setattr(preset, "TRIAL_SAMPLES", 1)
     trial = make_trial(settings, (("2x16@40", 8),), "triton")
-    knobs = (Knob("ROWS", (16,)), Knob("BLOCK", (8,)), Knob("TILES", ((8, 16, 4),), "dcmha_probs"))
-    tuning = tune(kernel_tuning, knobs, trial, lambda: True)
+    tiles = TunableConstant("TILES", ((8, 16, 4),), "dcmha_probs")
+    constants = (TunableConstant("ROWS", (16,)), TunableConstant("BLOCK", (8,)), tiles)
+    tuning = tune(kernel_tuning, constants, trial, lambda: True)
     assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
         "as it is",
         "ROWS",
@@ -125,8 +76,8 @@ class Clock:
         return self.now
 
 
-def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path: Path, module: Any) -> None:
-    clock, seen = Clock(), []
+def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path: Path) -> None:
+    clock, seen, module = Clock(), [], SimpleNamespace(BLOCK=32)
 
     def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
         folder.mkdir()
@@ -137,9 +88,9 @@ def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path:
     def find(arguments: BenchmarkArguments, end: float) -> Tuning:
         clock.now += 100
         assert end == 300 + preset.TUNING_SECONDS
-        return Tuning({BLOCK: 64}, [], finished=True)
+        return Tuning({TunableConstant("BLOCK", (64,)): 64}, [], finished=True)
 
-    parts = (Part("first", {"dtype": "float32"}), Part("second", {"window": 5}), Part("third", {}))
+    parts = (PresetPart("first", {"dtype": "float32"}), PresetPart("second", {"window": 5}), PresetPart("third", {}))
     right = run_preset(
         BenchmarkArguments(preset="gpu"), tmp_path, run, parts=parts, find=find, module=module, clock=clock
     )
@@ -168,11 +119,13 @@ def test_the_plan_covers_what_a_record_of_a_gpu_needs() -> None:
 
 
 @pytest.mark.parametrize("part", GPU, ids=lambda part: part.name)
-def test_every_part_is_made_of_arguments_and_names_that_exist(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_made_of_arguments_and_names_that_exist(
+    part: PresetPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert set(part.options) <= {field.name for field in fields(BenchmarkArguments)}
     arguments = options_of(part, BenchmarkArguments(preset="gpu"))
     assert arguments.device == "cuda"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     settings = read_settings(arguments)
-    entries, _ = benchmark.choose(arguments, settings)
-    assert {one.name for _, found in entries for one in found} == set(part.options["implementations"])
+    selection, _ = select(arguments, settings)
+    assert {one.name for _, found in selection for one in found} == set(part.options["implementations"])

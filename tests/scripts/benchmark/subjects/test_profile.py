@@ -1,6 +1,5 @@
-"""The benchmark's profiles: parts that are what they are called, inside of calls that stay what they were."""
+"""Profiles: their parts compute what they are called, and calls under the clock give the same results."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,63 +7,39 @@ from typing import Any
 
 import pytest
 import torch
+from cases.benchmark import inputs_of, run_benchmark
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.chunked import chunk, tiling
-from dynattn.scripts import cli
 from dynattn.scripts.benchmark import main as benchmark
-from dynattn.scripts.benchmark.harness import process
-from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN, Inputs, evaluate, make_inputs, requiring_grad
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, requiring_grad
 from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
 from dynattn.scripts.benchmark.subjects import profile
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
-from dynattn.scripts.benchmark.subjects.profile import (
-    BACKWARD_PARTS,
-    FORWARD_PARTS,
-    PROFILED,
-    REST,
-    UNCLOCKED,
-    WHOLE,
-    Clock,
-)
+from dynattn.scripts.benchmark.subjects.parts import BACKWARD_PARTS, FORWARD_PARTS, REST, UNCLOCKED, WHOLE
+from dynattn.scripts.benchmark.subjects.profile import PROFILED, PartClock
+from dynattn.scripts.benchmark.subjects.selection import ON_DEMAND
+from dynattn.scripts.common.errors import UserError
 
-CPU = torch.device("cpu")
 HEADS, WIDTH, LENGTH = 2, 8, 100
+
 FORWARD, BACKWARD = list(FORWARD_PARTS.values()), list(BACKWARD_PARTS.values())
 
 
-def inputs_of(function: str, dtype: torch.dtype = torch.float32) -> Inputs:
-    return make_inputs(HEADS, WIDTH, LENGTH, LENGTH, batch=2, dtype=dtype, device=CPU, seed=3)[function]
+def op_inputs(function: str, dtype: torch.dtype = torch.float32) -> OpInputs:
+    return inputs_of(function, LENGTH, LENGTH, heads=HEADS, width=WIDTH, dtype=dtype)
 
 
-def clocked(inputs: Inputs, clock: Clock, *, backward: bool = True) -> dict[str, Tensor]:
+def clocked(inputs: OpInputs, clock: PartClock, *, backward: bool = True) -> dict[str, Tensor]:
     attend = clock.in_phases(PROFILED["chunked"][1])
-    with clock.watching():
+    with clock.installed():
         return dict(evaluate(attend, requiring_grad(inputs) if backward else inputs, backward=backward))
 
 
-def run(folder: Path, *options: str) -> dict[str, Any]:
-    """Runs the job, as in a process that it has started anew, and returns the record."""
-    assert cli.main(["benchmark", "--output", str(folder), "--quick", "--subjects", "profile", *options]) == 0
-    record: dict[str, Any] = json.loads((folder / "record.json").read_text())
-    return record
-
-
-@pytest.fixture
-def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**process.ALLOCATOR, process.THREADS: "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("DYNATTN_COMPILE", raising=False)
-    monkeypatch.setattr(benchmark, "gemm_rate", lambda *_: 1e11)
-    monkeypatch.setattr(benchmark, "copy_rate", lambda *_: 1e10)
-
-
-@pytest.mark.usefixtures("known_machine")
-def test_the_parts_of_a_call_and_what_is_left_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "draw_plots", lambda *_: None)
-    record = run(tmp_path, "--shapes", "2x8@100", "--batch_size", "2")
+@pytest.mark.usefixtures("known_machine", "no_plots")
+def test_the_parts_of_a_call_and_what_is_left_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, record = run_benchmark(tmp_path, "--subjects", "profile", "--shapes", "2x8@100", "--batch_size", "2")
+    assert status == 0
     table = (tmp_path / "table.md").read_text()
     for case in record["cases"]:
         rows = {row["name"]: row for row in case["rows"]}
@@ -86,7 +61,7 @@ def test_the_parts_of_a_call_and_what_is_left_of_it(
 def assert_parts_fill_the_call(parts: list[dict[str, Any]]) -> None:
     samples = {part["name"]: part["samples"] for part in parts}
     unclocked, whole = samples.pop(UNCLOCKED), samples.pop(WHOLE)
-    assert len(unclocked) == len(whole) == 3
+    assert len(unclocked) == len(whole) == 2
     assert min(map(min, samples.values())) > 0
     assert [sum(turn) for turn in zip(*samples.values(), strict=True)] == pytest.approx(whole)
     assert sum(map(sum, (one for name, one in samples.items() if name != REST))) < sum(whole)
@@ -96,11 +71,11 @@ def assert_parts_fill_the_call(parts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("backward", [False, True])
-def test_calls_under_the_clock_give_the_same_numbers_and_count_every_part_alike(
+def test_calls_under_the_clock_give_the_same_results_and_count_every_part_alike(
     dtype: torch.dtype, backward: bool
 ) -> None:
     """In float64 the last chunk is shorter than the others and composed by another composer than they are."""
-    inputs, clock = inputs_of(COMPOSED, dtype), Clock()
+    inputs, clock = op_inputs(COMPOSED, dtype), PartClock()
     expected = evaluate(PROFILED["chunked"][1], requiring_grad(inputs) if backward else inputs, backward=backward)
     torch.testing.assert_close(clocked(inputs, clock, backward=backward), dict(expected), atol=0, rtol=0)
     assert set(clock.calls) == set(FORWARD + BACKWARD if backward else FORWARD)
@@ -110,7 +85,7 @@ def test_calls_under_the_clock_give_the_same_numbers_and_count_every_part_alike(
 
 @pytest.mark.parametrize(("stage", "other"), [("pre", "post"), ("post", "pre")])
 def test_composition_belongs_to_its_stage(stage: str, other: str) -> None:
-    inputs, clock = inputs_of(COMPOSED), Clock()
+    inputs, clock = op_inputs(COMPOSED), PartClock()
     clocked(replace(inputs, **{other: None}), clock)
     found = {name for name in clock.seconds if "composition" in name}
     assert found == {f"{stage}-composition{end}" for end in ("", " again", " backward")}
@@ -120,18 +95,18 @@ def test_matrix_products_are_what_they_are_called(monkeypatch: pytest.MonkeyPatc
     """Scores and the gradient of the probabilities sum over the width of a head, the others over keys or queries."""
     made: list[tuple[str, int, int]] = []
 
-    class Spy(Clock):
+    class Spy(PartClock):
         def add(self, name: str, nanoseconds: int) -> None:
             before = dict(self.calls)
             super().add(name, nanoseconds)
             (part,) = (part for part, count in self.calls.items() if count != before.get(part, 0))
-            if name in profile.PRODUCTS:
+            if name in profile.MATMULS:
                 made.append((part, *sizes.pop()))
 
     sizes: list[tuple[int, int]] = []
-    for name in profile.PRODUCTS:
+    for name in profile.MATMULS:
         monkeypatch.setattr(chunk, name, spied(getattr(chunk, name), sizes))
-    clocked(inputs_of(PLAIN), Spy())
+    clocked(op_inputs(PLAIN), Spy())
     over_width = {"scores", "scores again", "probability gradient"}
     assert {part for part, summed, _ in made if summed == WIDTH} == over_width
     assert {part for part, _, last in made if last == WIDTH} == {part for part, *_ in made} - over_width
@@ -151,21 +126,21 @@ def spied(function: Callable[..., None], sizes: list[tuple[int, int]]) -> Callab
 def test_the_op_is_its_own_again_after_all_went_well_and_after_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def functions() -> list[Any]:
         loop = [getattr(tiling, name) for name in ("choose_composer", "STEPWISE")]
-        return [*loop, *(getattr(chunk, name) for name in profile.PRODUCTS)]
+        return [*loop, *(getattr(chunk, name) for name in profile.MATMULS)]
 
     before = functions()
-    with Clock().watching():
+    with PartClock().installed():
         assert not any(one is other for one, other in zip(functions(), before, strict=True))
     assert all(one is other for one, other in zip(functions(), before, strict=True))
-    clock = Clock()
+    clock = PartClock()
     monkeypatch.delitem(FORWARD_PARTS, ("softmax", 0))
     with pytest.raises(RuntimeError, match="a chunk has no part for softmax after 0 softmax steps"):
-        clocked(inputs_of(PLAIN), clock)
+        clocked(op_inputs(PLAIN), clock)
     assert all(one is other for one, other in zip(functions(), before, strict=True))
 
 
 def test_floors_by_hand() -> None:
-    floors = profile.Floors(pairs=100, width=8, composition=20, call=5200.0, product_rate=1000.0, pass_rate=40.0)
+    floors = profile.Floors(pairs=100, width=8, composition=20, call=5200.0, matmul_rate=1000.0, pass_rate=40.0)
     assert floors.seconds("query gradient") == 100 * 16 / 1000
     assert floors.seconds("softmax backward") == floors.seconds("pre-composition") == 100 / 40
     assert floors.seconds("pre-composition backward") == 100 * 40 / 1000
@@ -182,8 +157,8 @@ def test_floors_of_the_forward_parts_sum_to_that_of_the_call_where_passes_are_fr
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(benchmark.UserError, match="unknown implementation 'eager'; choose from chunked, sdpa, chunk"):
+    with pytest.raises(UserError, match="unknown implementation 'eager'; choose from chunked, sdpa, chunk"):
         benchmark.main(["--output", str(tmp_path), "--subjects", "profile", "--implementations", "eager"])
-    with pytest.raises(benchmark.UserError, match="the processor's clock, not that of cuda; use --device cpu"):
-        profile.contestants(torch.device("cuda"))
-    assert profile.PROFILE.name in benchmark.ON_DEMAND
+    with pytest.raises(UserError, match="the processor's clock, not that of cuda; use --device cpu"):
+        profile.candidates(torch.device("cuda"))
+    assert profile.PROFILE.name in ON_DEMAND

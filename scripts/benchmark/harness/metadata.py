@@ -1,0 +1,40 @@
+"""What a record says about its run: command, versions, hardware and load."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from ...common.environment import hardware, versions
+from .process import ALLOCATOR, source_commit
+
+
+def run_metadata(argv: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Everything that a reader needs to judge the measurements, or to repeat them."""
+    return {
+        "command": ["dynattn", "benchmark", *argv],
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": source_commit(),
+        "versions": versions(),
+        "hardware": hardware(device),
+        "clocks": gpu_clocks(device),
+        "threads": torch.get_num_threads(),
+        "allocator": {name: os.environ.get(name) for name in ALLOCATOR},
+        "load_average": os.getloadavg(),
+    }
+
+
+def gpu_clocks(device: torch.device) -> dict[str, str] | None:
+    """A GPU's clocks, power limit and driver, as `nvidia-smi` reports them; None for a CPU, or without that tool."""
+    if device.type != "cuda":
+        return None
+    names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        values = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return dict(zip(names, (value.strip() for value in values.split(",")), strict=True))

@@ -1,0 +1,133 @@
+"""A whole run, from arguments to a written record."""
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.measuring import copy_rate, gemm_rate
+from .arguments import BenchmarkArguments
+from .gpu_preset import GPU, check_gpu, run_preset
+from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
+from .harness.comparison import OVER_BUDGET, run_case
+from .harness.interface import Case, Subject
+from .harness.metadata import run_metadata
+from .harness.process import pinned_threads
+from .harness.settings import BenchmarkSettings, read_settings
+from .harness.shapes import Shape
+from .report.record import RECORD, TABLE, make_output, save_record, write_record
+from .report.tables import case_title, format_case
+from .subjects.profile import PROFILE, add_profiles, pass_rate
+from .subjects.selection import Selection, select, shapes_of
+
+
+def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> bool:
+    """Measures what the arguments say, or the whole preset, in a pinned process; returns whether nothing is wrong.
+
+    Raises:
+        UserError: the arguments name what does not exist, or the output folder holds a record already.
+    """
+    torch.set_num_threads(pinned_threads())
+    folder = Path(arguments.output)
+    if arguments.preset is not None:
+        check_gpu()
+        make_output(folder, folder / GPU[0].name / RECORD, arguments.overwrite)
+        return run_preset(arguments, folder, partial(measure_to_folder, argv))
+    select(arguments, read_settings(arguments))
+    make_output(folder, folder / RECORD, arguments.overwrite)
+    return measure_to_folder(argv, arguments, folder)
+
+
+def measure_to_folder(
+    argv: Sequence[str], arguments: BenchmarkArguments, folder: Path, end: float | None = None
+) -> bool:
+    """Measures what the arguments say, beginning no case after `end`, and writes record, table and plots.
+
+    Returns:
+        Whether nothing in the record is wrong.
+    """
+    settings = replace(read_settings(arguments), end=end)
+    selection, left_out = select(arguments, settings)
+    folder.mkdir(exist_ok=True)
+    metadata = run_metadata(argv, settings.device) | {"left_out": left_out}
+    record = measure(selection, settings, metadata, partial(save_record, folder=folder))
+    write_record(record, folder)
+    print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
+    return not any(is_fault(row) for case in record["cases"] for row in case["rows"])
+
+
+def measure(
+    selection: Selection,
+    settings: BenchmarkSettings,
+    metadata: dict[str, Any],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Runs all cases and returns the record; calls `save` with the unfinished record after each case."""
+    machine = measure_machine(settings)
+    print(f"$ {shlex.join(metadata['command'])}")
+    print(f"{metadata['hardware']}, {metadata['threads']} threads, {metadata['allocator']}")
+    limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
+    record = {**metadata, "error_multiples": limits, "machine": machine, "cases": [], "cases_left_out": []}
+    for subject, candidates in selection:
+        for shape in shapes_of(subject, settings):
+            for case in subject.cases(shape, settings):
+                entry = describe_case(subject, shape, case, settings)
+                if settings.end is not None and time.monotonic() > settings.end:
+                    record["cases_left_out"].append(case_title(entry))
+                    continue
+                rows = run_case(case, candidates, settings, slow_with_fewer_tokens(entry, record["cases"]))
+                if subject is PROFILE:
+                    add_profiles(rows, case, shape, settings, machine)
+                record["cases"].append(entry | {"rows": rows})
+                save(record)
+                print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
+    return record | {"load_average_after": os.getloadavg()}
+
+
+def measure_machine(settings: BenchmarkSettings) -> dict[str, float]:
+    """The rates of the machine to which results are compared."""
+    return {
+        "gemm_flops_per_second": gemm_rate(settings.dtype, settings.device),
+        "copy_bytes_per_second": copy_rate(settings.device),
+        "pass_elements_per_second": pass_rate(settings.device),
+    }
+
+
+def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]]) -> set[str]:
+    """Names of the candidates that were over the budget in an earlier case that differs only in a shorter length."""
+
+    def without_length(one: dict[str, Any]) -> list[Any]:
+        shape = {name: value for name, value in one["shape"].items() if name != "length"}
+        return [shape, *(one[name] for name in ("subject", "passes", "batch_size", "dtype", "window", "note"))]
+
+    alike = [one for one in before if without_length(one) == without_length(case)]
+    shorter = [one for one in alike if one["shape"]["length"] < case["shape"]["length"]]
+    rows = [row for one in shorter for row in one["rows"]]
+    return {row["name"] for row in rows if row.get("failure", "").startswith(OVER_BUDGET)}
+
+
+def describe_case(subject: Subject, shape: Shape, case: Case, settings: BenchmarkSettings) -> dict[str, Any]:
+    """A case in JSON types, without its rows."""
+    return {
+        "subject": subject.name,
+        "passes": case.passes,
+        "shape": asdict(shape),
+        "batch_size": settings.batch_size,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "window": case.window,
+        "note": case.note,
+        "floor_flops": case.flops(subject.function),
+    }
+
+
+def is_fault(row: dict[str, Any]) -> bool:
+    """Whether a row makes the command fail: it is wrong, or ours and broken. With a ValueError ours merely declines."""
+    if "failure" in row:
+        return row["role"] == "ours" and not row["failure"].startswith(("ValueError", OVER_BUDGET))
+    return not row["verdict"]["correct"]

@@ -1,0 +1,75 @@
+"""The files of a record: `record.json`, the table and the plots made from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...common.atomic_folder import write_whole
+from ...common.errors import UserError
+from ..arguments import BenchmarkArguments
+from .tables import format_record
+
+RECORD, TABLE = "record.json", "table.md"
+
+
+def redraw(arguments: BenchmarkArguments) -> None:
+    """Writes an earlier record with its table and plots to another folder.
+
+    Raises:
+        UserError: the record cannot be read, or the output folder holds one already.
+    """
+    record = read_record(str(arguments.redraw))
+    folder = Path(arguments.output)
+    make_output(folder, folder / RECORD, arguments.overwrite)
+    write_record(record, folder)
+
+
+def make_output(folder: Path, record: Path, overwrite: bool) -> None:
+    """Makes the output folder, in which `record` is the first file to be written.
+
+    Raises:
+        UserError: the record exists already, or the folder cannot be made.
+    """
+    if record.exists() and not overwrite:
+        raise UserError(f"{record} exists; choose another --output or pass --overwrite")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror}") from error
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """An earlier run's record.
+
+    Raises:
+        UserError: the file cannot be read, or is no record.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the record {path}: {error}") from error
+    if not isinstance(record, dict) or "cases" not in record:
+        raise UserError(f"{path} is not the {RECORD} of a benchmark")
+    return record
+
+
+def save_record(record: dict[str, Any], folder: Path) -> None:
+    """Writes `record.json` as a whole, so that a process killed meanwhile leaves the previous one."""
+    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def write_record(record: dict[str, Any], folder: Path) -> None:
+    """Writes record, table and plots."""
+    save_record(record, folder)
+    (folder / TABLE).write_text(format_record(record), encoding="utf-8")
+    draw_plots(record, folder)
+
+
+def draw_plots(record: dict[str, Any], folder: Path) -> None:
+    """Draws all plots; without Matplotlib, which measuring does not need, prints how to draw them elsewhere."""
+    try:
+        from .plots import draw_everything
+    except ModuleNotFoundError as error:
+        print(f"no plots: {error}; draw them elsewhere with `dynattn benchmark --redraw {folder / RECORD}`")
+    else:
+        draw_everything(record, folder)

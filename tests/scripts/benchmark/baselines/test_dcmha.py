@@ -1,0 +1,58 @@
+"""The baselines compute the function that they are compared on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cases.benchmark import inputs_of
+from torch import Tensor
+
+from dynattn.scripts.benchmark.baselines.dcmha import (
+    attend_in_chunks,
+    attend_whole,
+    decode_with_matrices,
+    key_matrix_cache,
+    mixing_matrices,
+)
+from dynattn.scripts.benchmark.harness.inputs import (
+    COMPOSED,
+    PLAIN,
+    STATIC,
+    OpInputs,
+    attend_by_definition,
+    evaluate,
+    reference_results,
+    requiring_grad,
+)
+
+
+@pytest.mark.parametrize("window", [None, 5, 150])
+@pytest.mark.parametrize(
+    ("attend", "function"),
+    [(attend_in_chunks, COMPOSED), (attend_in_chunks, STATIC), (attend_in_chunks, PLAIN), (attend_whole, PLAIN)],
+)
+def test_baselines_equal_the_reference_op(
+    attend: Callable[[OpInputs], Tensor], function: str, window: int | None
+) -> None:
+    inputs = requiring_grad(inputs_of(function, 300, 300, window))
+    expected = evaluate(attend_by_definition, inputs, backward=True)
+    assert len(expected) == {PLAIN: 4, STATIC: 6, COMPOSED: 16}[function]
+    torch.testing.assert_close(dict(evaluate(attend, inputs, backward=True)), dict(expected), atol=1e-11, rtol=1e-10)
+
+
+def test_a_cache_of_matrices_decodes_what_the_reference_op_gives() -> None:
+    inputs = inputs_of(COMPOSED, 1, 50)
+    assert inputs.pre is not None and inputs.post is not None
+    found = decode_with_matrices(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        mixing_matrices("query", inputs.pre, inputs.post),
+        key_matrix_cache(inputs),
+    )
+    torch.testing.assert_close(found, attend_by_definition(inputs))
+    in_chunks = reference_results(inputs, torch.float64, backward=False)["output"]
+    torch.testing.assert_close(in_chunks, attend_by_definition(inputs))
+    plain = replace(inputs, pre=None, post=None)
+    torch.testing.assert_close(attend_whole(plain), attend_by_definition(plain))

@@ -1,0 +1,21 @@
+"""Shapes as text, and the pairs in them."""
+
+import pytest
+
+from dynattn.scripts.benchmark.harness.shapes import Shape, parse_shape, visible_pairs
+
+
+@pytest.mark.parametrize(("window", "memory"), [(None, 0), (3, 0), (None, 4), (3, 4), (100, 2)])
+def test_visible_pairs(window: int | None, memory: int) -> None:
+    counted = sum(
+        1
+        for query in range(memory, memory + 9)
+        for key in range(memory + 9)
+        if key <= query and (window is None or query - key < window)
+    )
+    assert visible_pairs(9, window, memory) == counted
+
+
+def test_shapes() -> None:
+    assert parse_shape("16x64@2048") == Shape(16, 64, 2048)
+    assert str(parse_shape("8x16@2+32")) == "8x16@2+32"

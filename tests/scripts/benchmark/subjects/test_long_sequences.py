@@ -1,0 +1,42 @@
+"""Long sequences, which are judged by some of their queries."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases.benchmark import run_benchmark
+from torch import Tensor
+
+from dynattn.modeling.ops.dcmha import attention as dcmha
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, make_inputs, reference_results
+from dynattn.scripts.benchmark.subjects import long_sequences as long
+
+CPU = torch.device("cpu")
+
+
+def test_long_sequences_are_judged_by_some_of_their_queries(tmp_path: Path, register: Callable[..., None]) -> None:
+    def errs_at_the_end(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        output, _ = dcmha.dcmha_eager(query, key, value, **arguments)
+        return torch.cat([output[:, :-1], output[:, -1:] * 1.001], dim=1), None
+
+    register("errs", errs_at_the_end)
+    options = ("--subjects", "long", "--shapes", "2x8@300", "--implementations", "errs,chunked,sdpa,official")
+    status, record = run_benchmark(tmp_path, *options)
+    assert status == 1
+    assert [case["window"] for case in record["cases"]] == [256, 256, None, None]
+    for case in record["cases"]:
+        rows = {row["name"]: row for row in case["rows"]}
+        assert rows["chunked"]["verdict"]["correct"] and not rows["errs"]["verdict"]["correct"]
+        assert ("failure" in rows["sdpa"]) == (case["window"] is not None)
+        assert ("failure" in rows["official"]) == (case["passes"] == "forward+backward")
+
+
+def test_the_reference_for_some_queries_has_the_gradients_of_all_that_they_depend_on() -> None:
+    made = make_inputs(2, 8, 60, 60, batch=2, dtype=torch.float64, device=CPU, seed=1, window=20)[COMPOSED]
+    chunks = [slice(10, 16), slice(50, 60)]
+    checked = torch.cat([torch.arange(one.start, one.stop) for one in chunks])
+    inputs = long.with_cotangent_at(made, checked)
+    expected = dict(reference_results(inputs, torch.float64, backward=True))
+    expected["output"] = expected["output"][:, checked]
+    torch.testing.assert_close(dict(reference_results(inputs, torch.float64, backward=True, chunks=chunks)), expected)

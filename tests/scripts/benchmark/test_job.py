@@ -1,0 +1,231 @@
+"""Whole runs of the benchmark: their records, and what they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.benchmark import row_of, run_benchmark
+from torch import Tensor
+
+from dynattn.modeling.ops.dcmha import attention as dcmha
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.harness import process
+from dynattn.scripts.benchmark.job import measure_to_folder
+from dynattn.scripts.benchmark.report import plots
+from dynattn.scripts.benchmark.report.tables import format_record
+from dynattn.scripts.benchmark.subjects.selection import SUBJECTS
+
+
+def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: Callable[..., None]) -> None:
+    def attend(query: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if query.shape[2] == 24:
+            raise KeyboardInterrupt
+        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+
+    register("brittle", attend)
+    arguments = ("--quick", "--subjects", "attention", "--shapes", "2x8@16", "2x8@24")
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(tmp_path, *arguments, "--implementations", "eager", "brittle", "sdpa")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert {case["shape"]["length"] for case in record["cases"]} == {16}
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, record = run_benchmark(tmp_path, "--quick", "--shapes", "2x8@40", "--subjects", *SUBJECTS)
+    assert status == 0
+    assert {case["subject"] for case in record["cases"]} == set(SUBJECTS)
+    assert record["threads"] == 1
+    assert record["allocator"] == process.ALLOCATOR
+    assert record["versions"]["torch"] == torch.__version__
+    for case in record["cases"]:
+        assert len({row["name"] for row in case["rows"]}) == len(case["rows"])
+        assert all(row["failure"].startswith("ValueError") for row in case["rows"] if "failure" in row)
+        case["rows"] = [row for row in case["rows"] if "failure" not in row]
+        assert all(row["verdict"]["correct"] and row["timing"]["n"] == 2 for row in case["rows"])
+        assert not [row["name"] for row in case["rows"] if row["name"].endswith("-compiled")]
+        (baseline,) = (row for row in case["rows"] if row["is_baseline"])
+        plain = [row["timing"]["median"] for row in case["rows"] if row["role"] == "plain"]
+        assert baseline["timing"]["median"] == min(plain)
+        for row in case["rows"]:
+            assert row["ratio"] == row["timing"]["median"] / min(plain)
+            assert row["peak_bytes"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "table.md"}
+    assert "official-compiled" in record["left_out"]
+    table = (tmp_path / "table.md").read_text()
+    assert f"Left out: {', '.join(record['left_out'])}." in table
+    assert table.count("| candidate") == len(record["cases"])
+    assert "**attention, forward+backward: 2x8, 40 tokens, batch 1, float32**" in table
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in table.splitlines() if line.startswith(("| ", "**")))
+
+
+def drops_post(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **{**arguments, "post": None})
+    return output, None
+
+
+def forgets_a_gradient(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key.detach() + 0 * key, value, **arguments)
+    return output, None
+
+
+def makes_one_nan(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **arguments)
+    return output * torch.ones_like(output).index_fill(1, torch.tensor([3]), torch.nan), None
+
+
+def rounds_to_bfloat16(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+    output, _ = dcmha.dcmha_eager(query, key, value, **arguments)
+    return output.bfloat16().to(output.dtype), None
+
+
+@pytest.mark.parametrize(
+    ("attend", "passes"),
+    [
+        (drops_post, "forward"),
+        (makes_one_nan, "forward"),
+        (rounds_to_bfloat16, "forward"),
+        (forgets_a_gradient, "forward+backward"),
+    ],
+)
+def test_a_wrong_implementation_is_refused_a_ratio(
+    tmp_path: Path, register: Callable[..., None], attend: Callable[..., Any], passes: str
+) -> None:
+    register("skewed", attend)
+    options = ("--subjects", "attention", "--shapes", "2x8@40", "--implementations", "skewed,eager,sdpa")
+    status, record = run_benchmark(tmp_path, *options)
+    assert status == 1
+    row = row_of(record, "skewed", passes)
+    assert not row["verdict"]["correct"]
+    assert row["verdict"]["excess"] > 100
+    assert not {"ratio", "tokens_per_second", "flops_per_second"} & set(row)
+    assert row_of(record, "eager", passes)["ratio"] > 0
+    lines = format_record(record).split(passes + ":")[1].splitlines()
+    cells = [cell.strip() for cell in next(line for line in lines if line.startswith("| skewed ")).split("|")[1:-1]]
+    assert cells[5] == "wrong"
+    assert "wrong: skewed: " in format_record(record)
+
+
+def test_a_wrong_gradient_alone_leaves_the_forward_ratio(tmp_path: Path, register: Callable[..., None]) -> None:
+    register("skewed", forgets_a_gradient)
+    options = ("--subjects", "attention", "--shapes", "2x8@40", "--implementations", "skewed,sdpa")
+    _, record = run_benchmark(tmp_path, *options)
+    assert row_of(record, "skewed")["ratio"] > 0
+    assert row_of(record, "skewed", "forward+backward")["verdict"]["where"] == "grad key"
+
+
+def test_a_wrong_plain_attention_is_no_baseline(tmp_path: Path, register: Callable[..., None]) -> None:
+    register("empty", lambda query, key, value, **_: (torch.zeros_like(query).transpose(1, 2), None))
+    options = ("--subjects", "attention", "--shapes", "2x8@128", "--implementations", "empty-plain,matmul,eager")
+    status, record = run_benchmark(tmp_path, *options)
+    assert status == 1
+    assert "ratio" not in row_of(record, "empty-plain")
+    assert row_of(record, "matmul")["is_baseline"]
+
+
+def test_what_is_wrong_after_the_first_calls_only_is_found(tmp_path: Path, register: Callable[..., None]) -> None:
+    calls = []
+
+    def tires(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        calls.append(None)
+        return (drops_post if len(calls) > 4 else dcmha.dcmha_eager)(query, key, value, **arguments)[0], None
+
+    register("tires", tires)
+    options = ("--subjects", "attention", "--shapes", "2x8@40", "--implementations", "tires,sdpa")
+    status, record = run_benchmark(tmp_path, *options)
+    assert status == 1
+    assert not row_of(record, "tires")["verdict"]["correct"]
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 0), (RuntimeError, 1)])
+def test_declining_is_no_fault_and_breaking_is(
+    tmp_path: Path, register: Callable[..., None], error: type[Exception], status: int
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise error("head_dim 8 is not supported\nand more")
+
+    register("refuses", refuses)
+    options = ("--subjects", "attention", "--shapes", "2x8@40", "--implementations", "refuses,sdpa")
+    found, record = run_benchmark(tmp_path, *options)
+    assert found == status
+    assert row_of(record, "refuses")["failure"] == f"{error.__name__}: head_dim 8 is not supported"
+    assert "not measured: refuses: " in (tmp_path / "table.md").read_text()
+
+
+def test_who_is_over_the_budget_is_left_out_here_and_with_more_tokens(
+    tmp_path: Path, register: Callable[..., None]
+) -> None:
+    lengths = []
+
+    def dawdles(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        lengths.append(query.shape[2])
+        time.sleep(0.3 if query.shape[2] > 40 else 0)
+        return dcmha.dcmha_eager(query, key, value, **arguments)[0], None
+
+    register("dawdles", dawdles)
+    options = ("--subjects", "attention", "--shapes", "2x8@30,2x8@60,2x8@90", "--budget", "0.2")
+    status, record = run_benchmark(tmp_path, *options, "--implementations", "dawdles,sdpa")
+    assert status == 0
+    shown = [row for case in record["cases"] for row in case["rows"] if row["name"] == "dawdles"]
+    assert ["timing" in row for row in shown] == [True, True, False, False, False, False]
+    assert shown[2]["failure"].startswith("over the budget: its first call took 0.3")
+    assert shown[4]["failure"] == "over the budget with fewer tokens already"
+    assert lengths.count(60) == 2
+    assert 90 not in lengths
+    assert "not measured: dawdles: over the budget: " in (tmp_path / "table.md").read_text()
+
+
+def test_cases_after_the_end_are_left_out_by_name(tmp_path: Path, register: Callable[..., None]) -> None:
+    arguments = BenchmarkArguments(subjects=["attention"], shapes=["2x8@40"], implementations=["sdpa"], rounds=1)
+    assert measure_to_folder([], arguments, tmp_path, end=time.monotonic() - 1)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["cases"] == []
+    assert record["cases_left_out"][0] == "attention, forward: 2x8, 40 tokens, batch 1, float32"
+    assert "No time was left for: attention, forward: 2x8" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_a_machine_without_matplotlib_measures_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, plots.__name__)
+    options = ("--subjects", "decode", "--shapes", "2x8@16", "--implementations", "sdpa,chunked")
+    status, _ = run_benchmark(tmp_path, *options)
+    assert status == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "table.md"}
+    assert "no plots: import of matplotlib halted; None in sys.modules; draw them elsewhere" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_compiled_candidates_in_a_process_that_pins_itself(tmp_path: Path) -> None:
+    pinned = {*process.ALLOCATOR, process.THREADS}
+    environment = {name: value for name, value in os.environ.items() if name not in pinned}
+    command = [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", "--output", str(tmp_path), "--rounds", "2"]
+    command += ["--subjects", "attention,decode,relative", "--shapes", "2x8@200", "--implementations"]
+    names = {"official-compiled", "chunked-compiled", "matmul-compiled", "rcmha-official-compiled"}
+    command += ["sdpa", "mha-sdpa", *sorted(names)]
+    subprocess.run(command, check=True, env=environment)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["allocator"] == process.ALLOCATOR
+    assert record["threads"] == 1
+    rows = [row for case in record["cases"] for row in case["rows"]]
+    assert not [row["failure"] for row in rows if "failure" in row]
+    compiled = [row for row in rows if row["name"].endswith("-compiled")]
+    assert {row["name"] for row in compiled} == names
+    # Chunks of float32 on a CPU stay C code, which is compiled once for all processes.
+    in_c = ("attention", "chunked-compiled")
+    named = [(case["subject"], row) for case in record["cases"] for row in case["rows"] if row in compiled]
+    slow_at_first = [row for subject, row in named if (subject, row["name"]) != in_c]
+    assert len(slow_at_first) == len(compiled) - 2  # forward, and with backward
+    assert all(row["first_seconds"] > 3 * row["timing"]["median"] for row in slow_at_first)

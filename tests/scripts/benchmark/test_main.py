@@ -1,0 +1,51 @@
+"""The command's refusals, each of them one line."""
+
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts import cli
+from dynattn.scripts.benchmark import main as benchmark
+from dynattn.scripts.common.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--subjects", "speed"],
+            "unknown subject 'speed'; choose from attention, block, training, prefill, decode, step, relative, long, ",
+        ),
+        (["--implementations", "magic"], "unknown implementation 'magic'; choose from eager, "),
+        (["--shapes", "16x64"], "shape '16x64' is not HEADSxWIDTH@LENGTH"),
+        (["--shapes", "16x0@64"], "shape '16x0@64' is not HEADSxWIDTH@LENGTH with positive numbers"),
+        (["--shapes", "2x8@8+8"], r"a shape with \+MEMORY is for --subjects relative alone"),
+        (["--window", "4"], "--window is not for the subject relative; name other --subjects"),
+        (["--device", "tpu"], "device 'tpu' cannot be measured; choose cpu or cuda"),
+        (["--device", "cuda:77"], r"device 'cuda:77' is not there \(\d+ CUDA devices found\); use cpu"),
+        (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
+        (["--budget", "0"], "budget must be more than 0 seconds, not 0"),
+        (["--threads", "0"], "threads must be at least 1, not 0"),
+        (["--rounds", "0"], "rounds must be at least 1, not 0"),
+        (["--redraw", "nowhere.json"], "cannot read the record nowhere.json"),
+        (["--redraw", "pyproject.toml"], "cannot read the record pyproject.toml"),
+    ],
+)
+def test_mistakes_are_told(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["benchmark", "--output", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("dynattn benchmark: error: ")
+    assert len(error.splitlines()) == 1
+    with pytest.raises(UserError, match=message):
+        benchmark.main(["--output", str(tmp_path / "out"), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "record.json").write_text("{}")
+    assert cli.main(["benchmark", "--output", str(tmp_path)]) == 2
+    assert "record.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+    assert cli.main(["benchmark", "--redraw", str(tmp_path / "record.json"), "--output", str(tmp_path / "o")]) == 2
+    assert "is not the record.json of a benchmark" in capsys.readouterr().err
