@@ -1,4 +1,4 @@
-"""Repeats a study of ours: it trains, and ends in a table, a plot and a record of everything they were made from.
+"""Repeats a study: trains its models, then writes a table, plots and the record from which both are made.
 
 Run: `dynattn reproduce STUDY [--option value]`
 """
@@ -35,5 +35,5 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """The help text: every study with one line."""
-    lines = [f"  {name:<12}{text}" for name, (_, text) in STUDIES.items()]
+    lines = [f"  {name:<18}{text}" for name, (_, text) in STUDIES.items()]
     return "\n".join(["usage: dynattn reproduce STUDY [options]    (dynattn reproduce STUDY --help)", "", *lines])

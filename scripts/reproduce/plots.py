@@ -1,4 +1,4 @@
-"""Plots that are drawn from the metrics files of runs, or from the record of a study."""
+"""Loss curves, drawn from the metrics files of runs or from the record of a study."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
-    """Draws training (thin) and validation (dots) losses of several runs, by label, from their `metrics.jsonl`."""
+    """Draws training losses (lines) and validation losses (dots) of runs, by label, from their `metrics.jsonl`."""
     figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150)
     for color, (label, run) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs.items(), strict=False):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -39,10 +39,10 @@ def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
-    """Draws a study's validation losses, and how far each arm lies from the first one, seed by seed.
+    """Draws the validation losses of the arms of a study, and their differences from the first arm, paired by seed.
 
-    Lines are means over seeds, bands one standard deviation to each side. `record` holds `arms`, a list of `runs` for
-    each, and `parents`, whose last losses are where all arms begin.
+    Lines are means over seeds, and bands one standard deviation to each side. All arms begin at the last losses of the
+    record's `parents`.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=150)
     start = [parent["validation"][-1]["loss"] for parent in record["parents"]]
@@ -64,12 +64,13 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _losses(runs: Sequence[Mapping[str, Any]], start: Sequence[float]) -> NDArray[np.float64]:
-    """Validation losses [seeds, 1 + validations], from the parent's on."""
+    """Validation losses `[seeds, 1 + validations]`, beginning with the parents'."""
     curves = [[line["loss"] for line in run["validation"]] for run in runs]
     return np.column_stack([start, curves])
 
 
 def _band(axes: Axes, tokens: Sequence[int], values: NDArray[np.float64], label: str) -> None:
+    """Draws mean and standard deviation of values `[seeds, 1 + validations]`."""
     mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1)
     axes.plot(tokens, mean, marker="o", ms=3, label=label)
     axes.fill_between(tokens, mean - spread, mean + spread, alpha=0.2)

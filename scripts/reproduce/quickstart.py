@@ -1,8 +1,8 @@
-"""From nothing to a DCFormer that was trained, evaluated, saved and loaded again, beside a plain Transformer.
+"""Trains, evaluates, saves and reloads a small DCFormer beside a plain Transformer.
 
     dynattn quickstart --output runs/quickstart
 
-Every step is a command that is printed before it runs. Steps that an earlier, interrupted call finished are skipped.
+Every step is a command that is printed before it runs. Steps that an interrupted call has finished are skipped.
 """
 
 import json
@@ -17,12 +17,11 @@ from typing import Any
 from ..common.arguments import parse_arguments
 from ..common.atomic_file import write_json
 from ..common.errors import UserError
-from .plots import draw_losses
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
-# The wider MLP gives the plain Transformer the parameters that composition takes (1,373,056 against 1,373,568).
+# The MLP is wider, so that the plain Transformer has as many parameters as the DCFormer with its composition.
 PLAIN = {"compose_pre": False, "compose_post": False, "intermediate_size": 381}
-# A multiple of the 36 items after which every answer position of the multiple-choice tasks has come equally often.
+# A multiple of 36 items, which have the right answer of a multiple-choice task equally often at every position.
 SAMPLES_OF_A_TASK = 36
 PROMPT = 'The "for" statement'
 GENERATE = """
@@ -50,7 +49,7 @@ class QuickstartArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains and evaluates both models, prints the comparison, reloads the DCFormer in a fresh process."""
+    """Trains and evaluates both models, prints the comparison, and reloads the DCFormer in a fresh process."""
     arguments = parse_arguments(QuickstartArguments, argv, prog="dynattn quickstart", description=__doc__)
     output = Path(arguments.output)
     for name in MODELS:
@@ -65,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     table = comparison(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
     write_json(output / "record.json", record(output), indent=1)
-    draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
+    draw_plot(output)
     print(f"\n{table}\n", flush=True)
     generate(output / "dcformer" / "model")
     print(closing_words(output))
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pretrain_command(output: Path, name: str, arguments: QuickstartArguments) -> list[str]:
-    """The command line of one run: same data, tokenizer, seed and updates for both."""
+    """The command line of one run; data, tokenizer, seed and updates are the same for both."""
     command = ["pretrain", "tiny.yaml", "--output", str(output / name)]
     command += ["--max_steps", str(arguments.max_steps), "--seed", str(arguments.seed)]
     if name == "transformer":
@@ -130,7 +129,7 @@ def comparison(output: Path) -> str:
 
 
 def record(output: Path) -> dict[str, Any]:
-    """Everything that the table and the plot were made from, in one object: settings, results, versions, hardware."""
+    """Everything that the table and the plot are made from: settings, results, versions and hardware."""
     return {
         name: {
             "training": json.loads((output / name / "result.json").read_text()),
@@ -141,13 +140,20 @@ def record(output: Path) -> dict[str, Any]:
     }
 
 
+def draw_plot(output: Path) -> None:
+    """Draws the loss curves of both runs."""
+    from .plots import draw_losses  # Matplotlib is not needed before the runs have ended
+
+    draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
+
+
 def read_scores(path: Path) -> dict[str, Any]:
     """The results of each task, by name."""
     return {task["task"]: task for task in json.loads(path.read_text())["tasks"]}
 
 
 def generate(model: Path) -> None:
-    """Loads the saved model by its Auto classes in a fresh process and lets it write."""
+    """Loads the saved model by its Auto classes in a fresh process and generates text."""
     print("Loading the saved DCFormer with AutoModelForCausalLM in a fresh process:\n", flush=True)
     status = subprocess.run([sys.executable, "-c", GENERATE, str(model), PROMPT], check=False).returncode
     if status:
@@ -155,7 +161,7 @@ def generate(model: Path) -> None:
 
 
 def closing_words(output: Path) -> str:
-    """Where everything lies and what to try next."""
+    """Where the files are, and what to try next."""
     return f"""
 One seed of two very small models: the table shows that everything works, it does not compare the architectures.
 

@@ -6,7 +6,8 @@ anew: query chunks of 128, composition as separate passes over the heads for eve
 probabilities to bfloat16 in every dtype nor runs an additional empty chunk.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,12 +51,15 @@ def attend_rows(
     return compose_in_passes(probs, Composition(**post)) @ value
 
 
-compiled_attend_rows = torch.compile(attend_rows, dynamic=True)
+@cache
+def compiled_attend_rows() -> Callable[..., Tensor]:
+    """`attend_rows` for lengths that vary; made at its first use, because `torch.compile` is slow to import."""
+    return torch.compile(attend_rows, dynamic=True)
 
 
 def attend_in_chunks(inputs: OpInputs, *, compile_rows: bool = False) -> Tensor:
     """Attention over query chunks, composed, static or plain as the inputs are. Returns `[B, T, H, D]`."""
-    attend = compiled_attend_rows if compile_rows else attend_rows
+    attend = compiled_attend_rows() if compile_rows else attend_rows
     outputs = []
     length = inputs.query.shape[2]
     for start in range(0, length, CHUNK):

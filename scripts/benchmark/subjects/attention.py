@@ -74,11 +74,14 @@ def ours(implementations: Iterable[str]) -> list[tuple[str, str, str]]:
     return [one for name in implementations for one in (modes if name == "chunked" else [(name, name, "auto")])]
 
 
-def make_candidate(name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor]) -> Candidate:
+def make_candidate(
+    name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor], *, compiles: bool = False
+) -> Candidate:
     """A candidate from `attend`, which takes the inputs of its function and returns `[B, T, H, D]`."""
 
     def prepare(problem: OpProblem) -> Callable[[], Results]:
-        return partial(evaluate, attend, problem.inputs[function], backward=problem.backward)
+        compiled = torch.compile(attend) if compiles else attend
+        return partial(evaluate, compiled, problem.inputs[function], backward=problem.backward)
 
     return Candidate(name, role, function, prepare)
 

@@ -32,12 +32,10 @@ def candidates(device: torch.device) -> list[Candidate]:
     found = []
     for name, role, function, attend in entries:
         found += [make_candidate(name, role, function, attend)]
-        found += [make_candidate(f"{name}{COMPILED}", role, function, torch.compile(attend))]
-    for name, decode in (
-        ("official", decode_with_matrices),
-        (f"official{COMPILED}", torch.compile(decode_with_matrices)),
-    ):
-        found += [Candidate(name, "other", COMPOSED, partial(prepare_official, decode=decode))]
+        found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
+    for compiles, ending in ((False, ""), (True, COMPILED)):
+        prepare = partial(prepare_official, compiles=compiles)
+        found += [Candidate(f"official{ending}", "other", COMPOSED, prepare)]
     return found
 
 
@@ -57,9 +55,10 @@ def attend_step(inputs: OpInputs, *, implementation: str) -> Tensor:
     return output
 
 
-def prepare_official(problem: OpProblem, *, decode: Callable[..., Tensor]) -> Callable[[], Results]:
+def prepare_official(problem: OpProblem, *, compiles: bool) -> Callable[[], Results]:
     """Builds the cache of `[B, S, 2, H, H]` matrices before the clock starts; each step builds the query's own."""
     key_matrices = key_matrix_cache(problem.inputs[COMPOSED])
+    decode = torch.compile(decode_with_matrices) if compiles else decode_with_matrices
 
     def attend(inputs: OpInputs) -> Tensor:
         """Returns `[B, 1, H, D]`."""

@@ -1,4 +1,4 @@
-"""Plots of the study, from its record alone."""
+"""Plots of the study, drawn from its record alone."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], stri
 
 
 def draw_curves(record: Mapping[str, Any], path: Path) -> None:
-    """Draws bits per character: lines over the text as it is trained on, dots on the validation split at the end.
+    """Draws bits per character: lines for training, dots for the validation split at the end.
 
     Bands are one standard deviation over seeds to each side.
     """
@@ -36,7 +36,7 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_bars(record: Mapping[str, Any], path: Path) -> None:
-    """Draws validation accuracy as bars with one standard deviation and every seed; the paper's figures in a panel."""
+    """Draws validation accuracy as bars with standard deviation and every seed, and the paper's figures beside them."""
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
     figure, panels = plt.subplots(1, len(groups) + 1, figsize=(3.6 * (len(groups) + 1), 4.2), dpi=150, squeeze=False)
     for axes, group in zip(panels[0], groups, strict=False):
@@ -83,7 +83,7 @@ def _draw_bars(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _number(axes: Axes, heights: Collection[float]) -> None:
-    """Writes the heights into the bars, whose axes begin at 0 and normally are the same in all panels."""
+    """Writes the heights into the bars and sets the axis limits, which are normally the same in all panels."""
     axes.set_ylim(0, max(0.65, 1.1 * max(heights)))
     for place, height in enumerate(heights):
         axes.text(place, height / 2, f"{height:.3f}", ha="center", fontsize=8)

@@ -6,7 +6,8 @@ from typing import Any
 
 TYPES = ("mha", "mdha", "rmha", "rcmha")
 WIDTH = 128
-# What all models share. Weights start about as PyTorch starts linear layers of this width, as in the official code.
+# Fields of the configuration that all models share. The initializer range is about that of PyTorch's linear layers of
+# this width, which the official code uses.
 MODEL: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 256,
@@ -15,9 +16,9 @@ MODEL: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 OFFICIAL_WARMUP = 2000
-# Of the updates, where there are too few for the official number.
+# The share of warmup in the updates of a run, unless its setting is the official one.
 WARMUP_SHARE = 0.1
-# Noam: the schedule rises to WIDTH ** -0.5 * warmup ** -0.5 and falls with the inverse square root from there.
+# The peak of the Noam schedule, which is WIDTH ** -0.5 * warmup ** -0.5.
 PEAK_RATE = (WIDTH * OFFICIAL_WARMUP) ** -0.5
 
 
@@ -27,10 +28,10 @@ class Setting:
 
     Attributes:
         segment, mem_len: tokens of a segment, and tokens kept from before it.
-        streams, evaluation_streams: texts side by side in training and in scoring.
+        streams, evaluation_streams: parallel streams of the text in training and in scoring.
         steps: updates.
         warmup: updates until the learning rate is at its peak.
-        evaluation_tokens: the most tokens of either split to score; None scores all of the validation split.
+        evaluation_tokens: the most tokens of either split that are scored; None scores the whole validation split.
     """
 
     segment: int
@@ -47,7 +48,8 @@ class Setting:
     def model(self) -> dict[str, Any]:
         """Fields of the configuration."""
         segmented = self.memory_type == "segment"
-        # Official tables have 8,192 rows; those that no distance of this setting reaches would never get a gradient.
+        # Official tables have 8,192 rows. Those for distances that this setting never reaches get no gradient and are
+        # left out.
         rows = {"max_position_embeddings": self.mem_len + self.segment} if segmented else {}
         return {"mem_len": self.mem_len, "memory_type": self.memory_type, "hidden_act": self.hidden_act, **rows}
 
@@ -64,15 +66,15 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are compared with each other.
+    """Runs that are compared with one another.
 
     Attributes:
         setting: name of a setting.
         corpus: name of a text.
-        variants: by name, fields of the configuration.
+        variants: fields of the configuration, by name of the variant.
         baseline: group and variant that every variant is compared with, seed by seed.
-        longer: how many times the updates of the setting.
-        note: what a reader of the table must know besides.
+        longer: factor on the updates of the setting.
+        note: a remark for the readers of the table.
     """
 
     title: str
@@ -133,7 +135,7 @@ class Run:
 
     Attributes:
         seed: decides the initial weights, and at which segment of the text training starts.
-        changes: fields of the configuration beside those of the setting and of all models.
+        changes: fields of the configuration that differ from those of the setting and of all models.
     """
 
     group: str
@@ -145,16 +147,16 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        """Where its result lies, inside the folder of the study."""
+        """The file of its result in the folder of the study."""
         return f"runs/{self.group}/{self.variant.replace(', ', '-').replace(' ', '-')}-seed-{self.seed}.json"
 
     @property
     def model(self) -> dict[str, Any]:
-        """All fields of the configuration but the vocabulary."""
+        """All fields of the configuration except the vocabulary."""
         return {**MODEL, **self.setting.model, **self.changes}
 
     def settings(self) -> dict[str, Any]:
-        """What decides the result, for the run's file."""
+        """Everything that decides the result, in JSON types."""
         protocol = {name: value for name, value in asdict(self.setting).items() if name not in self.setting.model}
         return {
             "group": self.group,

@@ -1,4 +1,4 @@
-"""What an update of each type takes: time by turns in one process, and memory."""
+"""Time and memory of an update of each attention type, measured in interleaved rounds of one process."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def measure(corpus: Corpus, settings: Mapping[str, Setting], rounds: int) -> dict[str, Any]:
     """Time and memory of an update with full memory, by setting and attention type.
 
-    A round takes one update of each type in turn, so that whatever else the machine does hits all alike.
+    A round takes one update of each type in turn, so that other load on the machine affects all types alike.
     """
     return {
         "threads": torch.get_num_threads(),
@@ -51,7 +51,7 @@ def _measure_setting(corpus: Corpus, name: str, setting: Setting, rounds: int) -
 
 
 class Updates:
-    """A model in training; every call reads the next segment and updates the weights."""
+    """A model in training; a call reads the next segment and updates the weights."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         torch.manual_seed(run.seed)
@@ -68,6 +68,6 @@ class Updates:
         self.position += 1
 
     def fill_memory(self) -> None:
-        """Updates until the memory holds all it can, and one more."""
+        """Updates until the memory is full, and once more."""
         for _ in range(-(-self.run.setting.mem_len // self.run.setting.segment) + 1):
             self()

@@ -1,4 +1,4 @@
-"""How far a run is, and how it goes on after an interruption between two passes over its text."""
+"""Scores and progress of a run, and its checkpoint between two passes over its text."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 @dataclass
 class Tally:
-    """Scores that are summed over segments.
+    """Scores, summed over segments.
 
     Attributes:
-        nats: negative log-likelihood.
-        correct: targets that were the likeliest token.
+        nats: negative log-likelihood of all targets.
+        correct: targets that were the most likely token.
     """
 
     tokens: int = 0
@@ -29,7 +29,7 @@ class Tally:
         self.nats += float(mean_loss.detach()) * targets.numel()
 
     def scores(self) -> dict[str, float]:
-        """Accuracy, and bits to a character."""
+        """Accuracy, bits per character and the number of targets."""
         return {
             "accuracy": self.correct / self.tokens,
             "bits_per_character": self.nats / self.tokens / math.log(2),
@@ -38,8 +38,10 @@ class Tally:
 
 
 @dataclass
-class Progress:
-    """What a run has done so far; memory is empty between passes, so a run can go on from there without it.
+class StudyProgress:
+    """What a run has done so far.
+
+    Memory is empty between passes over the text, so a run can resume there without saving it.
 
     Attributes:
         part, total: scores since the last point of the curve, and since the start.
@@ -54,7 +56,7 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def save(self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Writes everything that the run of these settings needs to go on."""
+        """Writes everything that a run of these settings needs to resume."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -64,8 +66,8 @@ class Progress:
     @classmethod
     def resume(
         cls, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> "Progress":
-        """Loads what `save` wrote into model and optimizer; a fresh start where there is nothing of this run."""
+    ) -> "StudyProgress":
+        """Loads what `save` wrote into model and optimizer; a fresh start if there is no checkpoint of these settings."""
         if not path.exists():
             return cls()
         stored = torch.load(path, weights_only=True)

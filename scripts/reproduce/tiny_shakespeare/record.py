@@ -1,4 +1,4 @@
-"""The record of the study: what its finished runs say, and the paper's figures beside it."""
+"""The record of the study: its finished runs, their comparisons, and the figures that the paper reports."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,11 +43,11 @@ def read_runs(output: Path) -> dict[Cell, list[Run]]:
 
 
 def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | None) -> Record:
-    """Everything that table and plots are made from.
+    """Everything that the table and the plots are made from.
 
     Args:
-        runs: finished runs; groups may be incomplete, and comparisons then use the seeds that both sides have.
-        probe: what an update takes in time and memory.
+        runs: finished runs; groups may be incomplete; comparisons use the seeds that both variants have.
+        probe: time and memory of an update.
     """
     every = [run for group in runs.values() for run in group]
     return {
@@ -93,7 +93,7 @@ def compare(runs: Mapping[Cell, Sequence[Run]], cell: Cell, than: Cell) -> dict[
 
 
 def check_order(runs: Mapping[Cell, Sequence[Run]], group: str) -> dict[str, Any] | None:
-    """Whether validation accuracy puts the four types in the paper's order; None where no seed has all four."""
+    """Whether validation accuracy gives the paper's order of the four types; None if no seed has all four."""
     cells = [(group, kind) for kind in TYPES]
     if any(cell not in runs for cell in cells):
         return None
@@ -128,7 +128,7 @@ def seed_of(run: Mapping[str, Any]) -> int:
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    """Each value once; normally all runs have one in common."""
+    """Each value once; normally all runs share a single one."""
     found: list[Any] = []
     for value in values:
         if value not in found:

@@ -33,7 +33,7 @@ t-test, not corrected for the number of tests."""
 
 
 def format_record(record: Record) -> str:
-    """All groups, the check of the paper's order, the paper's figures, time and memory, and how to read it."""
+    """All groups, the check of the paper's order, the paper's figures, time and memory, and notes on reading them."""
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
     parts = [format_group(record, group) for group in groups]
     orders = [format_order(order) for order in record["orders"]] or ["No seed has all four types yet."]
@@ -54,7 +54,7 @@ def format_group(record: Record, group: str) -> str:
 
 
 def format_protocol(record: Record, group: str) -> str:
-    """How the runs of a group were trained; all but the variant is the same for all."""
+    """How the runs of a group were trained; everything except the variant is the same for all of them."""
     run = next(run for run in record["runs"] if run["settings"]["group"] == group)
     settings, model, read = run["settings"], run["settings"]["model"], run["all_training_batches"]["tokens"]
     texts = [f"{text['text']}, {text['split']}" for text in (run["data"][split] for split in ("train", "validation"))]
@@ -75,7 +75,7 @@ def passes(run: Mapping[str, Any]) -> float:
 
 
 def format_order(order: Mapping[str, Any]) -> str:
-    """Whether the paper's order came out, with the tests of its neighbours."""
+    """Whether the results are in the paper's order, with the tests of neighbours in that order."""
     group = GROUPS[order["group"]]
     verdict = "holds" if order["is_the_papers"] else "does not hold"
     return (
@@ -86,7 +86,7 @@ def format_order(order: Mapping[str, Any]) -> str:
 
 
 def format_quoted(record: Record) -> str:
-    """The paper's figures and what they mean."""
+    """The figures that the paper reports, and what they mean."""
     quoted = record["quoted"]
     rows = [
         ["quoted, not measured", *quoted["accuracy"]],
@@ -116,7 +116,7 @@ def format_probe(probe: Mapping[str, Any]) -> str:
 
 
 def format_cost(record: Record) -> str:
-    """What the runs took, and on what."""
+    """Time and hardware of the runs."""
     hours = sum(run["wall_seconds"] for run in record["runs"]) / 3600
     return (
         f"{len(record['runs'])} runs, {hours:.1f} h on {', '.join(record['hardware'])} with "
@@ -127,7 +127,7 @@ def format_cost(record: Record) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; the first row is the head."""
+    """The lines of a Markdown table; the first row is the head."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 

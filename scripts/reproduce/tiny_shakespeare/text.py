@@ -11,6 +11,7 @@ from torch import Tensor
 from ...common.errors import UserError, first_line
 
 TRAIN_SHARE = 0.9
+# Names of texts by their sha256.
 KNOWN = {
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed": "Tiny Shakespeare",
     "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": "WikiText-2 validation",
@@ -20,7 +21,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts; a token is the number of a character in the sorted vocabulary of both.
+    """A text in two splits; a token is the index of a character in the sorted vocabulary of both.
 
     Attributes:
         train, validation: `[N]`, int64.
@@ -59,13 +60,13 @@ def load_corpus(source: str, validation: str | None = None, *, expect: str | Non
         splits = {"train": (train, "whole"), "validation": (held_out, "whole")}
     sources = {name: {**describe(source), "split": split} for name, (source, split) in splits.items()}
     vocabulary = "".join(sorted(set(train) | set(held_out)))
-    numbers = {character: number for number, character in enumerate(vocabulary)}
-    train_tokens, validation_tokens = (torch.tensor([numbers[c] for c in part]) for part in (train, held_out))
+    index_of = {character: index for index, character in enumerate(vocabulary)}
+    train_tokens, validation_tokens = (torch.tensor([index_of[c] for c in part]) for part in (train, held_out))
     return Corpus(train_tokens, validation_tokens, vocabulary, sources)
 
 
 def describe(text: str) -> dict[str, str | int]:
-    """What a text is, by its checksum."""
+    """The name of a text if its checksum is known, its length and its checksum."""
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return {"text": KNOWN.get(digest, "unknown"), "characters": len(text), "sha256": digest}
 
@@ -74,7 +75,7 @@ def read_text(source: str) -> str:
     """The text of a file as it is, or of all rows of a dataset.
 
     Raises:
-        UserError: it cannot be found or read, or is too short to be split.
+        UserError: the text cannot be found or read, or is too short to be split.
     """
     path = Path(source)
     if path.is_file():

@@ -15,7 +15,7 @@ from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.environment import hardware, versions
 from ...common.token_streams import TokenStreams
 from .plan import PEAK_RATE, Run
-from .progress import Progress, Tally
+from .progress import StudyProgress, Tally
 from .text import Corpus
 
 MAX_GRAD_NORM = 1.0
@@ -26,8 +26,8 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
     """Trains and scores one model; returns its settings, its scores on both splits and its curve.
 
     Args:
-        checkpoint: file that an interrupted run goes on from; it is written after every pass over the text but the
-            last, and removed at the end.
+        checkpoint: file from which an interrupted run resumes; it is written after every pass over the text except
+            the last, and removed at the end.
     """
     torch.manual_seed(run.seed)
     model = make_model(run, corpus)
@@ -58,16 +58,16 @@ def make_model(run: Run, corpus: Corpus) -> RCMHAForCausalLM:
     return RCMHAForCausalLM(RCMHAConfig(vocab_size=len(corpus.vocabulary), **run.model))
 
 
-def train(model: RCMHAForCausalLM, run: Run, streams: TokenStreams, checkpoint: Path) -> Progress:
-    """Trains on the streams from a segment of the seed's choice on; memory starts anew with every pass over the text.
+def train(model: RCMHAForCausalLM, run: Run, streams: TokenStreams, checkpoint: Path) -> StudyProgress:
+    """Trains on the streams from the segment that the seed chooses; memory is emptied before every pass over the text.
 
     Returns:
-        Scores over all of the training and over successive parts of it, each batch as it came, before it was learned
-        from.
+        Scores over the whole training and over successive parts of it; each batch is scored before the model learns
+        from it.
     """
     steps, first = run.setting.steps, first_segment(run, streams)
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8)
-    progress = Progress.resume(checkpoint, run.settings(), model, optimizer)
+    progress = StudyProgress.resume(checkpoint, run.settings(), model, optimizer)
     model.train()
     while progress.step < steps:
         index = (first + progress.step) % len(streams)
@@ -85,10 +85,10 @@ def train_pass(
     run: Run,
     streams: TokenStreams,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    progress: StudyProgress,
     first: int,
 ) -> None:
-    """Trains from segment `first` to the end of the streams, or to the last step; counts in `progress`."""
+    """Trains from segment `first` to the end of the streams or to the last step, and updates `progress`."""
     steps, memory = run.setting.steps, None
     for index in range(first, min(len(streams), first + steps - progress.step)):
         inputs, targets = streams[index]
@@ -115,14 +115,14 @@ def noam_rate(step: int, warmup: int) -> float:
 def read_segment(
     model: nn.Module, inputs: Tensor, targets: Tensor, memory: Cache | None
 ) -> tuple[Tensor, Tensor, Cache]:
-    """Logits `[B, T, V]` of a segment, their mean loss, and the memory for the next segment."""
+    """Logits `[B, T, V]` of a segment `[B, T]`, their mean loss `[]`, and the memory for the next segment."""
     output = model(input_ids=inputs, past_key_values=memory, use_cache=True)
     loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
     return output.logits, loss, output.past_key_values
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step of the optimizer on clipped gradients."""
+    """One step of the optimizer on the clipped gradients of a loss `[]`."""
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     optimizer.step()
@@ -131,7 +131,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
-    """Scores on all segments in order, with memory from one to the next."""
+    """Scores on all segments in order, with memory carried from each to the next."""
     model.eval()
     memory: Cache | None = None
     tally = Tally()
@@ -147,20 +147,20 @@ def training_streams(run: Run, corpus: Corpus) -> TokenStreams:
 
 
 def first_segment(run: Run, streams: TokenStreams) -> int:
-    """Where training starts: anywhere that lets it end before the text does, and at 0 if it takes a pass or more."""
+    """The index of the first segment: random so that training ends before the text does; 0 for a pass or more."""
     latest = max(len(streams) - run.setting.steps, 0)
     return int(torch.randint(latest + 1, (), generator=torch.Generator().manual_seed(run.seed)))
 
 
 def held_out(run: Run, corpus: Corpus) -> TokenStreams:
-    """The validation split, or as much of its beginning as the setting scores."""
+    """The validation split, or its beginning if the setting limits the tokens to score."""
     setting = run.setting
     tokens = corpus.validation[: setting.evaluation_tokens]
     return TokenStreams.cut(tokens, setting.evaluation_streams, setting.segment)
 
 
 def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
-    """The text that was trained on last, as much as `held_out` scores or else all of it."""
+    """The text that was trained on last: as much as `held_out` scores, or all of it if that is less."""
     setting, streams = run.setting, training_streams(run, corpus)
     first, length = first_segment(run, streams), streams.inputs.shape[1]
     stop = min((first + setting.steps) * setting.segment, length)
@@ -174,7 +174,7 @@ def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Parameters in all, and those of tables with one row for each position or distance."""
+    """The number of all parameters, and of those in tables with one row for each position or distance."""
     tables = ("position_embeddings", "position_bias", "embed_positions.weight")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return {

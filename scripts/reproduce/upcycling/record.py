@@ -1,4 +1,4 @@
-"""The record of the upcycling study, the statistics of its runs and the table made from it."""
+"""The record of the upcycling study, the statistics of its runs, and the table."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_
 
 
 def read_run(folder: Path) -> Run:
-    """A finished run: its options, its measurements and its losses over its tokens."""
+    """A finished run: its options, its measurements, and its losses by tokens."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     lines = read_metrics(folder / "metrics.jsonl")
     held_out = TokenStream.open(folder / "data" / "validation")
@@ -41,10 +41,10 @@ def make_record(
     """Everything that the table and the plot are made from.
 
     Args:
-        settings: what was asked for.
+        settings: the settings of the study.
         parents: one run for each seed.
-        arms: by name, one run for each seed in the same order; `BASELINE` is what others are compared with.
-        labels: what to call the arms.
+        arms: by name, one run for each seed in the same order; the others are compared with `BASELINE`.
+        labels: the names of the arms in table and plot.
     """
     runs = [*parents, *(run for runs in arms.values() for run in runs)]
     common = ("dataset", "hardware", "versions", "validation_targets")
@@ -79,7 +79,7 @@ def final(runs: Sequence[Run], name: str) -> list[float]:
 
 
 def table(record: Record) -> str:
-    """The study in Markdown: one row for the parents, one for each arm, and how to read them."""
+    """The study in Markdown: a row for the parents, a row for each arm, and notes on reading them."""
     head = ["", "parameters", "validation loss", "bits per byte", "difference", "95 % interval", "p", "tokens/s"]
     rows = [head, ["---"] * len(head), [*_row("parent, before", record["parents"]), "", "", "", ""]]
     for name, arm in record["arms"].items():
@@ -125,5 +125,5 @@ def _curve(lines: Sequence[Run], split: str, names: Sequence[str]) -> list[dict[
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Each value once; runs of one study normally have one in common."""
+    """Each value once; normally all runs share a single one."""
     return [value for index, value in enumerate(values) if value not in values[:index]]

@@ -1,6 +1,6 @@
-"""The runs of the upcycling study: parents, upcycled parents, and what becomes of them.
+"""The runs of the upcycling study: parents, upcycled parents, and their continuations.
 
-Each run is a folder that `dynattn pretrain` or `dynattn convert` finishes by a rename, so a run is there or it is not.
+A run is a folder that `dynattn pretrain` or `dynattn convert` completes by a rename, so it is either whole or absent.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MODEL = {
 }
 COMMON: dict[str, Any] = {"dataset": "builtin", "sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
 PARENT: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 2048, "learning_rate": 2e-3}
-# One update in so many is warmup; in an arm that begins with frozen weights, one in so many is made with them.
+# One in WARMUP updates is warmup. In the arm that freezes the parent first, one in FROZEN updates is made so.
 WARMUP, FROZEN = 12, 8
 VALIDATIONS = 6
 
@@ -30,9 +30,9 @@ class Arm:
     """One way to continue a parent.
 
     Attributes:
-        composed: whether its heads are composed.
-        rate_ratio: how many times as fast the composition learns as the parent's weights do.
-        frozen_first: whether the parent's weights wait at first.
+        composed: whether the model composes its heads.
+        rate_ratio: the learning rate of the composition over that of the parent's weights.
+        frozen_first: whether the parent's weights are frozen at first.
     """
 
     label: str
@@ -51,11 +51,11 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Runs:
-    """Makes the runs of a study, each once; a method returns the folder of a run that is finished.
+    """Makes the runs of a study, each once; the methods return the folder of a finished run.
 
     Attributes:
-        output: folder of the study.
-        parent_steps, steps: updates of a parent, and of each run that continues it.
+        output: the folder of the study.
+        parent_steps, steps: updates of a parent, and of each run that continues one.
     """
 
     output: Path
@@ -67,7 +67,7 @@ class Runs:
         return self._train(self._folder(seed, "parent"), self.parent_steps, seed, model_config=MODEL, **PARENT)
 
     def continued(self, seed: int, name: str, rate: float) -> Path:
-        """The parent of `seed` trained further as the arm `name`; all arms see the same tokens in the same order."""
+        """The parent of `seed`, trained further as the arm `name`; all arms read the same tokens in the same order."""
         arm = ARMS[name]
         return self._train(
             self._folder(seed, f"{name}-{rate:g}"),
@@ -80,7 +80,10 @@ class Runs:
         )
 
     def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, dict[str, float]]:
-        """The learning rate whose run ends best on `seed`, and the validation losses of all; one needs no run."""
+        """The learning rate with the lowest last validation loss on `seed`, and the losses of all.
+
+        A single rate is returned without a run.
+        """
         if len(rates) == 1:
             return rates[0], {}
         losses = {rate: read_run(self.continued(seed, name, rate))["validation"][-1]["loss"] for rate in rates}
@@ -93,7 +96,7 @@ class Runs:
         return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": COMMON}
 
     def _upcycled(self, seed: int) -> Path:
-        """The parent as a DCPythia; the conversion proves that its logits are the parent's."""
+        """The parent as a DCPythia; the conversion checks that its logits are the parent's."""
         folder = self._folder(seed, "upcycled")
         if not folder.exists():
             source = self.parent(seed) / "model"

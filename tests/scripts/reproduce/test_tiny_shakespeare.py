@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import TokenStreams
-from dynattn.scripts.reproduce.tiny_shakespeare import main, plan, text, training
+from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
+from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.paired import paired_difference
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
 from dynattn.scripts.reproduce.tiny_shakespeare.progress import Tally
@@ -28,9 +29,9 @@ TINY = Setting(8, 8, "streaming", "relu2", streams=2, evaluation_streams=2, step
 
 
 def corpus_of(tokens: int, vocabulary: int = 10) -> Corpus:
-    numbers = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
+    characters = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     source: dict[str, str | int] = {"text": "unknown", "characters": tokens, "sha256": "0", "split": "whole"}
-    return Corpus(numbers, numbers[: tokens // 2], "a" * vocabulary, {"train": source, "validation": source})
+    return Corpus(characters, characters[: tokens // 2], "a" * vocabulary, {"train": source, "validation": source})
 
 
 def run_of(setting: Setting, seed: int = 0, kind: str = "rcmha") -> Run:
@@ -330,13 +331,14 @@ def test_options_that_cannot_be_are_refused(options: list[str], message: str, ca
 
 
 def test_epochs_are_passes_over_the_text_and_warmup_is_official_only_for_the_official_setting():
-    arguments = main.StudyArguments(epochs=10)
+    arguments = StudyArguments(epochs=10)
     corpus = corpus_of(1_003_854)
-    settings = {group: main.choose_setting(arguments, plan.GROUPS[group], corpus) for group in ("official", "sensible")}
+    settings = {group: job.choose_setting(arguments, plan.GROUPS[group], corpus) for group in ("official", "sensible")}
     assert (settings["official"].steps, settings["official"].warmup) == (156_850, 2000)
     assert (settings["sensible"].steps, settings["sensible"].warmup) == (19_610, 1961)
 
 
+@pytest.mark.usefixtures("coarse_plots")
 def test_a_quick_study_runs_all_types_once_and_reports_them(
     small_models: None, book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -352,7 +354,7 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
     assert probe["sensible"]["mha"]["times_mha"] == 1
     assert not list(output.rglob("*.pt"))
 
-    monkeypatch.setattr(main, "run_one", None)
+    monkeypatch.setattr(job, "run_one", None)
     assert cli.main([*command, "--steps", "2"]) == 0
     assert capsys.readouterr().out.count("done before") == 40
     assert cli.main([*command, "--steps", "3"]) == 2

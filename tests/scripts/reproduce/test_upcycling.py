@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.reproduce.upcycling import main as upcycling
+from dynattn.scripts.reproduce.upcycling import job as upcycling
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
-from dynattn.scripts.reproduce.upcycling.main import UpcyclingArguments, claim
+from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
+from dynattn.scripts.reproduce.upcycling.job import claim
 from dynattn.scripts.reproduce.upcycling.record import compare, table
 
 TINY = {
@@ -130,6 +131,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return trained
 
 
+@pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_is_interrupted_continued_and_extended(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from cases.benchmark import run_benchmark
-from matplotlib import pyplot as plt
 
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark.report import record as report
@@ -14,7 +13,7 @@ from dynattn.scripts.benchmark.report.tables import format_record
 PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png", "profile.png"}
 
 
-@pytest.mark.usefixtures("known_machine")
+@pytest.mark.usefixtures("known_machine", "coarse_plots")
 def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     with monkeypatch.context() as patch:
@@ -23,7 +22,6 @@ def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypat
         options += ["--implementations", "chunked,chunked-plain,sdpa,chunks"]
         _, record = run_benchmark(tmp_path / "first", *options)
     again = ["benchmark", "--redraw", str(tmp_path / "first" / "record.json"), "--output", str(tmp_path / "second")]
-    monkeypatch.setitem(plt.rcParams, "savefig.dpi", 20)
     assert cli.main(again) == 0
     for name in ("record.json", "table.md"):
         assert (tmp_path / "first" / name).read_text() == (tmp_path / "second" / name).read_text()

@@ -1,0 +1,52 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+
+from ...common.errors import UserError
+from .plan import GROUPS
+
+
+@dataclass
+class StudyArguments:
+    """Arguments of the study.
+
+    Raises:
+        UserError: a value is out of its range, or a text is missing.
+    """
+
+    output: str | None = field(
+        default=None,
+        metadata={"help": "folder of the study; runs/tiny-shakespeare, with --quick runs/tiny-shakespeare-quick"},
+    )
+    data: str | None = field(default=None, metadata={"help": "Tiny Shakespeare: a file or a Hub dataset"})
+    wikitext_train: str | None = field(default=None, metadata={"help": "characters to train on: a file or Hub dataset"})
+    wikitext_validation: str | None = field(default=None, metadata={"help": "characters to validate on"})
+    other_text: bool = field(default=False, metadata={"help": "take a text that is not the one of the known checksum"})
+    groups: list[str] = field(
+        default_factory=lambda: list(GROUPS), metadata={"help": f"groups of runs, in order: {', '.join(GROUPS)}"}
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds of every group"})
+    steps: int | None = field(default=None, metadata={"help": "updates of each run, in place of the setting's"})
+    epochs: float | None = field(
+        default=None, metadata={"help": "passes over the text of each run, in place of steps; the paper's are 10"}
+    )
+    streams: int | None = field(default=None, metadata={"help": "texts side by side, in place of the setting's"})
+    quick: bool = field(default=False, metadata={"help": "few updates, two seeds and short scoring: minutes"})
+    report_only: bool = field(default=False, metadata={"help": "train nothing, report the runs that are finished"})
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            self.seeds = self.seeds[:2]
+        self.output = self.output or f"runs/tiny-shakespeare{'-quick' if self.quick else ''}"
+        if unknown := [group for group in self.groups if group not in GROUPS]:
+            raise UserError(f"there is no group {unknown[0]!r}; choose from {', '.join(GROUPS)}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"seeds={self.seeds} must be one or more different ones")
+        for name in ("steps", "epochs", "streams"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name}={value} must be positive")
+        if self.steps is not None and self.epochs is not None:
+            raise UserError(f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one")
+        if (self.wikitext_train is None) != (self.wikitext_validation is None):
+            raise UserError("give both --wikitext_train and --wikitext_validation, or neither")

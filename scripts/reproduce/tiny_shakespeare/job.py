@@ -1,0 +1,118 @@
+"""The whole study: its missing runs, then record, table and plots of all finished ones."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...common.atomic_file import write_json, write_whole
+from ...common.errors import UserError
+from ...common.token_streams import TokenStreams
+from .arguments import StudyArguments
+from .figures import draw_bars, draw_curves
+from .plan import GROUPS, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
+from .probe import measure
+from .record import make_record, read_runs
+from .table import format_record
+from .text import Corpus, load_corpus
+from .training import run_one
+
+RECORD, TABLE, CURVES, BARS, PROBE = "record.json", "table.md", "curves.png", "bars.png", "probe.json"
+
+
+def run_study(arguments: StudyArguments) -> str:
+    """Trains what is missing and reports all finished runs; returns the table and the names of the files.
+
+    Raises:
+        UserError: a text is missing, or the folder holds runs with other settings, or no run has finished.
+    """
+    output = Path(str(arguments.output))
+    if not arguments.report_only:
+        train_all(arguments, output)
+    return f"\n{report(output)}\n{output}: {RECORD}, {TABLE}, {CURVES}, {BARS}"
+
+
+def train_all(arguments: StudyArguments, output: Path) -> None:
+    """Makes every run that is missing, and measures an update of each type once."""
+    corpora = load_corpora(arguments)
+    settings = {
+        group: choose_setting(arguments, GROUPS[group], corpora[GROUPS[group].corpus])
+        for group in arguments.groups
+        if GROUPS[group].corpus in corpora
+    }
+    for run in plan(settings, arguments.seeds):
+        make_once(run, corpora[run.corpus], output / run.file_name)
+    if not (output / PROBE).exists():
+        print("time and memory of an update", flush=True)
+        probe = measure(corpora["tiny-shakespeare"], SETTINGS, rounds=5 if arguments.quick else 15)
+        write_json(output / PROBE, probe, indent=1)
+
+
+def load_corpora(arguments: StudyArguments) -> dict[str, Corpus]:
+    """The texts that were given, by the names that groups use."""
+    if not arguments.data:
+        raise UserError("give --data, a file with Tiny Shakespeare or the name of a Hub dataset that holds it")
+    expect = None if arguments.other_text else "Tiny Shakespeare"
+    corpora = {"tiny-shakespeare": load_corpus(arguments.data, expect=expect)}
+    if arguments.wikitext_train and arguments.wikitext_validation:
+        corpora["wikitext-2"] = load_corpus(arguments.wikitext_train, arguments.wikitext_validation)
+    return corpora
+
+
+def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> Setting:
+    """The setting of a group, changed by the arguments; warmup keeps its share of the updates, except the official."""
+    setting = (QUICK if arguments.quick else SETTINGS)[group.setting]
+    setting = replace(setting, streams=arguments.streams or setting.streams)
+    steps = arguments.steps or group.longer * setting.steps
+    if arguments.epochs is not None:
+        segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
+        steps = max(1, round(arguments.epochs * segments))
+    warmup = setting.warmup if group.setting == "official" else max(1, round(WARMUP_SHARE * steps))
+    return replace(setting, steps=steps, warmup=warmup)
+
+
+def make_once(run: Run, corpus: Corpus, path: Path) -> None:
+    """Trains and scores a model, unless its file exists.
+
+    Raises:
+        UserError: the file belongs to a run with other settings.
+    """
+    label = f"{run.group}: {run.variant}, seed {run.seed}"
+    if path.exists():
+        check_same(json.loads(path.read_text(encoding="utf-8")), run, corpus, path)
+        print(f"{label}: done before", flush=True)
+        return
+    result = run_one(run, corpus, path.with_suffix(".checkpoint.pt"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result, indent=1)
+    bits, accuracy = (result["validation"][name] for name in ("bits_per_character", "accuracy"))
+    seconds = result["wall_seconds"]
+    print(f"{label}: validation {bits:.4f} bits per character, accuracy {accuracy:.4f}, {seconds:.0f} s", flush=True)
+
+
+def check_same(result: Mapping[str, Any], run: Run, corpus: Corpus, path: Path) -> None:
+    """Raises UserError if a finished run had other settings or another text."""
+    wanted = {"settings": json.loads(json.dumps(run.settings())), "data": corpus.sources}
+    stored = {"settings": result["settings"], "data": {name: result["data"].get(name) for name in corpus.sources}}
+    if stored != wanted:
+        raise UserError(f"{path} is a run with other settings or another text; give another --output")
+
+
+def report(output: Path) -> str:
+    """Writes record, table and plots of all finished runs; returns the table.
+
+    Raises:
+        UserError: there is no finished run.
+    """
+    runs = read_runs(output)
+    if not runs:
+        raise UserError(f"{output} holds no finished run; run the study without --report_only first")
+    probe = json.loads((output / PROBE).read_text(encoding="utf-8")) if (output / PROBE).exists() else None
+    record = make_record(runs, probe)
+    text = format_record(record)
+    write_json(output / RECORD, record, indent=1)
+    write_whole(output / TABLE, text)
+    draw_curves(record, output / CURVES)
+    draw_bars(record, output / BARS)
+    return text

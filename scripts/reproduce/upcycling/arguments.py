@@ -1,0 +1,46 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import UserError
+
+QUICK: dict[str, Any] = {"seeds": [0, 1], "parent_steps": 60, "steps": 24, "learning_rates": [2e-3]}
+
+
+@dataclass
+class UpcyclingArguments:
+    """Arguments of the study.
+
+    Raises:
+        UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
+    """
+
+    output: str | None = field(
+        default=None, metadata={"help": "folder of the study; runs/upcycling, with --quick runs/upcycling-quick"}
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 2e-3, 4e-3, 8e-3],
+        metadata={"help": "peaks to choose from, plain and composed each for itself; one needs no choice"},
+    )
+    parent_steps: int = field(default=400, metadata={"help": "updates of each parent, 1,024 tokens each"})
+    steps: int = field(default=200, metadata={"help": "updates of each run that continues a parent"})
+    quick: bool = field(
+        default=False, metadata={"help": "two seeds, few updates and one learning rate, whatever else is given"}
+    )
+    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            vars(self).update(QUICK)
+        self.output = self.output or ("runs/upcycling-quick" if self.quick else "runs/upcycling")
+        if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"seeds={self.seeds} must be two or more different ones; a single one shows no spread")
+        if self.tuning_seed in self.seeds:
+            raise UserError(f"tuning_seed={self.tuning_seed} is one of the measured seeds={self.seeds}; take another")
+        if not self.learning_rates or min(self.learning_rates) <= 0:
+            raise UserError(f"learning_rates={self.learning_rates} must be one or more positive numbers")
+        if self.parent_steps < 1 or self.steps < 2:
+            raise UserError(f"parent_steps={self.parent_steps} must be 1 or more, and steps={self.steps} 2 or more")

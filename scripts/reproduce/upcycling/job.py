@@ -1,0 +1,100 @@
+"""The whole study: its missing runs, then record, table and plot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...common.atomic_file import write_json, write_whole
+from ...common.errors import UserError
+from ..plots import draw_arms
+from .arguments import UpcyclingArguments
+from .record import Record, make_record, read_run, table
+from .runs import ARMS, Runs
+
+SETTINGS, RECORD, TABLE, PLOT = "study.json", "record.json", "table.md", "losses.png"
+
+
+def run_study(arguments: UpcyclingArguments) -> str:
+    """Trains what is missing, then writes record, table and plot; returns the table and the names of the files.
+
+    Raises:
+        UserError: the folder holds a study with other settings, a run failed, or there is no record to redraw.
+    """
+    output = Path(str(arguments.output))
+    if not arguments.redraw:
+        record = make_runs(arguments, output)
+        record["command"] = command_of(arguments)
+        write_json(output / RECORD, record, indent=1)
+    return f"\n{draw(output)}\n\n{output}: {RECORD}, {TABLE}, {PLOT}"
+
+
+def command_of(arguments: UpcyclingArguments) -> str:
+    """The command line that repeats the study, wherever its folder is."""
+    words = ["dynattn", "reproduce", "upcycling"]
+    for name in ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps"):
+        value = getattr(arguments, name)
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return " ".join(words)
+
+
+def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
+    """Trains what is missing and returns the record.
+
+    Raises:
+        UserError: the folder holds a study with other settings, or a run failed.
+    """
+    runs = Runs(output, arguments.parent_steps, arguments.steps)
+    claim(output, runs.settings())
+    rates, losses = choose_rates(arguments, runs)
+    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
+    measured = {
+        seed: {name: runs.continued(seed, name, rate) for name, rate in rates.items()} for seed in arguments.seeds
+    }
+    return make_record(
+        {**runs.settings(), **tuning, "chosen": rates},
+        parents=[read_run(runs.parent(seed)) for seed in arguments.seeds],
+        arms={name: [read_run(measured[seed][name]) for seed in arguments.seeds] for name in ARMS},
+        labels={name: arm.label for name, arm in ARMS.items()},
+    )
+
+
+def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The learning rate of each arm, one for all that compose, and the losses from which the rates are chosen."""
+    chosen = {
+        name: runs.choose_rate(arguments.tuning_seed, name, arguments.learning_rates) for name in ("plain", "composed")
+    }
+    rates = {name: chosen["composed" if arm.composed else "plain"][0] for name, arm in ARMS.items()}
+    return rates, {name: losses for name, (_, losses) in chosen.items()}
+
+
+def claim(output: Path, settings: dict[str, Any]) -> None:
+    """Reserves the folder for the study with these settings; seeds and learning rates may be added later.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    marker = output / SETTINGS
+    if marker.exists():
+        stored = json.loads(marker.read_text(encoding="utf-8"))
+        if changed := [name for name in settings if stored.get(name) != settings[name]]:
+            raise UserError(f"{output} holds a study with other {', '.join(changed)}; give another --output")
+    elif output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} holds something that is no upcycling study; give a new or empty --output")
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(marker, settings, indent=1)
+
+
+def draw(output: Path) -> str:
+    """Makes the table and the plot from the record alone; returns the table.
+
+    Raises:
+        UserError: there is no record.
+    """
+    try:
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
+    text = table(record)
+    write_whole(output / TABLE, text + "\n")
+    draw_arms(record, output / PLOT)
+    return text
