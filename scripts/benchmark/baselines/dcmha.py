@@ -53,7 +53,10 @@ def attend_rows(
 
 @cache
 def compiled_attend_rows() -> Callable[..., Tensor]:
-    """`attend_rows` for lengths that vary; made at its first use, because `torch.compile` is slow to import."""
+    """`attend_rows`, which returns `[B, H, T, D]`, compiled for lengths that vary.
+
+    It is made at its first use, because `torch.compile` is slow to import.
+    """
     return torch.compile(attend_rows, dynamic=True)
 
 

@@ -115,7 +115,7 @@ def draw_roofline(record: Record, path: Path) -> None:
     axes.plot(reach, [min(peak, bandwidth * intensity) for intensity in reach], color="black", label="roofline")
     for role, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=role)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     _save(figure, path)

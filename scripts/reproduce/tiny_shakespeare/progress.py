@@ -67,7 +67,7 @@ class StudyProgress:
     def resume(
         cls, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> "StudyProgress":
-        """Loads what `save` wrote into model and optimizer; a fresh start if there is no checkpoint of these settings."""
+        """Loads what `save` wrote into model and optimizer; a fresh start if no checkpoint has these settings."""
         if not path.exists():
             return cls()
         stored = torch.load(path, weights_only=True)
