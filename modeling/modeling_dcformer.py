@@ -10,8 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
-from .common.composed_model import ComposedPreTrainedModel
-from .common.decoder import DecoderBody
+from .common.composed_model import ComposedDecoderBody, ComposedPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.rms_norm import RMSNorm
@@ -85,7 +84,7 @@ class DCFormerPreTrainedModel(ComposedPreTrainedModel):
     }
 
 
-class DCFormerModel(DecoderBody, DCFormerPreTrainedModel):
+class DCFormerModel(ComposedDecoderBody, DCFormerPreTrainedModel):
     """The decoder without a head."""
 
     def __init__(self, config: DCFormerConfig) -> None:

@@ -9,8 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcpythia import DCPythiaConfig
-from .common.composed_model import ComposedPreTrainedModel
-from .common.decoder import DecoderBody
+from .common.composed_model import ComposedDecoderBody, ComposedPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .positions.rotary import RotaryEmbedding
@@ -77,7 +76,7 @@ class DCPythiaPreTrainedModel(ComposedPreTrainedModel):
     }
 
 
-class DCPythiaModel(DecoderBody, DCPythiaPreTrainedModel):
+class DCPythiaModel(ComposedDecoderBody, DCPythiaPreTrainedModel):
     """The decoder without a head."""
 
     def __init__(self, config: DCPythiaConfig) -> None:

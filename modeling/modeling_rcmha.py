@@ -4,21 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.segment import Segment, describe_segment
-from .caches.segment_memory import SegmentMemoryLayer, carry_memory
-from .common.decoder_inputs import prepare_decoder_inputs
+from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
+from .common.decoder import DecoderBody, DecoderPreTrainedModel
+from .common.decoder_inputs import DecoderArguments, DecoderInputs, may_pack_documents
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .layers.attention_interface import implementation_for
 from .layers.headwise_conv import HeadwiseCausalConv, init_conv
 from .layers.relative_attention import RCMHAAttention
 from .ops.relative.attention import resolve_relative
@@ -74,17 +71,11 @@ class RCMHADecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class RCMHAPreTrainedModel(PreTrainedModel):
+class RCMHAPreTrainedModel(DecoderPreTrainedModel):
     """Flags for Transformers, initial weights, and the choice of the attention implementation."""
 
     config: RCMHAConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["RCMHADecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _can_compile_fullgraph = True
-    # Context parallelism splits the keys, which the relative positions and the convolutions of a token run across.
-    _supports_context_parallel = False
     _can_record_outputs = {"hidden_states": RCMHADecoderLayer, "attentions": RCMHAAttention}
 
     @torch.no_grad()
@@ -98,13 +89,23 @@ class RCMHAPreTrainedModel(PreTrainedModel):
                 init.normal_(table, std=std)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Only the ops of this family know its position terms; the fastest is the default."""
+        """The attention implementation that the model runs with, from the one that the caller asked for.
+
+        The model takes only this family's ops (`eager`, `sdpa`, `chunked`), which know its position terms. The default
+        is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
+
+        Raises:
+            ValueError: the implementation is none of this family.
+        """
         relative = self.config.is_relative or self.config.position_scheme == "alibi"
         return resolve_relative(attn_implementation, relative=relative)
 
 
-class RCMHAModel(RCMHAPreTrainedModel):
-    """The decoder without a head."""
+class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
+    """The decoder without a head: reads one segment of tokens, and the memory of earlier ones from the cache.
+
+    Any dynamic or static cache carries the memory, in training too: what it holds is detached.
+    """
 
     def __init__(self, config: RCMHAConfig) -> None:
         super().__init__(config)
@@ -120,70 +121,37 @@ class RCMHAModel(RCMHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Returns hidden states `[B, T, E]` of a segment, and the memory for the next one.
-
-        The arguments are those of `prepare_decoder_inputs`. Any dynamic or static cache carries the memory, in training
-        too: what it holds is detached.
-
-        Raises:
-            ValueError: the arguments do not fit each other, or the segment does not fit the positions.
-        """
-        if past_key_values is not None and self.gradient_checkpointing and self.training:
+    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
+        """Makes a mask only where there is padding or packed documents: the ops know causality, window and memory."""
+        if given.past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
                 "checkpointing off, or train without past_key_values"
             )
-        given = attention_mask, past_key_values
-        packed = position_ids is not None or kwargs.get("cu_seq_lens_q") is not None
-        if attention_mask is None and not (packed and past_key_values is None):
-            # The ops know causality, window and memory themselves; a mask would only repeat them.
-            attention_mask = {self.config.layer_types[0]: None}
-        if past_key_values is not None:
-            carry_memory(past_key_values, self.config)
-        hidden_states, position_ids, past_key_values, masks, _ = prepare_decoder_inputs(
-            self.config,
-            self.embed_tokens,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            use_cache,
-            kwargs.get("cu_seq_lens_q"),
-        )
-        if past_key_values is not None:
-            carry_memory(past_key_values, self.config)
-        mask = masks[self.config.layer_types[0]]
+        if given.attention_mask is None and not may_pack_documents(given):
+            given = given._replace(attention_mask=dict.fromkeys(self.config.layer_types))
+        return super().prepare_inputs(given)
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Makes `cache` keep the memory of the configured type."""
+        upgrade_to_memory_cache(cache, self.config)
+
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
+        """The embeddings `[B, T, E]`, with learned positions if the model has them, and the segment for all layers."""
         segment = describe_segment(
-            self.config, hidden_states, position_ids, past_key_values, mask, given, packed, self.rotary_emb
+            self.config,
+            inputs.inputs_embeds,
+            inputs.position_ids,
+            inputs.past_key_values,
+            inputs.masks[self.config.layer_types[0]],
+            given_mask=given.attention_mask,
+            packed=may_pack_documents(given),
+            rotary_emb=self.rotary_emb,
         )
+        hidden_states = inputs.inputs_embeds
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                segment=segment,
-                attention_mask=mask,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                implementation=implementation_for(self.config, kwargs),
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
+            hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
+        return hidden_states, {"segment": segment}
 
 
 class RCMHAForCausalLM(CausalLMHead, RCMHAPreTrainedModel, GenerationMixin):

@@ -1,8 +1,7 @@
-"""Cache layers that keep keys, values AND the key-side composition factors of the cached tokens.
+"""Cache layers that keep the key-side composition factors of the cached tokens beside keys and values.
 
-A composed layer is an ordinary Transformers cache layer beside a second one of the same kind that holds the factors
-(`rows * stages` of `H` numbers for each token: 10 H at rank 2), so that growing, sliding, static allocation, cropping,
-reordering and offloading treat both alike.
+A composed layer is an ordinary Transformers cache layer and contains a second one of the same kind, which holds the
+factors. Growing, sliding, static allocation, cropping, reordering and offloading therefore treat both alike.
 """
 
 import copy
@@ -21,7 +20,10 @@ from transformers.cache_utils import (
 
 
 class ComposedLayerMixin:
-    """Adds `factors`: a plain layer whose keys are packed factors `[B, P * rows, S, H]` and whose values are empty."""
+    """Adds `factors`: a plain layer whose keys are packed factors and whose values are empty.
+
+    Packed factors are `[B, P * terms, S, H]` for `P` stages: the terms of `DynamicComposition`, in its order.
+    """
 
     plain_class: type[CacheLayerMixin]
     factors: Any
@@ -32,10 +34,10 @@ class ComposedLayerMixin:
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
-        """Returns `layer` as a composed one; it may be allocated, but must not hold tokens yet.
+        """Returns `layer` as a composed one. It may be allocated, but must not hold tokens.
 
         Raises:
-            ValueError: the layer already holds tokens, whose factors nobody kept.
+            ValueError: the layer already holds tokens, whose factors are lost.
         """
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError(
@@ -50,9 +52,13 @@ class ComposedLayerMixin:
     def update(
         self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Appends tokens; returns `(keys, (values, factors))` over all tokens that the next attention may see.
+        """Appends `T` tokens and returns `(keys, (values, factors))` of all `S` tokens that their queries may see.
 
-        `Cache.update` hands on exactly two results, hence the nesting.
+        The result is nested because `Cache.update` passes on exactly two values.
+
+        Args:
+            key_states, value_states: `[B, H_kv, T, D]`; returned as `[B, H_kv, S, D]`.
+            key_factors: `[B, P * terms, T, H]`; returned as `[B, P * terms, S, H]`.
         """
         factors, _ = self.factors.update(key_factors, key_factors[..., :0])
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
@@ -71,12 +77,13 @@ class ComposedLayerMixin:
         self.factors.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Selects batch rows `beam_idx` `[B]`."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self.factors.reorder_cache(beam_idx)
 
 
 class _ComposedDynamicMixin(ComposedLayerMixin):
-    """What only growing layers can do."""
+    """Operations that only dynamic layers have."""
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
@@ -87,6 +94,7 @@ class _ComposedDynamicMixin(ComposedLayerMixin):
         self.factors.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the batch rows `indices` `[B]`."""
         super().batch_select_indices(indices)  # type: ignore[misc]
         self.factors.batch_select_indices(indices)
 
@@ -98,7 +106,7 @@ class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore
 
 
 class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """Grows up to the window."""
+    """Grows up to the sliding window."""
 
     plain_class = DynamicSlidingWindowLayer
 
@@ -114,7 +122,7 @@ class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):  # type: ignore[misc
 
 
 class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
-    """Allocated once, at the width of the window."""
+    """Allocated once, at the length of the sliding window."""
 
     plain_class = StaticSlidingWindowLayer
 
@@ -130,13 +138,14 @@ COMPOSED_LAYERS: dict[type, Any] = {
 }
 
 
-def keep_factors(cache: Cache) -> None:
-    """Makes every layer of `cache` keep composition factors, in place; does nothing where all do already.
+def upgrade_to_composed_cache(cache: Cache) -> None:
+    """Replaces the plain layers of `cache`, in place, by layers that also keep composition factors.
 
-    Callers therefore hand any dynamic or static cache to the model, made with or without a configuration.
+    The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
+    stay as they are.
 
     Raises:
-        ValueError: a layer of another kind (a quantized one, say), or one that holds tokens without factors.
+        ValueError: a layer has another kind (a quantized one, for example), or holds tokens without factors.
     """
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = ComposedDynamicLayer

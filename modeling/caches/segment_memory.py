@@ -1,8 +1,9 @@
-"""Memory between segments as Transformers cache layers. What they keep is detached: gradients stay in a segment.
+"""Cache layers for the memory that an RCMHA model carries from segment to segment (Transformer-XL, arXiv 1901.02860).
 
-Streaming layers keep keys and values after the convolution, and the last projected rows before it, which are the left
-context of the next segment's convolutions. A segment layer keeps the inputs of a model layer, of which keys and values
-are made anew for every segment, as in Transformer-XL.
+Streaming layers keep keys and values after the convolution, and of the projections before it the last tokens, which are
+the left context of the next segment's convolutions. A segment memory layer keeps the inputs of a model layer, which
+projects keys and values anew for every segment, as Transformer-XL does. All that is kept is detached, so that no
+gradient flows from one segment into an earlier one.
 """
 
 from collections.abc import Callable
@@ -22,52 +23,56 @@ from transformers.cache_utils import (
 
 
 class StreamingLayerMixin:
-    """Adds `contexts`: the rows `[B, W - 1, H * D]` before the next token of each projection that is convolved."""
+    """Adds `contexts`: for each projection that is convolved, its last tokens before the convolution.
+
+    A context is `[B, context_length, H * D]`, or longer while the past is recorded.
+    """
 
     contexts: dict[str, Tensor]
-    width: int  # rows of a context that the next token needs
+    context_length: int  # tokens that the convolution reads before the next one
     record_past: bool
+    # What the plain layer brings.
+    keys: Tensor
+    values: Tensor
+    device: torch.device
     is_initialized: bool
 
     @classmethod
-    def from_plain(cls, layer: CacheLayerMixin, width: int) -> "StreamingLayerMixin":
-        """Returns `layer` with memory of `width` rows for convolutions; it may be allocated, but must hold no tokens.
+    def from_plain(cls, layer: CacheLayerMixin, context_length: int) -> "StreamingLayerMixin":
+        """Returns `layer` with contexts for convolutions. It may be allocated, but must not hold tokens.
 
         Raises:
-            ValueError: the layer already holds tokens, whose projections nobody kept.
+            ValueError: the layer already holds tokens, whose contexts are lost.
         """
         refuse_tokens(layer)
         streaming = cls.__new__(cls)
         streaming.__dict__.update(vars(layer))
-        streaming.contexts, streaming.width = {}, width
+        streaming.contexts, streaming.context_length = {}, context_length
         streaming.record_past = getattr(layer, "record_past", False)
         return streaming
 
-    def extend(self, name: str, rows: Tensor) -> Tensor:
-        """Puts the context of projection `name` before new `rows` `[B, T, H * D]`, and keeps theirs for the next call.
+    def extend(self, name: str, projected: Tensor) -> Tensor:
+        """Puts the context before new tokens `[B, T, H * D]` of projection `name`, and keeps their end as the next one.
 
         Returns:
-            `[B, W - 1 + T, H * D]`.
+            `[B, context_length + T, H * D]`.
         """
         if name not in self.contexts:
-            self.contexts[name] = rows.new_zeros(rows.shape[0], self.width, rows.shape[2])
+            self.contexts[name] = projected.new_zeros(projected.shape[0], self.context_length, projected.shape[2])
         context = self.contexts[name]
-        extended = torch.cat([context[:, context.shape[1] - self.width :], rows], dim=1)
+        extended = torch.cat([context[:, context.shape[1] - self.context_length :], projected], dim=1)
         if self.record_past:
-            self.contexts[name] = torch.cat([context, rows.detach()], dim=1)
+            self.contexts[name] = torch.cat([context, projected.detach()], dim=1)
         else:  # in place, because compiled decoding relies on the address
-            context.copy_(extended[:, extended.shape[1] - self.width :].detach())
+            context.copy_(extended[:, extended.shape[1] - self.context_length :].detach())
         return extended
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the plain layer; what stays for later segments is cut off from the graph."""
+        """Appends keys and values `[B, H, T, D]` like the plain layer, and detaches what stays for later segments."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if self.keys.requires_grad or self.values.requires_grad:
             self.keys, self.values = self.keys.detach(), self.values.detach()
         return keys, values
-
-    keys: Tensor
-    values: Tensor
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -83,18 +88,18 @@ class StreamingLayerMixin:
         if self.is_initialized:
             self._map_contexts(lambda context: context.to(self.device, non_blocking=True))
 
-    device: torch.device
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Selects batch rows `beam_idx` `[B]`."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._map_contexts(lambda context: context.index_select(0, beam_idx.to(context.device)))
 
     def _map_contexts(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every context `[B, tokens, H * D]` by what `change` makes of it."""
         self.contexts = {name: change(context) for name, context in self.contexts.items()}
 
 
 class _StreamingDynamicMixin(StreamingLayerMixin):
-    """What only growing layers can do."""
+    """Operations that only dynamic layers have."""
 
     def activate_past_recording(self) -> None:
         if hasattr(super(), "activate_past_recording"):
@@ -102,41 +107,43 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens.
+        """Removes the last tokens.
 
         Raises:
-            RuntimeError: rows before the convolution are gone, because recording was not switched on.
+            RuntimeError: the contexts of the tokens before them are lost, because the past was not recorded.
         """
-        if self.contexts and self.width and not self.record_past:
+        if self.contexts and self.context_length and not self.record_past:
             raise RuntimeError(
                 "a cache of convolved tokens can be cropped only while it records the past; call "
                 "activate_past_recording() before the tokens that may be taken back"
             )
         super().crop(tokens_to_remove)  # type: ignore[misc]
         keep = -abs(tokens_to_remove) or None
-        self._map_contexts(lambda context: context[:, :keep][:, -self.width :] if self.width else context)
+        kept = self.context_length
+        self._map_contexts(lambda context: context[:, :keep][:, -kept:] if kept else context)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._map_contexts(lambda context: context.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the batch rows `indices` `[B]`."""
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._map_contexts(lambda context: context[indices])
 
 
 class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: ignore[misc]
-    """Grows with every token, contexts included, so that like the plain layer it can be cropped at any time."""
+    """Grows with every token. Contexts are recorded from the start, so that it can be cropped like the plain layer."""
 
     @classmethod
-    def from_plain(cls, layer: CacheLayerMixin, width: int) -> StreamingLayerMixin:
-        streaming = super().from_plain(layer, width)
+    def from_plain(cls, layer: CacheLayerMixin, context_length: int) -> StreamingLayerMixin:
+        streaming = super().from_plain(layer, context_length)
         streaming.record_past = True
         return streaming
 
 
 class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """Grows up to the window."""
+    """Grows up to the sliding window."""
 
 
 class StreamingStaticLayer(StreamingLayerMixin, StaticLayer):  # type: ignore[misc]
@@ -144,11 +151,11 @@ class StreamingStaticLayer(StreamingLayerMixin, StaticLayer):  # type: ignore[mi
 
 
 class StreamingStaticSlidingWindowLayer(StreamingLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
-    """Allocated once, at the width of the window."""
+    """Allocated once, at the length of the sliding window."""
 
 
 class SegmentMemoryLayer(DynamicLayer):
-    """Keeps the inputs of one model layer over the last `mem_len` tokens, as `keys` `[B, 1, M, E]`; no `values`."""
+    """Keeps the inputs of one model layer for the last `mem_len` tokens, as `keys` `[B, 1, M, E]` without `values`."""
 
     is_croppable = False
 
@@ -158,7 +165,11 @@ class SegmentMemoryLayer(DynamicLayer):
         self.cumulative_length = 0
 
     def extend(self, hidden_states: Tensor) -> Tensor:
-        """Puts the memory before a segment `[B, T, E]`, and makes both the next memory. Returns `[B, M + T, E]`."""
+        """Puts the memory before a segment `[B, T, E]`, and keeps the end of both as the next memory.
+
+        Returns:
+            `[B, M + T, E]`.
+        """
         if not self.is_initialized:
             self.lazy_initialization(hidden_states[:, None], hidden_states[:, None, :, :0])
             self.keys = hidden_states[:, None, :0]
@@ -170,7 +181,7 @@ class SegmentMemoryLayer(DynamicLayer):
         return whole[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Memory and segment together, and the position of the oldest token in memory."""
+        """Returns the length of memory and segment together, and the position of the oldest token in memory."""
         kept = self.cumulative_length if self.mem_len is None else min(self.mem_len, self.cumulative_length)
         return kept + query_length, self.cumulative_length - kept
 
@@ -182,7 +193,7 @@ class SegmentMemoryLayer(DynamicLayer):
         self.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: what a segment pushed out of the memory is gone."""
+        """Is refused with RuntimeError: the tokens that a segment pushed out of the memory are lost."""
         raise RuntimeError("segment memory cannot take tokens back; use memory_type='streaming'")
 
 
@@ -194,13 +205,14 @@ STREAMING_LAYERS: dict[type, type[StreamingLayerMixin]] = {
 }
 
 
-def carry_memory(cache: Cache, config: PreTrainedConfig) -> None:
-    """Makes `cache` keep what the layers of an RCMHA model need, in place; does nothing where it already does.
+def upgrade_to_memory_cache(cache: Cache, config: PreTrainedConfig) -> None:
+    """Replaces the plain layers of `cache`, in place, by layers that keep the memory of an RCMHA model.
 
-    Callers therefore hand any dynamic or static cache to the model, made with or without a configuration.
+    The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
+    stay as they are.
 
     Raises:
-        ValueError: a layer of a kind that cannot, or one that holds tokens whose memory nobody kept.
+        ValueError: a layer has a kind that cannot keep memory, or holds tokens whose memory is lost.
     """
     while len(cache.layers) < config.num_hidden_layers and cache.layer_class_to_replicate is not None:
         window = config.sliding_window
@@ -212,7 +224,7 @@ def carry_memory(cache: Cache, config: PreTrainedConfig) -> None:
 
 
 def refuse_tokens(layer: CacheLayerMixin) -> None:
-    """Raises ValueError where a plain layer already holds tokens."""
+    """Raises ValueError if a plain layer already holds tokens."""
     if layer.is_initialized and int(layer.get_seq_length()) > 0:
         raise ValueError(
             f"the cache holds {int(layer.get_seq_length())} tokens without the memory of this model; "
@@ -221,6 +233,7 @@ def refuse_tokens(layer: CacheLayerMixin) -> None:
 
 
 def _with_memory(layer: Any, config: PreTrainedConfig) -> CacheLayerMixin:
+    """The layer that replaces a plain one, see `upgrade_to_memory_cache`."""
     if config.memory_type == "segment":
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
@@ -231,5 +244,5 @@ def _with_memory(layer: Any, config: PreTrainedConfig) -> CacheLayerMixin:
         return SegmentMemoryLayer(config.mem_len)
     if type(layer) not in STREAMING_LAYERS:
         raise ValueError(f"a {type(layer).__name__} cannot carry memory; use a DynamicCache or a StaticCache")
-    width = config.conv_kernel_size - 1 if config.convolves else 0
-    return STREAMING_LAYERS[type(layer)].from_plain(layer, width)  # type: ignore[return-value]
+    context_length = config.conv_kernel_size - 1 if config.convolves else 0
+    return STREAMING_LAYERS[type(layer)].from_plain(layer, context_length)  # type: ignore[return-value]

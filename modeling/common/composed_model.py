@@ -1,25 +1,22 @@
-"""What every model with composed attention tells Transformers."""
+"""What the families with composed attention share around their layers."""
 
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from ..caches.composed_cache import upgrade_to_composed_cache
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import resolve_implementation
+from .decoder import DecoderBody, DecoderPreTrainedModel
+from .decoder_inputs import DecoderArguments, DecoderInputs
 
 
-class ComposedPreTrainedModel(PreTrainedModel):
+class ComposedPreTrainedModel(DecoderPreTrainedModel):
     """Flags for Transformers, initial weights, and the choice of the attention implementation."""
 
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
-    _can_compile_fullgraph = True
     _supports_attention_backend = True
-    # Context parallelism drops the mask and splits the keys; neither is possible while heads are composed.
-    _supports_context_parallel = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -28,7 +25,35 @@ class ComposedPreTrainedModel(PreTrainedModel):
             init_composition(module, self.config.compose_init_scale)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Where heads are composed only ops that know how are let in: any other would silently leave them apart."""
+        """The attention implementation that the model runs with, from the one that the caller asked for.
+
+        A model that composes heads takes only the implementations that compose: `eager`, `chunked` (the default) and
+        `triton`; any other would ignore the composition without a word. A model without composition is plain attention:
+        its default is `sdpa`, and it takes every implementation that Transformers knows.
+
+        Raises:
+            ValueError: the implementation is unknown, or cannot compose heads.
+        """
         if self.config.composes or attn_implementation in (None, "sdpa"):
             return resolve_implementation(attn_implementation, composed=self.config.composes)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+class ComposedDecoderBody(DecoderBody):
+    """`DecoderBody` whose layers rotate queries and keys, and whose caches keep composition factors."""
+
+    rotary_emb: nn.Module
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Makes `cache` keep composition factors beside keys and values if they depend on the key token."""
+        if self.config.composes_keys:
+            upgrade_to_composed_cache(cache)
+
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
+        """The embeddings `[B, T, E]`, and for all layers the rotary angles, positions and packed documents."""
+        position_embeddings = self.rotary_emb(inputs.inputs_embeds, inputs.position_ids)
+        return inputs.inputs_embeds, {
+            "position_embeddings": position_embeddings,
+            "position_ids": inputs.position_ids,
+            "first_keys": inputs.first_keys,
+        }

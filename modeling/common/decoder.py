@@ -1,26 +1,41 @@
-"""The forward pass of a decoder: what every family does around and between its layers."""
+"""The decoder without a head, as every family has it: flags for Transformers and the forward pass."""
 
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..caches.composed_cache import keep_factors
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import prepare_decoder_inputs
+from .decoder_inputs import DecoderArguments, DecoderInputs, prepare_decoder_inputs
+
+
+class DecoderPreTrainedModel(PreTrainedModel):
+    """Flags that hold for every family."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_compile_fullgraph = True
+    # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
+    # convolutions need all keys that a query sees on one device.
+    _supports_context_parallel = False
 
 
 class DecoderBody:
-    """Mixed in front of a family's PreTrainedModel, which brings the modules: `class XModel(DecoderBody, X...)`."""
+    """The forward pass of a decoder, mixed in front of a family's `PreTrainedModel`.
+
+    A family's model makes the modules that are annotated here. It overrides `prepare_inputs` and `prepare_cache` where
+    its layers need other inputs or caches, and defines `layer_inputs`.
+    """
 
     config: Any
     embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
-    rotary_emb: nn.Module
 
     @merge_with_config_defaults
     @capture_outputs
@@ -34,39 +49,44 @@ class DecoderBody:
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Returns hidden states `[B, T, E]`; the arguments are those of `prepare_decoder_inputs`.
-
-        Any dynamic or static cache will do; it keeps composition factors beside keys and values from then on.
+        """Returns hidden states `[B, T, E]` and the cache; the arguments are those of `DecoderArguments`.
 
         Raises:
-            ValueError: the arguments do not fit each other.
+            ValueError: the arguments do not fit each other or the model.
         """
-        hidden_states, position_ids, past_key_values, masks, first_keys = prepare_decoder_inputs(
-            self.config,
-            self.embed_tokens,
+        given = DecoderArguments(
             input_ids,
-            inputs_embeds,
             attention_mask,
             position_ids,
             past_key_values,
+            inputs_embeds,
             use_cache,
             kwargs.get("cu_seq_lens_q"),
         )
-        if past_key_values is not None and self.config.composes_keys:
-            keep_factors(past_key_values)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        inputs = self.prepare_inputs(given)
+        hidden_states, layer_arguments = self.layer_inputs(given, inputs)
+        implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[layer_type],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
+                attention_mask=inputs.masks[layer_type],
+                past_key_values=inputs.past_key_values,
                 use_cache=use_cache,
-                first_keys=first_keys,
-                implementation=implementation_for(self.config, kwargs),
+                implementation=implementation,
+                **layer_arguments,
                 **kwargs,
             )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=self.norm(hidden_states), past_key_values=inputs.past_key_values if use_cache else None
         )
+
+    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
+        """Checks and completes the caller's arguments."""
+        return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache)
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Makes `cache`, in place, keep what the layers of the family need; keys and values need nothing."""
+
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
+        """The first layer's hidden states `[B, T, E]`, and the arguments that the family passes to all its layers."""
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution after a projection, one kernel for each channel of a head, shared by all heads."""
+"""The causal depthwise convolution that RCMHA and MDHA put after a projection; all heads share its kernels."""
 
 import torch
 from torch import Tensor, nn
@@ -6,10 +6,12 @@ from transformers import initialization as init
 
 
 class HeadwiseCausalConv(nn.Module):
-    """`y[t] = bias + sum_i weight[i] * x[t - i]` over the channels of every head (RCMHA; Primer's MDHA).
+    """`y[t] = bias + sum_i weight[i] * x[t - i]` for each channel of every head.
+
+    RCMHA (arXiv 2308.03429) takes it from Primer's multi-dconv-head attention, MDHA (arXiv 2109.08668).
 
     Weights:
-        weight: `[W, D]`, row `i` for the token `i` places back.
+        weight: `[kernel_size, D]`, `weight[i]` for the token `i` places back.
         bias: `[D]`.
     """
 
@@ -19,24 +21,24 @@ class HeadwiseCausalConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(head_dim))
 
     @property
-    def context(self) -> int:
-        """Earlier rows that the first output needs."""
+    def context_length(self) -> int:
+        """Earlier tokens that the first output needs."""
         return self.weight.shape[0] - 1
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Convolves the last `T` rows of `x`.
+        """Convolves the last `T` tokens of `x`.
 
         Args:
-            x: `[B, context + T, H, D]`; the context of a sequence's beginning is zeros.
-            position_ids: `[B, T]` or `[1, T]`: rows before position 0 belong to another document and count as zeros.
+            x: `[B, context_length + T, H, D]`; at the beginning of a sequence the context is zeros.
+            position_ids: `[B, T]` or `[1, T]`: tokens before position 0 belong to another document and count as zeros.
 
         Returns:
             `[B, T, H, D]`.
         """
-        length = x.shape[1] - self.context
-        output = torch.addcmul(self.bias, x[:, self.context :], self.weight[0])
-        for back in range(1, self.context + 1):
-            earlier = x[:, self.context - back : self.context - back + length]
+        length = x.shape[1] - self.context_length
+        output = torch.addcmul(self.bias, x[:, self.context_length :], self.weight[0])
+        for back in range(1, self.context_length + 1):
+            earlier = x[:, self.context_length - back : self.context_length - back + length]
             if position_ids is not None:
                 earlier = earlier * (position_ids >= back)[:, :, None, None]
             output = torch.addcmul(output, earlier, self.weight[back])
@@ -48,7 +50,7 @@ class HeadwiseCausalConv(nn.Module):
 
 @torch.no_grad()
 def init_conv(module: HeadwiseCausalConv, std: float) -> None:
-    """Starts near the identity: the token itself with weight 1, and noise on all weights so that none is the same."""
+    """Starts near the identity: weight 1 for the token itself, plus normal noise of deviation `std` on all weights."""
     weight = torch.empty_like(module.weight).normal_(std=std)
     weight[0] += 1
     init.copy_(module.weight, weight)

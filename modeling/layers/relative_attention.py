@@ -1,4 +1,4 @@
-"""Relative convolutional attention as a layer (arXiv 2308.03429), and the paper's baselines."""
+"""Relative convolutional attention (RCMHA, arXiv 2308.03429) and the paper's three baselines, as one layer."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .headwise_conv import HeadwiseCausalConv
 
 
 class RCMHAAttention(nn.Module):
-    """Projections, convolutions and position terms, as far as the attention type has them."""
+    """Multi-head attention with the convolutions and position terms of the configured `attention_type`."""
 
     def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
         super().__init__()
@@ -51,13 +51,14 @@ class RCMHAAttention(nn.Module):
         """Returns the output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`.
 
         Args:
-            hidden_states: `[B, T, E]`; with segment memory `[B, M + T, E]`, whose last `T` rows are the queries.
+            hidden_states: `[B, T, E]`; with segment memory `[B, M + T, E]`, whose last `T` tokens are the queries.
+            attention_mask: `[B, 1, T, S]`, boolean or additive.
             implementation: of the attention op, by default the configuration's.
         """
         streaming = past_key_values if self.config.memory_type == "streaming" else None
-        query = self._rows("q", hidden_states[:, -segment.length :], segment, streaming)
-        key = self._rows("k", hidden_states, segment, streaming)
-        value = self._rows("v", hidden_states, segment, streaming)
+        query = self._project("q", hidden_states[:, -segment.length :], segment, streaming)
+        key = self._project("k", hidden_states, segment, streaming)
+        value = self._project("v", hidden_states, segment, streaming)
         if segment.rotary is not None:
             cos, sin = segment.rotary
             query, key = rotate(query, cos[:, -segment.length :], sin[:, -segment.length :]), rotate(key, cos, sin)
@@ -77,22 +78,25 @@ class RCMHAAttention(nn.Module):
             attention_mask=attention_mask,
             is_causal=True,
             sliding_window=self.config.sliding_window,
-            offset=segment.offset,
+            offset=segment.query_offset,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
         return self.o_proj(output.flatten(2)), weights
 
-    def _rows(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
-        """Queries, keys or values `[B, H, rows, D]`: projected, zero where there is no token, convolved."""
+    def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
+        """Queries, keys or values `[B, H, T, D]`, projected and convolved, of hidden states `[B, T, E]`.
+
+        Padding is set to zero before the convolution. `streaming` is the cache that holds its left context.
+        """
         projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
-        rows = projection(hidden_states)
+        projected = projection(hidden_states)
         if conv is None:
-            return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if segment.tokens is not None:
-            rows = rows * segment.tokens[:, -rows.shape[1] :, None]
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if segment.token_mask is not None:
+            projected = projected * segment.token_mask[:, -projected.shape[1] :, None]
         if streaming is not None:
-            rows = streaming.layers[self.layer_idx].extend(name, rows)  # type: ignore[union-attr]
+            projected = streaming.layers[self.layer_idx].extend(name, projected)  # type: ignore[union-attr]
         else:
-            rows = nn.functional.pad(rows, (0, 0, conv.context, 0))
-        rows = rows.unflatten(-1, (-1, self.head_dim))
-        return conv(rows, segment.document_positions).transpose(1, 2)
+            projected = nn.functional.pad(projected, (0, 0, conv.context_length, 0))
+        projected = projected.unflatten(-1, (-1, self.head_dim))
+        return conv(projected, segment.document_positions).transpose(1, 2)

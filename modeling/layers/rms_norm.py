@@ -1,11 +1,14 @@
-"""Root mean square norm, with statistics in at least float32."""
+"""Root mean square norm (arXiv 1910.07467), with statistics in at least float32."""
 
 import torch
 from torch import Tensor, nn
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """Divides `x` by the root mean square of its last dimension; `eps` is added to the mean square. Keeps the dtype."""
+    """Divides `x` `[..., n]` by the root mean square of its last dimension, in the dtype of `x`.
+
+    `eps` is added to the mean square.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -19,6 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Norms the last dimension of `x` `[..., size]`."""
         return self.weight * rms_normalize(x, self.eps)
 
     def extra_repr(self) -> str:

@@ -1,1 +1,1 @@
-"""How a model knows where its tokens stand."""
+"""Position schemes: rotary embedding and linear biases."""

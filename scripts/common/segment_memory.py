@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from dynattn.modeling.caches.segment_memory import carry_memory
+from dynattn.modeling.caches.segment_memory import upgrade_to_memory_cache
 
 from .errors import UserError
 
@@ -164,7 +164,7 @@ def memory_tensors(cache: Cache) -> dict[str, Tensor]:
 def memory_from_tensors(config: PreTrainedConfig, tensors: dict[str, Tensor], tokens: int) -> Cache:
     """The cache of tensors `[B, ...]` named as by `memory_tensors`, after it has read `tokens` tokens."""
     cache = DynamicCache(config=config)
-    carry_memory(cache, config)
+    upgrade_to_memory_cache(cache, config)
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
         held = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}

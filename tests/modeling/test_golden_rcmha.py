@@ -93,7 +93,7 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
     attention.load_state_dict(dict(our_attention(*item) for item in part(tensors, "sd.").items()))
 
     rows = tensors["key_value"].transpose(0, 1).requires_grad_()  # memory, then the segment
-    output, probs = attention(rows, Segment(tensors["query"].shape[0], None, None, None, None))
+    output, probs = attention(rows, Segment(tensors["query"].shape[0]))
     (output * tensors["grad_y"].transpose(0, 1)).sum().backward()
 
     torch.testing.assert_close(output.transpose(0, 1), tensors["y"], atol=1e-9, rtol=0)

@@ -66,7 +66,7 @@ def prepare_ours(
     layer = problem.layer(kind, implementation, dtype)
     rows = problem.hidden_states.detach().to(dtype).requires_grad_(problem.backward)
     length = problem.cotangent.shape[1]
-    segment = Segment(length=length, offset=None, tokens=None, document_positions=None, rotary=None)
+    segment = Segment(length)
 
     def attend() -> Results:
         output, _ = layer(rows, segment)
