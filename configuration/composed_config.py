@@ -1,4 +1,4 @@
-"""The attention fields that every DCMHA model has, whatever its block looks like."""
+"""The attention fields that the configurations of all DCMHA families share."""
 
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ class ComposedConfig(PortableConfig):
         head_dim (`int`, *optional*): by default `hidden_size // num_attention_heads`.
         sliding_window (`int`, *optional*, defaults to 256): keys that a token of a sliding layer sees, itself included.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` for each layer; by default
-            even layers slide and odd layers see everything, or all see everything when `sliding_window` is None.
+            even layers slide and odd layers are full, or all are full when `sliding_window` is None.
         use_qk_norm (`bool`, defaults to `True`): RMS norm of each query and key head before the rotary embedding.
         qk_norm_eps (`float`, defaults to 1e-6): its epsilon, as in the released PyTorch code.
         compose_pre (`bool`, defaults to `True`): compose the scores, before the softmax.
@@ -37,9 +37,9 @@ class ComposedConfig(PortableConfig):
             by default `2 * compose_rank * heads of a group`, as released.
         compose_act (`str`, defaults to `"gelu"`): activation of the generator; the JAX trainer used
             `"gelu_pytorch_tanh"`, the released PyTorch code the exact `"gelu"`.
-        compose_norm_eps (`float`, defaults to 1e-6): epsilon of the norm over heads of the first factors.
-        compose_init_scale (`float`, defaults to 1.0): multiplies the initial second factors, gates and static mixing.
-            At 0 a new model composes nothing at first, and still every composition parameter learns.
+        compose_norm_eps (`float`, defaults to 1e-6): epsilon of the norm of the down factors over heads.
+        compose_init_scale (`float`, defaults to 1.0): multiplies the initial up factors, gates and static mixing. At 0
+            the composition of a new model starts as the identity, and all of its parameters still learn.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -93,14 +93,14 @@ class ComposedConfig(PortableConfig):
 
     @property
     def compose_sides(self) -> tuple[str, ...]:
-        """The tokens that dynamic terms depend on, in the order of the weights; empty where no term is dynamic."""
+        """The sides (query, key) whose tokens dynamic terms depend on, in the order of the weights; else empty."""
         if not (self.compose_low_rank or self.compose_gate):
             return ()
         return tuple(side for side in ("query", "key") if getattr(self, f"compose_{side}_wise"))
 
     @property
     def composes(self) -> bool:
-        """Whether heads are mixed at all; without it the model is a plain Transformer."""
+        """Whether heads are mixed at all; if not, the model is a plain Transformer."""
         return bool(self.compose_stages) and (bool(self.compose_sides) or self.compose_static)
 
     @property

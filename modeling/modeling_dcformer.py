@@ -18,7 +18,7 @@ from .positions.rotary import RotaryEmbedding
 
 
 class DCFormerMLP(nn.Module):
-    """SwiGLU; with `mgate_dim`, groups of activations are scaled by a softmax over groups."""
+    """SwiGLU; with `mgate_dim`, groups of activations are scaled by a softmax over groups that depends on the token."""
 
     def __init__(self, config: DCFormerConfig) -> None:
         super().__init__()
@@ -30,6 +30,7 @@ class DCFormerMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
         activations = self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         if self.mgate is not None:
             logits = self.mgate(hidden_states)

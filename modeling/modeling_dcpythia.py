@@ -16,7 +16,7 @@ from .positions.rotary import RotaryEmbedding
 
 
 class DCPythiaMLP(nn.Module):
-    """Two projections with an exact GELU between them."""
+    """Two projections with an activation between them, by default the exact GELU."""
 
     def __init__(self, config: DCPythiaConfig) -> None:
         super().__init__()
@@ -25,6 +25,7 @@ class DCPythiaMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 

@@ -32,11 +32,12 @@ class RCMHAMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
 class RCMHADecoderLayer(GradientCheckpointingLayer):
-    """Attention, then MLP, each on a normed input; memory is normed like the segment."""
+    """Pre-norm attention, then pre-norm MLP, each with a residual; segment memory is normed with the segment."""
 
     def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What is kept between forward passes: composition factors beside keys and values, and segment memory."""
+"""Cache layers: composition factors beside keys and values, and the memory of RCMHA models."""

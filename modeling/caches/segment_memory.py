@@ -31,7 +31,7 @@ class StreamingLayerMixin:
     contexts: dict[str, Tensor]
     context_length: int  # tokens that the convolution reads before the next one
     record_past: bool
-    # What the plain layer brings.
+    # Provided by the plain layer.
     keys: Tensor
     values: Tensor
     device: torch.device

@@ -1,1 +1,1 @@
-"""What the families share around their layers: inputs, the decoder's forward pass, heads, what Transformers is told."""
+"""What the families share around their layers: inputs, the forward pass of a decoder, flags for Transformers, heads."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing that does not repeat the attention."""
+"""Selective activation checkpointing: recompute everything but the attention."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 OPS = torch.ops.aten
-# What `scaled_dot_product_attention` becomes on one device or another.
-PLAIN_ATTENTION = {
+# The ops behind `scaled_dot_product_attention` on each device.
+SDPA_OPS = {
     OPS._scaled_dot_product_flash_attention_for_cpu.default,
     OPS._scaled_dot_product_flash_attention.default,
     OPS._scaled_dot_product_efficient_attention.default,
@@ -16,21 +16,21 @@ PLAIN_ATTENTION = {
 
 
 def keep_attention_outputs() -> tuple[Any, Any]:
-    """A `context_fn` for `torch.utils.checkpoint`: attention is computed once, all else again in the backward pass.
+    """A `context_fn` for `torch.utils.checkpoint` that keeps attention outputs and recomputes everything else.
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
 
-    The ops of this package repeat themselves piece by piece in their backward pass, so that a layer that is repeated as
-    a whole computes its attention three times. Kept are their outputs and those of PyTorch's own attention, as many
-    numbers as checkpointing keeps of each layer's input anyway. `eager` implementations are made of many small ops and
-    are repeated. Enable it on the model itself: Trainer's arguments cannot be written to JSON with a function in them.
+    The attention ops of this package already recompute their scores in the backward pass, so plain checkpointing would
+    compute attention three times. With this function the outputs of these ops and of PyTorch's SDPA are kept: as many
+    elements as the layer inputs that checkpointing keeps anyway. `eager` attention consists of many small ops and is
+    recomputed. Enable it on the model and not in Trainer's arguments, which cannot be written to JSON with a function.
 
     Returns:
-        The contexts of the forward pass and of its repetition.
+        The contexts of the forward pass and of its recomputation.
     """
     return create_selective_checkpoint_contexts(_keep_attention)
 
 
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = getattr(op, "namespace", None) == "dynattn" or op in PLAIN_ATTENTION
+    keep = getattr(op, "namespace", None) == "dynattn" or op in SDPA_OPS
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""The heads that every decoder of this package has; a family mixes them in front of its PreTrainedModel."""
+"""The heads of the decoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ class CausalLMHead:
     _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     base_class: ClassVar[type[nn.Module]]
-    # What PreTrainedModel brings.
+    # Provided by PreTrainedModel.
     config: Any
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
@@ -54,9 +54,9 @@ class CausalLMHead:
             labels: `[B, T]`, the same tokens as `input_ids` (the shift is done here), -100 where no loss is wanted.
                 With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean.
             logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
-            skip_logits: whether the loss is all that is asked for. It then takes the memory of a few rows of logits at
-                a time, unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or
-                the loss another one than Transformers' for causal models. Trainer knows the name from Liger's kernels.
+            skip_logits: return the loss without logits. The logits are then made for a chunk of tokens at a time,
+                unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or the loss
+                is not Transformers' loss for causal models. Trainer passes this argument for Liger's kernels.
 
         The other arguments are those of the base model.
 
@@ -95,7 +95,10 @@ class CausalLMHead:
 
 
 class SequenceClassificationHead(GenericForSequenceClassification):
-    """A classifier on the last real token. The body is made by class: remote code cannot ask an Auto class for it."""
+    """A classifier on the last real token.
+
+    The body is made from `base_class`, because Transformers' Auto classes do not know the classes of remote code.
+    """
 
     base_class: ClassVar[type[nn.Module]]
     post_init: Callable[[], None]
@@ -124,7 +127,7 @@ class TokenClassificationHead(GenericForTokenClassification):
 
 
 def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
-    """Raises ValueError unless there is one label for each position that gets logits."""
+    """Raises ValueError unless labels are `[B, T]` for hidden states `[B, T, E]`."""
     if labels.shape != hidden_states.shape[:-1]:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not fit logits for {tuple(hidden_states.shape[:-1])} positions; "
@@ -133,6 +136,6 @@ def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling a module multiplies with its weight and nothing else: no adapter, quantisation, shard or hook."""
+    """Whether a module only multiplies by its weight and adds its bias: no adapter, quantisation, shard or hook."""
     replaced = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not replaced

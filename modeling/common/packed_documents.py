@@ -1,18 +1,21 @@
-"""Several documents in one row of the batch: where each starts, from positions or from borders."""
+"""Several documents packed into one row of the batch: where each starts, from positions or from borders."""
 
 import torch
 from torch import Tensor
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """`[B, T]`, where the document of each token starts: wherever positions `[B, T]` do not go on by one."""
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
-    goes_on = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) == 1
-    return torch.where(goes_on, 0, places).cummax(dim=1).values
+    """Index of the first token of each token's document, `[B, T]`.
+
+    A document starts where a position of `position_ids` `[B, T]` is not its predecessor plus one.
+    """
+    indices = torch.arange(position_ids.shape[1], device=position_ids.device)
+    continues = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) == 1
+    return torch.where(continues, 0, indices).cummax(dim=1).values
 
 
 def document_positions(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
-    """Positions `[1, T]` that restart at each border of `cu_seq_lens`.
+    """Positions `[1, T]` that restart at each border of `cu_seq_lens` `[documents + 1]`, for embeddings `[1, T, E]`.
 
     Raises:
         ValueError: the batch has more than one row, or the borders do not go from 0 to its length.

@@ -1,1 +1,1 @@
-"""Modules with parameters that a decoder layer is made of, and how they meet Transformers' attention interface."""
+"""The modules that a decoder layer is made of, and the link to Transformers' attention interface."""

@@ -1,4 +1,4 @@
-"""How the ops meet Transformers: attention functions, their masks, and which implementation serves a call."""
+"""The link between the ops and Transformers: attention functions, their masks, and the implementation of a call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,17 @@ def chunked_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Says what a query may see with as little as possible, for models with composed heads; else as SDPA wants it.
+    """The mask function of `chunked` and `triton`, called by Transformers with the sizes of queries and keys.
+
+    A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
+    window, aligned to the last key, by themselves. Any other model gets SDPA's mask.
+
+    Args:
+        attention_mask: `[B, S]`, True for real tokens.
 
     Returns:
-        Where the causal and the window structure, aligned to the last key, are all there is: None, or the visible keys
-        `[B, S]` where some are padding. Everything else (packed documents, static caches) is a complete boolean mask
-        `[B, 1, T, S]`, which replaces the structure.
+        None if causality and window are all that hides keys; `[B, S]`, True for real tokens, if there is padding too;
+        else (packed documents, static caches) a complete boolean mask `[B, 1, T, S]`, which includes both.
     """
     end = kv_offset + kv_length
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
@@ -51,7 +56,11 @@ for _name in ("chunked", "triton"):
 
 
 def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Puts an op behind Transformers' attention interface."""
+    """Returns the op `attend` as a function of Transformers' attention interface.
+
+    The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask of `chunked_mask`. It
+    returns the output `[B, T, H, D]` and, from an op that makes them, the attention maps `[B, H, T, S]`.
+    """
 
     def forward(
         module: nn.Module,
@@ -66,14 +75,15 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         first_keys: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        seen = what_is_seen(attention_mask, sliding_window)
-        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **seen)
+        """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`."""
+        masking = mask_arguments(attention_mask, sliding_window)
+        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **masking)
 
     return forward
 
 
-def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
-    """The ops' arguments for a mask from Transformers: one of four dimensions is complete, one of two is padding."""
+def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
+    """The ops' arguments for a mask of `chunked_mask`: `[B, 1, T, S]` is complete, `[B, S]` only hides padding."""
     if attention_mask is not None and attention_mask.ndim == 4:
         return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
     visible = None if attention_mask is None else attention_mask[:, None, None, :]
@@ -81,7 +91,7 @@ def what_is_seen(attention_mask: Tensor | None, sliding_window: int | None) -> d
 
 
 def implementation_for(config: Any, options: dict[str, Any]) -> str:
-    """The attention implementation of a call: the configuration's, or `eager` where attention maps are asked for."""
+    """The attention implementation of a call: the configuration's, or `eager` if `options` ask for attention maps."""
     if not options.get("output_attentions") or config._attn_implementation == "eager":
         return config._attn_implementation
     logger.warning_once(

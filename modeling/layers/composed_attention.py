@@ -1,4 +1,4 @@
-"""Dynamically composable attention as a layer."""
+"""Dynamically composable multi-head attention (DCMHA, arXiv 2405.08553) as a layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,10 @@ for _name, _attend in (("chunked", dcmha_chunked), ("triton", dcmha_triton)):
 
 
 class ComposedAttention(nn.Module):
-    """Multi-head attention with composed heads: projections, factors, cache, op."""
+    """Multi-head attention whose heads are composed: projections, composition factors, cache and the attention op.
+
+    Without composition in the configuration it is plain multi-head or grouped-query attention.
+    """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
@@ -53,7 +56,11 @@ class ComposedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`.
 
-        `implementation` of the attention op is the configuration's by default.
+        Args:
+            hidden_states: `[B, T, E]`, normed.
+            position_embeddings: cosines and sines, each `[B, T, rotary_dim]`.
+            attention_mask: as the mask function of the implementation makes it.
+            implementation: of the attention op, by default the configuration's.
         """
         query, key, value = self._project(hidden_states, position_embeddings)
         factors = self.composition(hidden_states) if self.composition is not None else {}
@@ -83,7 +90,7 @@ class ComposedAttention(nn.Module):
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]`; queries and keys are normed, then rotated."""
+        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]`. Queries and keys are normed, then rotated."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)

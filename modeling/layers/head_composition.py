@@ -1,4 +1,4 @@
-"""The module that turns hidden states into composition factors."""
+"""The generator of the factors with which a layer composes its attention heads."""
 
 import math
 
@@ -13,15 +13,16 @@ from .rms_norm import rms_normalize
 
 
 class DynamicComposition(nn.Module):
-    """Generates the factors of both stages from the (normalised) attention input (DCMHA, arXiv 2405.08553).
+    """Generates the composition factors of both stages from the normed attention input (DCMHA, arXiv 2405.08553).
 
-    A *component* is one stage seen from one side, in the order pre-query, pre-key, post-query, post-key; `C` counts
-    those that are switched on. The factors of a component are packed as `rows` of `H` numbers for each token: `R` first
-    (normalised) factors, `R` second ones, one gate. This packed form is what the cache keeps for the key side.
+    A *component* is one stage (pre, post) for one side (query, key), in the order pre-query, pre-key, post-query,
+    post-key; `C` is the number of components that are switched on. A component has `2R + 1` *terms* of `H` elements for
+    each token, packed in this order: `R` down factors (normed over heads), `R` up factors, and a gate. The cache keeps
+    the terms of the key side in this packed form.
 
-    Weights (shapes of the official checkpoints, `H/G` heads to a group):
+    Weights (shapes of the official checkpoints; `G` groups of `H/G` heads, `P` stages):
         hidden_weight: `[E, G, C, K]`.
-        factor_weight: `[G, C, K, 2R, H/G]`; the first `R` of `2R` give the first factors.
+        factor_weight: `[G, C, K, 2R, H/G]`; the first `R` of `2R` give the down factors.
         gate_weight: `[E, G, C, H/G]`.
         static_weight: `[P, G, H/G, H/G]`, indexed [stage, group, in, out].
     """
@@ -47,12 +48,12 @@ class DynamicComposition(nn.Module):
             self.static_weight = nn.Parameter(torch.empty(len(self.stages), self.groups, heads, heads))
 
     @property
-    def rows(self) -> int:
-        """Packed rows of one component: `2R` factors and a gate."""
+    def num_terms(self) -> int:
+        """Terms of one component: `2R` factors and a gate."""
         return 2 * self.rank + int(self.has_gate)
 
     def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Returns each side's packed factors, `[B, P * rows, T, H]`, from `hidden_states` `[B, T, E]`."""
+        """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`."""
         if not self.sides:
             return {}
         packed = []
@@ -62,26 +63,31 @@ class DynamicComposition(nn.Module):
             gates = torch.tanh(hidden_states @ self.gate_weight.flatten(1))  # [B, T, G * C * H/G]
             gates = gates.unflatten(-1, self.gate_weight.shape[1:])
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
-        factors = torch.cat(packed, dim=2)  # [B, C, rows, T, H]
+        factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
         factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
         return {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
 
     def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) for `dcmha_attention` from the packed factors of queries and of keys."""
+        """Returns (pre, post) for `dcmha_attention` from the packed factors of each side.
+
+        Query factors are `[B, P * terms, T, H]` and key factors `[B, P * terms, S, H]`.
+        """
         by_stage = {stage: self._unpack(index, factors) for index, stage in enumerate(self.stages)}
         return by_stage.get("pre"), by_stage.get("post")
 
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
-        """Both factors, `[B, C, 2R, T, H]`; the first ones have unit mean square over a group's heads."""
+        """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
         hidden = self.act_fn(hidden_states @ self.hidden_weight.flatten(1)).unflatten(-1, self.hidden_weight.shape[1:])
         factors = torch.einsum("btgck,gckrh->bcrtgh", hidden, self.factor_weight)
         down, up = factors.split(self.rank, dim=2)
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
 
     def _unpack(self, stage: int, factors: dict[str, Tensor]) -> Composition:
+        """The composition of one stage, from the packed factors `[B, P * terms, T or S, H]` of each side."""
         terms: dict[str, Tensor] = {}
         for side, packed in factors.items():
-            component = packed[:, stage * self.rows : (stage + 1) * self.rows].transpose(1, 2)  # [B, T or S, rows, H]
+            first = stage * self.num_terms
+            component = packed[:, first : first + self.num_terms].transpose(1, 2)  # [B, T or S, terms, H]
             if self.rank:
                 terms[f"{side}_down"] = component[:, :, : self.rank]
                 terms[f"{side}_up"] = component[:, :, self.rank : 2 * self.rank]
@@ -94,10 +100,10 @@ class DynamicComposition(nn.Module):
 
 @torch.no_grad()
 def init_composition(module: DynamicComposition, scale: float) -> None:
-    """Initial weights of the official JAX trainer; `scale` multiplies what makes the composition differ from identity.
+    """Draws the initial weights of the official JAX trainer, with up factors, gates and static mixing times `scale`.
 
-    The first factors keep their size at `scale` 0: the second ones then start at zero and receive gradients through
-    them, whereas a generator that is zero throughout would never learn.
+    At `scale` 0 the composition starts as the identity. The down factors keep their size even then, so that gradients
+    reach the up factors through them; a generator whose weights are all zero would never learn.
     """
     heads = module.num_heads // module.groups
     if module.factor_weight is not None:

@@ -1,7 +1,8 @@
-"""The loss of a language modeling head without its logits: those of a few tokens at a time, `V` numbers for each.
+"""The loss of a language modeling head in memory for the logits of a chunk of tokens instead of all.
 
-The gradient of a chunk's logits is known as soon as its loss is. It is multiplied out at once, so that nothing is
-computed twice, and all that the backward pass has left to do is to scale the results.
+The forward pass makes the logits of one chunk, their loss, and from the gradient of these logits the chunk's share of
+the gradients of hidden states, weight and bias. No logits are computed twice: the backward pass only scales the
+gradients. `V` is the size of the vocabulary and `N` the number of tokens.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Every chunk reads and writes the whole gradient of the weight, which is too often where chunks are small.
+# Every chunk reads and writes the whole gradient of the weight, so small chunks are slow.
 CHUNK_TOKENS = 1024
 IGNORED = -100
 
@@ -27,24 +28,24 @@ def chunked_causal_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Transformers' `ForCausalLMLoss` of `hidden_states @ weight.T + bias`, which are never there all at once.
+    """Transformers' `ForCausalLMLoss` of the logits `hidden_states @ weight.T + bias`, made one chunk at a time.
 
-    Logits are taken in the dtype of `hidden_states`, or of autocast; softmax, sums over tokens and the gradients of
-    weight and bias in at least float32. Under `torch.compile` it is one node of the graph.
+    Logits have the dtype of `hidden_states`, or of autocast. Softmax, sums over tokens and the gradients of weight and
+    bias are computed in at least float32. Under `torch.compile` the loss is one node of the graph.
 
     Args:
         hidden_states: `[B, T, E]`, floating point.
         weight, bias: `[V, E]` and `[V]`.
         labels: `[B, T]`, the same tokens as the input (the shift is done here), `ignore_index` where no loss is wanted.
-        num_items_in_batch: what the sum over targets is divided by, their number by default. Of 0 the loss is nan and
-            its gradients are zero.
-        shift_labels: `[B, T]`, targets that are shifted already; `labels` are then not read.
+        num_items_in_batch: divisor of the sum over targets; by default the number of targets. If it is 0, the loss is
+            nan and its gradients are zero.
+        shift_labels: `[B, T]`, labels that are shifted already; `labels` are then not read.
 
     Returns:
-        A scalar in the dtype of the softmax.
+        A scalar `[]` in the dtype of the softmax.
 
     Raises:
-        NotImplementedError: in a backward pass that is to be differentiated again.
+        NotImplementedError: the backward pass is to be differentiated again.
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
@@ -53,92 +54,95 @@ def chunked_causal_loss(
     targets = shift_labels.flatten().to(hidden_states.device)
     targets = targets.masked_fill(targets == ignore_index, IGNORED)
     tensors = (hidden_states.flatten(0, -2), weight, bias)
-    learns = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    nats = _loss_op(*tensors, targets, learns)[0]
+    needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    loss_sum = _loss_op(*tensors, targets, needs_grad)[0]
     count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    count = torch.as_tensor(count, device=nats.device)
-    return (nats / count.where(count != 0, 1)).where(count != 0, math.nan)
+    count = torch.as_tensor(count, device=loss_sum.device)
+    return (loss_sum / count.where(count != 0, 1)).where(count != 0, math.nan)
 
 
-class Gradients(NamedTuple):
-    """Those of the summed loss, empty where nothing learns."""
+class LossGradients(NamedTuple):
+    """Gradients of the summed loss; empty for what needs no gradient."""
 
     hidden: Tensor  # [N, E]
     weight: Tensor  # [V, E]
     bias: Tensor  # [V]
 
     @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, learns: list[bool]) -> "Gradients":
-        """Those of weight and bias add up over chunks, in at least float32."""
+    def zeros(cls, hidden: Tensor, weight: Tensor, needs_grad: list[bool]) -> "LossGradients":
+        """Zeros for `hidden` `[N, E]` and `weight` `[V, E]`; weight and bias add up over chunks in at least float32."""
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
         dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
-        given = zip(shapes, dtypes, learns, strict=True)
-        return cls(*(hidden.new_zeros(shape if learn else 0, dtype=dtype) for shape, dtype, learn in given))
+        given = zip(shapes, dtypes, needs_grad, strict=True)
+        return cls(*(hidden.new_zeros(shape if needed else 0, dtype=dtype) for shape, dtype, needed in given))
 
-    def add(self, rows: slice, delta: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Multiplies out `delta` `[c, V]`, the gradient of the logits of `hidden[rows]`."""
+    def add(self, chunk: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Adds what `grad_logits` `[c, V]` of the tokens `hidden[chunk]` contribute; `weight` is `[V, E]`."""
         if self.bias.numel():
-            self.bias.add_(delta.sum(0))
-        delta = delta.to(hidden.dtype)
+            self.bias.add_(grad_logits.sum(0))
+        grad_logits = grad_logits.to(hidden.dtype)
         if self.hidden.numel():
-            torch.mm(delta, weight, out=self.hidden[rows])
-        if self.weight.numel() and self.weight.dtype == delta.dtype:
-            self.weight.addmm_(delta.T, hidden[rows])
+            torch.mm(grad_logits, weight, out=self.hidden[chunk])
+        if self.weight.numel() and self.weight.dtype == grad_logits.dtype:
+            self.weight.addmm_(grad_logits.T, hidden[chunk])
         elif self.weight.numel():
-            self.weight.add_(delta.T @ hidden[rows])
+            self.weight.add_(grad_logits.T @ hidden[chunk])
 
 
 @torch.library.custom_op("dynattn::chunked_loss", mutates_args=())
 def _loss_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, learns: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss of `hidden` `[N, E]` and its gradients."""
+    """The summed loss `[]` of `hidden` `[N, E]` with `targets` `[N]`, and the tensors of `LossGradients`."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        grads = Gradients.zeros(hidden, weight, learns)
-        matrix, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        nats = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        grads = LossGradients.zeros(hidden, weight, needs_grad)
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        loss_sum = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, len(hidden), CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            nats += _chunk_loss(rows, hidden, matrix, offset, targets, grads if any(learns) else None)
-        return nats, *grads
+            chunk = slice(start, start + CHUNK_TOKENS)
+            loss_sum += _chunk_loss(chunk, hidden, weight, bias, targets, grads if any(needs_grad) else None)
+        return loss_sum, *grads
 
 
 def _chunk_loss(
-    rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grads: Gradients | None
+    chunk: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grads: LossGradients | None
 ) -> Tensor:
-    """The summed loss of some rows, whose gradients are added to `grads`."""
-    wide, targets = torch.promote_types(hidden.dtype, torch.float32), targets[rows]
-    log_probs = F.log_softmax(F.linear(hidden[rows], weight, bias), -1, dtype=wide)
-    nats = F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
+    """The summed loss `[]` of the tokens `hidden[chunk]` `[c, E]`, whose gradients are added to `grads`."""
+    dtype, targets = torch.promote_types(hidden.dtype, torch.float32), targets[chunk]
+    log_probs = F.log_softmax(F.linear(hidden[chunk], weight, bias), -1, dtype=dtype)  # [c, V]
+    loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
     if grads is not None:
         ignored = (targets == IGNORED)[:, None]
-        probs = log_probs.exp_()
+        probs = log_probs.exp_()  # minus one at the target, it is the gradient of the logits
         probs.scatter_add_(1, targets[:, None].masked_fill(ignored, 0), probs.new_full(ignored.shape, -1.0))
-        grads.add(rows, probs.masked_fill_(ignored, 0.0), hidden, weight)
-    return nats
+        grads.add(chunk, probs.masked_fill_(ignored, 0.0), hidden, weight)
+    return loss_sum
 
 
 @_loss_op.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, learns: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nats = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return nats, *Gradients.zeros(hidden, weight, learns)
+    """Empty tensors of the shapes of `_loss_op`: `[]`, `[N, E]`, `[V, E]` and `[V]`."""
+    loss_sum = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return loss_sum, *LossGradients.zeros(hidden, weight, needs_grad)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps the gradients `[N, E]`, `[V, E]` and `[V]` for the backward pass."""
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[: len(Gradients._fields)]]
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[: len(LossGradients._fields)]]
 
 
-def _differentiate(ctx: Any, grad_nats: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """The saved gradients times `grad_sum` `[]`, the gradient of the summed loss."""
     if torch.is_grad_enabled():
         raise NotImplementedError("the chunked loss has no second derivatives; take the loss with its logits")
-    # One dimension and not none, so that the factor is not rounded to the dtype of what it scales.
-    factor = grad_nats[None]
+    # A factor without dimensions would be rounded to the dtype of the gradient that it scales.
+    factor = grad_sum[None]
     given = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    return *((grad * factor).to(dtype) if learns else None for grad, dtype, learns in given), None, None
+    return *((grad * factor).to(dtype) if needed else None for grad, dtype, needed in given), None, None
 
 
 _loss_op.register_autograd(_differentiate, setup_context=_save)

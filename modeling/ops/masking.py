@@ -1,4 +1,4 @@
-"""Which keys a query sees."""
+"""Which keys a query sees: causality, sliding window, given masks and packed documents."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Structure(NamedTuple):
-    """What positions alone decide: which of `keys` keys each of `queries` queries may see.
+    """Causality and the sliding window: which of `keys` keys each of `queries` queries sees by its position.
 
-    Queries are aligned to the end of the keys: query `t` stands at position `t + S - T`, sees no later key when
+    Queries are aligned to the end of the keys: query `t` stands at position `t + S - T`. It sees no later key if
     `is_causal`, and only the nearest `sliding_window` keys, itself included.
     """
 
@@ -29,7 +29,7 @@ class Structure(NamedTuple):
         return slice(first, max(first, last))
 
     def visible(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """Returns `[c, n]`, True where one of these queries sees one of these keys."""
+        """Returns `[len(queries), len(keys)]`, True where a query sees a key."""
         position = torch.arange(queries.start, queries.stop, device=device) + (self.keys - self.queries)
         distance = position[:, None] - torch.arange(keys.start, keys.stop, device=device)
         visible = torch.ones_like(distance, dtype=torch.bool)
@@ -40,13 +40,13 @@ class Structure(NamedTuple):
         return visible
 
     def edges(self, queries: slice, keys: slice) -> list[slice]:
-        """Returns the parts of a reach `keys` that some of `queries` do not see."""
-        here, edges = self.keys - self.queries, []
+        """Returns the parts of `keys`, the reach of `queries`, that some of `queries` do not see."""
+        offset, edges = self.keys - self.queries, []
         if self.sliding_window is not None:
-            edges.append(slice(keys.start, min(keys.stop, queries.stop + here - self.sliding_window)))
+            edges.append(slice(keys.start, min(keys.stop, queries.stop + offset - self.sliding_window)))
         ahead = 1 if self.is_causal else self.sliding_window
         if ahead is not None:
-            edges.append(slice(max(keys.start, queries.start + here + ahead), keys.stop))
+            edges.append(slice(max(keys.start, queries.start + offset + ahead), keys.stop))
         return [edge for edge in edges if edge.start < edge.stop]
 
 
@@ -61,7 +61,7 @@ def visible_keys(
 
 
 def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns a mask as (visible, bias): a boolean one as it is, an additive one as what it hides and what it adds.
+    """Returns (visible, bias) of a mask `[..., T, S]`: a boolean mask and, for an additive one, what it adds.
 
     Additive masks mark hidden keys by the lowest finite value of their dtype or by minus infinity.
     """
@@ -74,30 +74,34 @@ def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | N
 def with_first_keys(
     attention_mask: Tensor | None, first_keys: Tensor | None, keys: int, device: torch.device
 ) -> Tensor | None:
-    """Returns `attention_mask`, boolean or additive, that also hides the keys before each query's first one.
+    """Returns `attention_mask` with the keys before each query's first key hidden too, broadcastable to `[B, H, T, S]`.
 
     Args:
-        first_keys: `[B, T]` integers, or None where nothing is hidden.
+        attention_mask: broadcastable to `[B, H, T, S]`, boolean or additive.
+        first_keys: `[B, T]` integers, or None to hide nothing.
     """
     if first_keys is None:
         return attention_mask
     positions = torch.arange(keys, device=device)
     visible, bias = split_mask(attention_mask)
-    seen = (positions >= first_keys.to(device)[..., None])[:, None]  # [B, 1, T, S]
+    allowed = (positions >= first_keys.to(device)[..., None])[:, None]  # [B, 1, T, S]
     if bias is None:
-        return seen if visible is None else seen & visible
-    return torch.where(seen, bias, torch.finfo(bias.dtype).min)
+        return allowed if visible is None else allowed & visible
+    return torch.where(allowed, bias, torch.finfo(bias.dtype).min)
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """The conjunction of two optional boolean masks; None means that nothing is hidden."""
+    """The conjunction of two boolean masks `[..., T, S]`, of which None hides nothing."""
     if first is None or second is None:
         return second if first is None else first
     return first & second
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Tensor:
-    """Softmax over the keys, in at least float32; hidden ones, and rows with nothing visible, are zero."""
+    """Softmax of `scores` `[..., T, S]` over the keys, computed in at least float32 and returned in their dtype.
+
+    Hidden keys get zero, and so do all keys of a query that sees none.
+    """
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if visible is None:
         return torch.softmax(scores, dim=dim, dtype=dtype).to(scores.dtype)

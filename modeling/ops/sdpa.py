@@ -1,4 +1,4 @@
-"""Attention without composition, on PyTorch's scaled dot product attention: the baseline, and the op's fast exit."""
+"""Attention without composition or position terms, on PyTorch's scaled dot product attention."""
 
 from typing import Any
 
@@ -21,10 +21,14 @@ def plain_attention(
     first_keys: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`dcmha_attention` for `pre` and `post` both None. Returns the output `[B, T, H, D]`, and no attention maps."""
+    """Plain multi-head or grouped-query attention. Returns the output `[B, T, H, D]`, and no attention maps.
+
+    The arguments are those of `dcmha_attention`, which comes here if `pre` and `post` are None. Queries are aligned to
+    the end of the keys, and a query that sees no key gives zeros.
+    """
     queries, keys = query.shape[-2], key.shape[-2]
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
-    # SDPA's own causal mask is aligned to the start of the keys, which is ours only for as many queries as keys.
+    # SDPA aligns its own causal mask to the start of the keys, which is the same only for as many queries as keys.
     builtin_causal = is_causal and queries == keys and sliding_window is None and attention_mask is None
     visible, mask = None, None
     if not builtin_causal:
