@@ -29,7 +29,7 @@ class Structure(NamedTuple):
         return slice(first, max(first, last))
 
     def visible(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """Returns `[len(queries), len(keys)]`, True where a query sees a key."""
+        """Returns `[c, n]` for `c` queries and `n` keys, True where a query sees a key."""
         position = torch.arange(queries.start, queries.stop, device=device) + (self.keys - self.queries)
         distance = position[:, None] - torch.arange(keys.start, keys.stop, device=device)
         visible = torch.ones_like(distance, dtype=torch.bool)

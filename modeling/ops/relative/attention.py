@@ -1,11 +1,11 @@
-"""The face of relative attention (RCMHA, arXiv 2308.03429; Transformer-XL, arXiv 1901.02860, with free tables).
+"""The entry point of relative attention (RCMHA, arXiv 2308.03429): Transformer-XL (arXiv 1901.02860), tables learned.
 
     score[t, s] = ((q_t + u) . k_s + q_t . r[d] + b[d]) * scaling,   d = distance from key s to query t
     output      = softmax(score over the visible keys) V                             [B, T, H, D]
 
-`r` are position embeddings and `b` a position bias, one row for each distance; `u` is a content bias. Each of the three
-may be absent, and without them the op is plain multi-head attention. Dimension letters are those of the package; `L` is
-the length of the position tables.
+`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance; `u` is a content
+bias. Each of the three may be absent; without all three the op is plain multi-head attention. Dimension letters are
+those of the package, and `L` is the length of the tables.
 """
 
 from collections.abc import Callable
@@ -46,16 +46,16 @@ def relative_attention(
         key, value: `[B, H, S, D]`, same dtype as `query`.
         position_embeddings: `[L, H, D]`, row `d` for the key `d` tokens before the query.
         position_bias: `[L, H]`.
-        content_bias: `[H, D]`, added to every query where it meets keys (not where it meets positions).
+        content_bias: `[H, D]`, added to the queries for their products with keys, not for those with positions.
         scaling: factor on the whole score, position terms included; default `D ** -0.5`.
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
             causal and the window mask.
         is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
-        offset: position of the first query among the keys, where queries do not end where the keys end (a preallocated
-            cache); default `S - T`. Later keys than the last query are then hidden by `is_causal`.
+        offset: position of the first query among the keys, default `S - T`. It differs in a preallocated cache, whose
+            keys after the last query are hidden by `is_causal`.
         dropout: probability of dropping an attention probability.
-        implementation: one of `RELATIVE`; `None` takes the fastest that can do what is asked.
+        implementation: a name in `RELATIVE`; by default `chunked`, or `sdpa` without any of the three terms.
 
     Returns:
         `[B, T, H, D]`. A row with no visible key gives zeros.
@@ -84,7 +84,7 @@ def relative_attention(
 
 
 def resolve_relative(name: str | None, *, relative: bool) -> str:
-    """Returns the implementation to use: `name` if it exists, the fastest for `None`.
+    """Returns the implementation to use: `name` if it exists; for `None` the fastest, with or without position terms.
 
     Raises:
         ValueError: the name is unknown.
@@ -105,7 +105,7 @@ def check_relative_shapes(
     content_bias: Tensor | None,
     sliding_window: int | None,
 ) -> None:
-    """Raises ValueError where shapes do not fit each other, see `relative_attention`."""
+    """Raises ValueError if shapes do not fit `query` `[B, H, T, D]` as `relative_attention` says."""
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4:
         raise ValueError(
             "query must be [B, H, T, D] and key and value [B, H, S, D], not "
@@ -117,14 +117,14 @@ def check_relative_shapes(
         raise ValueError(f"sliding_window must be at least 1 (the query itself), not {sliding_window}")
     heads, width = query.shape[1], query.shape[3]
     reach = key.shape[2] if sliding_window is None else min(key.shape[2], sliding_window)
-    for name, table, row in (
+    for name, table, row_shape in (
         ("position_embeddings", position_embeddings, (heads, width)),
         ("position_bias", position_bias, (heads,)),
     ):
         if table is None:
             continue
-        if table.shape[1:] != row:
-            raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {', '.join(map(str, row))}]")
+        if table.shape[1:] != row_shape:
+            raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {', '.join(map(str, row_shape))}]")
         if table.shape[0] < reach:
             raise ValueError(
                 f"{name} has {table.shape[0]} rows, but queries reach over {reach} keys; use fewer keys, a sliding "

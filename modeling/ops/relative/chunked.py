@@ -1,9 +1,10 @@
-"""Relative attention in linear memory: one chunk of queries at a time, everything recomputed in the backward pass.
+"""Relative attention in linear memory: one chunk of queries at a time, with scores recomputed in the backward pass.
 
-Inside a chunk, scores against the position tables come from one matrix product with the reachable rows, ordered from
-the farthest distance to the nearest. Key `j` of the chunk's keys and query `t` then meet in column `c - 1 - t + j` (`c`
-queries to a chunk), which is row `t` of the product shifted by one more for each query: a view with a row stride
-shorter by one, so that the relative shift of Transformer-XL costs nothing in either direction.
+A chunk has `c` queries and the `n` keys that any of them sees. Its scores against the position tables come from one
+matrix product `[c, n]` of the queries with the rows of the table that they reach, from the farthest distance to the
+nearest. The score of query `t` and key `j` then stands in row `t` and column `c - 1 - t + j`: each row is shifted by
+one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix B) is therefore a view
+of the product whose row stride is shorter by one, and copies nothing.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ from .eager import relative_eager
 
 # Queries of a chunk.
 CHUNK = 64
-# The first arguments of the op, which have gradients.
+# The op's first arguments are the tensors that have gradients; this is their number.
 DIFFERENTIABLE = 6
 
 
-class Terms(NamedTuple):
-    """What all chunks share; tensors have heads first, so that heads are the batch of every matrix product."""
+class Operands(NamedTuple):
+    """The tensors that all chunks read, or their gradients; heads are first, as the batch of every matrix product."""
 
     query: Tensor  # [H, B, T, D]
     key: Tensor  # [H, B, S, D]
@@ -30,7 +31,7 @@ class Terms(NamedTuple):
     bias: Tensor | None  # [H, L], the farthest distance first
     content_bias: Tensor | None  # [H, 1, 1, D]
     visible: Tensor | None  # broadcastable to [H, B, T, S]
-    added: Tensor | None  # the same, additive
+    added: Tensor | None  # additive mask, broadcastable to [H, B, T, S]
 
 
 def relative_chunked(
@@ -52,8 +53,8 @@ def relative_chunked(
 
     Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
 
-    A single query, and queries that do not end where the keys end, take the definition: there it is linear too, and
-    such calls come from decoding.
+    A single query, and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding,
+    where its memory is linear too.
     """
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1 or offset is not None or not is_causal:
@@ -102,14 +103,18 @@ def _forward_op(
     sliding_window: int | None,
     dropout: float,
 ) -> Tensor:
+    """The output `[B, T, H, D]`; shapes of the arguments as in `relative_attention`, tables cut to the reach.
+
+    `seed` `[]` starts the random numbers of dropout, so that the backward pass repeats them; None without dropout.
+    """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+        operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
-            probs = chunk.probabilities(terms, scaling)
+            probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             probs = probs if kept is None else probs * kept
-            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = probs @ terms.value[:, :, chunk.keys]
+            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = probs @ operands.value[:, :, chunk.keys]
         return output
 
 
@@ -129,40 +134,48 @@ def _backward_op(
     sliding_window: int | None,
     dropout: float,
 ) -> list[Tensor]:
+    """The gradients of those of the first six operands that are given, each in the shape of its operand.
+
+    `grad_output` and `output` are `[B, T, H, D]`.
+    """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        terms = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        grads = Terms(*(None if t is None else torch.zeros_like(t) for t in terms[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
+        operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+        grads = Operands(*(None if t is None else torch.zeros_like(t) for t in operands[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
         delta = (grad_output * output).sum(-1, keepdim=True).permute(2, 0, 1, 3)  # [H, B, T, 1]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
-            probs = chunk.probabilities(terms, scaling)
+            probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
-            grad_rows = grad_output[:, :, chunk.queries]
-            grads.value[:, :, chunk.keys] += (probs if kept is None else probs * kept).transpose(-1, -2) @ grad_rows
-            grad_probs = grad_rows @ terms.value[:, :, chunk.keys].transpose(-1, -2)
+            grad_chunk = grad_output[:, :, chunk.queries]
+            grads.value[:, :, chunk.keys] += (probs if kept is None else probs * kept).transpose(-1, -2) @ grad_chunk
+            grad_probs = grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
             grad_scores = grad_probs.sub_(delta[:, :, chunk.queries]).mul_(probs).mul_(scaling)
-            chunk.accumulate(terms, grads, grad_scores)
+            chunk.accumulate(operands, grads, grad_scores)
         return _as_given(grads)
 
 
 @_forward_op.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
+    """An empty output `[B, T, H, D]`."""
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
 
 
 @_backward_op.register_fake
 def _(grad_output: Tensor, output: Tensor, *arguments: Any) -> list[Tensor]:
+    """Empty gradients in the shapes of their operands, `query` `[B, H, T, D]` first."""
     return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keeps the output `[B, T, H, D]` and all operands; probabilities are recomputed."""
     ctx.save_for_backward(output, *inputs[: DIFFERENTIABLE + 2])
     ctx.settings = inputs[DIFFERENTIABLE + 2 :]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of all arguments of `_forward_op`, from that of its output `[B, T, H, D]`."""
     output, *tensors = ctx.saved_tensors
     grads = iter(_backward_op(grad_output, output, *tensors, *ctx.settings))
     given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
@@ -172,8 +185,8 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-class _Chunk(NamedTuple):
-    """A run of queries and the keys that any of them sees."""
+class _QueryChunk(NamedTuple):
+    """`c` consecutive queries and the `n` keys that any of them sees."""
 
     queries: slice
     keys: slice
@@ -181,114 +194,118 @@ class _Chunk(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """`(c, n)`, the numbers of queries and keys."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
-    def probabilities(self, terms: Terms, scaling: float) -> Tensor:
-        """Softmax of the scores, `[H, B, c, keys of the chunk]`, in the dtype of the queries."""
-        rows, columns = self.shape
-        query = terms.query[:, :, self.queries]
-        content = query if terms.content_bias is None else query + terms.content_bias
-        key = terms.key[:, :, self.keys].transpose(-1, -2)
-        positions = self._position_scores(terms, query)
+    def probabilities(self, operands: Operands, scaling: float) -> Tensor:
+        """Softmax of the scores, `[H, B, c, n]`, in the dtype of the queries."""
+        query = operands.query[:, :, self.queries]
+        content = query if operands.content_bias is None else query + operands.content_bias
+        key = operands.key[:, :, self.keys].transpose(-1, -2)
+        positions = self._position_scores(operands, query)
         if positions is None:
             scores = (content @ key).mul_(scaling)
         else:
             batched = torch.baddbmm(
-                positions.reshape(-1, rows, columns),
+                positions.reshape(-1, *self.shape),
                 content.flatten(0, 1),
                 key.flatten(0, 1),
                 beta=scaling,
                 alpha=scaling,
             )
             scores = batched.unflatten(0, query.shape[:2])
-        return self._softmax(scores, terms)
+        return self._softmax(scores, operands)
 
-    def accumulate(self, terms: Terms, grads: Terms, grad_scores: Tensor) -> None:
-        """Adds the gradients of everything that the scores were made of."""
-        query = terms.query[:, :, self.queries]
-        content = query if terms.content_bias is None else query + terms.content_bias
-        grad_query = grad_scores @ terms.key[:, :, self.keys]
+    def accumulate(self, operands: Operands, grads: Operands, grad_scores: Tensor) -> None:
+        """Adds to `grads` what the gradient of the scores `[H, B, c, n]` contributes to each operand but the values."""
+        query = operands.query[:, :, self.queries]
+        content = query if operands.content_bias is None else query + operands.content_bias
+        grad_query = grad_scores @ operands.key[:, :, self.keys]
         grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
         if grads.content_bias is not None:
             grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
-        if terms.embeddings is not None or terms.bias is not None:
-            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, keys of the chunk]
+        if operands.embeddings is not None or operands.bias is not None:
+            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, n]
+            unshifted = unshifted[..., self._hidden_columns(operands) :]
             if grads.bias is not None:
-                self._table_rows(grads.bias).add_(unshifted.sum(1)[:, self._hidden_columns(terms) :])
-            if terms.embeddings is not None and grads.embeddings is not None:
-                unshifted = unshifted[..., self._hidden_columns(terms) :]
-                rows = self._table_rows(grads.embeddings)
-                rows.add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
-                grad_query += (unshifted @ self._table_rows(terms.embeddings)).view_as(grad_query)
+                self._table_rows(grads.bias).add_(unshifted.sum(1))
+            if operands.embeddings is not None and grads.embeddings is not None:
+                self._table_rows(grads.embeddings).add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
+                grad_query += (unshifted @ self._table_rows(operands.embeddings)).view_as(grad_query)
         grads.query[:, :, self.queries] = grad_query
 
     def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
-        """What to multiply probabilities by; the same in both passes, because it comes from the seed."""
+        """The factors `[H, B, c, n]` that dropout multiplies probabilities by; equal in both passes for a seed `[]`."""
         if seed is None:
             return None
         generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
         kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
         return kept.to(probs.dtype).div_(1 - dropout)
 
-    def _position_scores(self, terms: Terms, query: Tensor) -> Tensor | None:
-        """Scores against the tables, shifted to `[H * B, c, keys of the chunk]`; entries of hidden keys are garbage."""
-        if terms.embeddings is None and terms.bias is None:
+    def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:
+        """Scores of `query` `[H, B, c, D]` with the tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
+        if operands.embeddings is None and operands.bias is None:
             return None
         heads, batch = query.shape[:2]
-        rows, columns = self.shape
-        hidden = self._hidden_columns(terms)
-        by_distance = query.new_empty(heads, batch * rows, columns)
+        num_queries, num_keys = self.shape
+        hidden = self._hidden_columns(operands)
+        by_distance = query.new_empty(heads, batch * num_queries, num_keys)
         by_distance[..., :hidden] = 0
         reachable = by_distance[..., hidden:]
-        if terms.embeddings is None:
-            reachable.copy_(self._table_rows(terms.bias)[:, None])  # type: ignore[arg-type]
+        if operands.embeddings is None:
+            reachable.copy_(self._table_rows(operands.bias)[:, None])  # type: ignore[arg-type]
         else:
-            table = self._table_rows(terms.embeddings).transpose(-1, -2)
-            if terms.bias is None:
+            table = self._table_rows(operands.embeddings).transpose(-1, -2)
+            if operands.bias is None:
                 torch.bmm(query.flatten(1, 2), table, out=reachable)
             else:
-                torch.baddbmm(self._table_rows(terms.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+                torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
         return by_distance.as_strided(
-            (heads * batch, rows, columns), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+            (heads * batch, num_queries, num_keys),
+            (num_queries * num_keys, num_keys - 1, 1),
+            storage_offset=num_queries - 1,
         )
 
     def _unshift(self, grad_scores: Tensor) -> Tensor:
-        """The way back of the relative shift: gradients by distance, `[H, B, c, keys of the chunk]`, 0 where hidden."""
-        rows, columns = self.shape
+        """Undoes the relative shift of `grad_scores` `[H, B, c, n]`: gradients by distance, same shape, 0 if hidden."""
+        num_queries, num_keys = self.shape
         by_distance = torch.zeros_like(grad_scores)
         flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
-        # A row of the shifted view ends where the next begins: that one entry is the last key, which only the last
-        # query sees.
+        # In the shifted view the last key of a query shares its element with the first key of the next query. The last
+        # key is visible to the last query only, so the view leaves it out, and that one gradient is copied by itself.
         shifted = flat.as_strided(
-            (flat.shape[0], rows, columns - 1), (rows * columns, columns - 1, 1), storage_offset=rows - 1
+            (flat.shape[0], num_queries, num_keys - 1),
+            (num_queries * num_keys, num_keys - 1, 1),
+            storage_offset=num_queries - 1,
         )
         shifted.copy_(source[..., :-1])
         flat[:, -1, -1] = source[:, -1, -1]
         return by_distance
 
     def _table_rows(self, table: Tensor) -> Tensor:
-        """The rows of a farthest-first table that queries of this chunk reach."""
+        """The rows of a farthest-first table `[H, L, ...]` that queries of this chunk reach."""
         return table[:, max(table.shape[1] - self.shape[1], 0) :]
 
-    def _hidden_columns(self, terms: Terms) -> int:
-        """Columns, from the left, whose distance lies beyond the tables; the window hides them from every query."""
-        table = terms.embeddings if terms.embeddings is not None else terms.bias
+    def _hidden_columns(self, operands: Operands) -> int:
+        """Leading columns whose distance lies beyond the tables; the window hides them from every query."""
+        table = operands.embeddings if operands.embeddings is not None else operands.bias
         return 0 if table is None else max(self.shape[1] - table.shape[1], 0)
 
-    def _softmax(self, scores: Tensor, terms: Terms) -> Tensor:
-        rows, columns = self.shape
-        ahead = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
-        scores[..., columns - rows :].masked_fill_(ahead, -torch.inf)
-        if self.sliding_window is not None and columns > self.sliding_window:
-            # The first query that loses sight of the first key is the one `sliding_window` keys behind it.
-            behind = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
-            behind.tril_(columns - rows - self.sliding_window)
-            scores.masked_fill_(behind, -torch.inf)
+    def _softmax(self, scores: Tensor, operands: Operands) -> Tensor:
+        """Softmax of `scores` `[H, B, c, n]` over the visible keys, 0 for queries without any; overwrites `scores`."""
+        num_queries, num_keys = self.shape
+        later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
+        scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
+        if self.sliding_window is not None and num_keys > self.sliding_window:
+            # Query `t` stands at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
+            outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+            outside.tril_(num_keys - num_queries - self.sliding_window)
+            scores.masked_fill_(outside, -torch.inf)
         hidden = None
-        if terms.added is not None:
-            scores = scores + self._of_chunk(terms.added)
-        if terms.visible is not None:
-            hidden = ~self._of_chunk(terms.visible)
+        if operands.added is not None:
+            scores = scores + self._of_chunk(operands.added)
+        if operands.visible is not None:
+            hidden = ~self._of_chunk(operands.visible)
             scores = scores.masked_fill_(hidden, -torch.inf)
         dtype = torch.promote_types(scores.dtype, torch.float32)
         probs = torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
@@ -302,13 +319,13 @@ class _Chunk(NamedTuple):
         return mask[..., self.keys] if mask.shape[3] > 1 else mask
 
 
-def _chunks(queries: int, keys: int, sliding_window: int | None) -> list[_Chunk]:
-    """Cuts the queries, which end where the keys end, into runs of `CHUNK`."""
+def _chunks(queries: int, keys: int, sliding_window: int | None) -> list[_QueryChunk]:
+    """Divides the queries, which end where the keys end, into chunks of `CHUNK`."""
     first, chunks = keys - queries, []
     for start in range(0, queries, CHUNK):
         stop = min(start + CHUNK, queries)
         oldest = 0 if sliding_window is None else max(first + start - sliding_window + 1, 0)
-        chunks.append(_Chunk(slice(start, stop), slice(oldest, first + stop), sliding_window))
+        chunks.append(_QueryChunk(slice(start, stop), slice(oldest, first + stop), sliding_window))
     return chunks
 
 
@@ -320,11 +337,14 @@ def _heads_first(
     bias: Tensor | None,
     content_bias: Tensor | None,
     attention_mask: Tensor | None,
-) -> Terms:
-    """Lays everything out for the chunks: heads first, tables from the farthest distance to the nearest."""
+) -> Operands:
+    """Lays out the op's arguments for the chunks: heads first, tables from the farthest distance to the nearest.
+
+    Arguments have the shapes of `relative_attention`: `query` `[B, H, T, D]`, `embeddings` `[L, H, D]`, and so on.
+    """
     visible, added = split_mask(attention_mask)
     query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
-    return Terms(
+    return Operands(
         query,
         key,
         value,
@@ -336,11 +356,12 @@ def _heads_first(
 
 
 def _four_dimensions(mask: Tensor) -> Tensor:
+    """Adds leading dimensions to a mask of up to four: `[T, S]` becomes `[1, 1, T, S]`."""
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _as_given(grads: Terms) -> list[Tensor]:
-    """Gradients in the shapes of the op's arguments, of those that are there."""
+def _as_given(grads: Operands) -> list[Tensor]:
+    """Gradients in the layout of the op's arguments, `query` `[B, H, T, D]` first; absent operands are left out."""
     given = [
         *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
         None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),

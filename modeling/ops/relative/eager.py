@@ -1,4 +1,4 @@
-"""The truth: relative attention in the order of its equation, with every intermediate in memory."""
+"""The reference implementation: relative attention in the order of its equation, with all intermediates in memory."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def relative_eager(
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`relative_attention` by definition. Softmax runs in at least float32.
+    """`relative_attention` by definition, with the softmax in at least float32.
 
     Returns:
         The output `[B, T, H, D]` and the probabilities `[B, H, T, S]`.
@@ -40,13 +40,13 @@ def relative_eager(
 
 
 def key_distances(queries: int, keys: int, offset: int | Tensor | None, device: torch.device) -> Tensor:
-    """How many tokens each key lies before each query, `[T, S]`; negative for later keys."""
+    """How many tokens each key stands before each query, `[T, S]`; negative for later keys."""
     first = keys - queries if offset is None else offset
     return (torch.arange(queries, device=device) + first)[:, None] - torch.arange(keys, device=device)
 
 
 def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int | None) -> Tensor | None:
-    """Which distances a query sees, same shape; None where it sees all."""
+    """True where a query sees the key at a distance of `[T, S]`, same shape; None if it sees all keys."""
     if not is_causal and sliding_window is None:
         return None
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -63,7 +63,7 @@ def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | Non
     Args:
         query: `[B, H, T, D]`.
         embeddings, bias: `[L, H, D]` and `[L, H]`, either may be None.
-        distance: `[T, S]`; what lies outside the tables takes their nearest row, and must be hidden by the caller.
+        distance: `[T, S]`. Distances outside the tables read the nearest row; the caller must hide these keys.
 
     Returns:
         Broadcastable to `[B, H, T, S]`; None without tables.

@@ -1,4 +1,4 @@
-"""Relative attention on PyTorch's scaled dot product attention: position terms become an additive mask."""
+"""Relative attention on PyTorch's scaled dot product attention, with the position terms as an additive mask."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,11 @@ def relative_sdpa(
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, None]:
-    """`relative_attention` with one `[B, H, T, S]` tensor in memory. Returns the output, and no attention maps."""
+    """`relative_attention` with one `[B, H, T, S]` mask in memory.
+
+    Returns:
+        The output `[B, T, H, D]`, and no attention maps.
+    """
     content_query = query if content_bias is None else query + content_bias[:, None]
     distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
     positions = position_scores(query, position_embeddings, position_bias, distance)
