@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.models import make_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -19,11 +19,10 @@ from transformers import (
 
 from dynattn import DCFormerForCausalLM
 
-MakeModel = Callable[..., DCFormerForCausalLM]
 IDS = torch.randint(0, 97, (2, 14), generator=torch.Generator().manual_seed(7))
 
 
-def test_loss_is_the_mean_or_the_sum_over_the_given_count(make_model: MakeModel) -> None:
+def test_loss_is_the_mean_or_the_sum_over_the_given_count() -> None:
     model = make_model()
     labels = IDS.clone()
     labels[0, :5] = -100
@@ -36,7 +35,7 @@ def test_loss_is_the_mean_or_the_sum_over_the_given_count(make_model: MakeModel)
     torch.testing.assert_close(scaled, expected / 3)
 
 
-def test_the_padding_token_learns_where_it_is_also_the_end_of_text(make_model: MakeModel) -> None:
+def test_the_padding_token_learns_where_it_is_also_the_end_of_text() -> None:
     model = make_model(pad_token_id=3, eos_token_id=3)
     ids = IDS.clone()
     ids[:, 5] = 3
@@ -44,7 +43,7 @@ def test_the_padding_token_learns_where_it_is_also_the_end_of_text(make_model: M
     assert model.get_input_embeddings().weight.grad[3].abs().max() > 0
 
 
-def test_logits_to_keep(make_model: MakeModel) -> None:
+def test_logits_to_keep() -> None:
     model = make_model()
     with torch.no_grad():
         logits = model(IDS).logits
@@ -53,7 +52,7 @@ def test_logits_to_keep(make_model: MakeModel) -> None:
         torch.testing.assert_close(model(IDS, logits_to_keep=chosen).logits, logits[:, chosen])
 
 
-def test_recorded_outputs(make_model: MakeModel) -> None:
+def test_recorded_outputs() -> None:
     model = make_model(attn_implementation="eager")
     with torch.no_grad():
         output = model(IDS, output_hidden_states=True, output_attentions=True)
@@ -67,7 +66,7 @@ def test_recorded_outputs(make_model: MakeModel) -> None:
         assert (weights.sum(-1) - 1).abs().max() > 1e-3  # composed rows do not sum to one
 
 
-def test_inputs_embeds_and_prepared_masks(make_model: MakeModel) -> None:
+def test_inputs_embeds_and_prepared_masks() -> None:
     model = make_model()
     with torch.no_grad():
         expected = model(IDS).logits
@@ -78,7 +77,7 @@ def test_inputs_embeds_and_prepared_masks(make_model: MakeModel) -> None:
         torch.testing.assert_close(model(IDS, attention_mask=masks).logits, expected)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(make_model: MakeModel) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     gradients = []
     for checkpointing in (False, True):
         model = make_model().train()
@@ -91,7 +90,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_model: MakeModel) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_save_and_load(make_model: MakeModel, tmp_path: Path, tied: bool) -> None:
+def test_save_and_load(tmp_path: Path, tied: bool) -> None:
     model = make_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
@@ -108,7 +107,7 @@ def test_save_and_load(make_model: MakeModel, tmp_path: Path, tied: bool) -> Non
     assert half(IDS).logits.isfinite().all()
 
 
-def test_every_auto_class_loads_the_checkpoint(make_model: MakeModel, tmp_path: Path) -> None:
+def test_every_auto_class_loads_the_checkpoint(tmp_path: Path) -> None:
     make_model(pad_token_id=0).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "dcformer"
     assert AutoModel.from_pretrained(tmp_path)(IDS).last_hidden_state.shape == (2, 14, 48)
@@ -119,7 +118,7 @@ def test_every_auto_class_loads_the_checkpoint(make_model: MakeModel, tmp_path: 
         assert auto.from_pretrained(tmp_path)(IDS).logits.shape == shape
 
 
-def test_a_new_model_is_initialised_as_the_configuration_says(make_model: MakeModel) -> None:
+def test_a_new_model_is_initialised_as_the_configuration_says() -> None:
     model = make_model(hidden_size=240, intermediate_size=480, initializer_range=0.05)
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "layernorm.weight")):
@@ -128,7 +127,7 @@ def test_a_new_model_is_initialised_as_the_configuration_says(make_model: MakeMo
             assert parameter.std().item() == pytest.approx(0.05, rel=0.1), name
 
 
-def test_a_checkpoint_without_composition_weights_gets_fresh_ones(make_model: MakeModel, tmp_path: Path) -> None:
+def test_a_checkpoint_without_composition_weights_gets_fresh_ones(tmp_path: Path) -> None:
     make_model(compose_pre=False, compose_post=False).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, compose_pre=True, compose_post=True, compose_init_scale=0)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -137,7 +136,7 @@ def test_a_checkpoint_without_composition_weights_gets_fresh_ones(make_model: Ma
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_truncated_checkpoint_is_an_error(make_model: MakeModel, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_an_error(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -145,7 +144,7 @@ def test_a_truncated_checkpoint_is_an_error(make_model: MakeModel, tmp_path: Pat
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_weights_that_do_not_fit_the_configuration_are_an_error(make_model: MakeModel, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_the_configuration_are_an_error(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(7)
@@ -154,7 +153,7 @@ def test_weights_that_do_not_fit_the_configuration_are_an_error(make_model: Make
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_config_survives_json(make_model: MakeModel, tmp_path: Path) -> None:
+def test_config_survives_json(tmp_path: Path) -> None:
     config = make_model(mgate_dim=5, compose_groups=2, compose_static=True).config
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "dcformer"
@@ -177,12 +176,12 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
-def test_bad_calls_say_what_is_wrong(make_model: MakeModel, arguments: dict, message: str) -> None:
+def test_bad_calls_say_what_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_model()(**arguments)
 
 
-def test_attention_implementations_that_cannot_serve_are_refused(make_model: MakeModel) -> None:
+def test_attention_implementations_that_cannot_serve_are_refused() -> None:
     with pytest.raises(ValueError, match="'sdpa' cannot compose heads; use 'eager'"):
         make_model(attn_implementation="sdpa")
     for name in ("nonsense", "flash_attention_2", "flex_attention", "paged|eager"):
@@ -193,7 +192,7 @@ def test_attention_implementations_that_cannot_serve_are_refused(make_model: Mak
     assert make_model().config._attn_implementation == "chunked"
 
 
-def test_attention_maps_come_from_any_implementation(make_model: MakeModel) -> None:
+def test_attention_maps_come_from_any_implementation() -> None:
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     for switches in ({}, {"compose_pre": False, "compose_post": False}):

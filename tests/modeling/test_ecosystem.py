@@ -1,15 +1,11 @@
 """Adapters, compiled training and replaced linear layers leave the composition as it is."""
 
-from collections.abc import Callable
-
 import torch
+from cases.models import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from dynattn import DCFormerForCausalLM
-
-MakeModel = Callable[..., DCFormerForCausalLM]
 IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
 
 
@@ -17,7 +13,7 @@ def composition_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "composition" in name}
 
 
-def test_lora_trains_adapters_only_and_merges(make_model: MakeModel) -> None:
+def test_lora_trains_adapters_only_and_merges() -> None:
     model = make_model()
     before = composition_of(model)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
@@ -38,7 +34,7 @@ def test_lora_trains_adapters_only_and_merges(make_model: MakeModel) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_lora_can_target_the_whole_composition_as_saved_modules(make_model: MakeModel) -> None:
+def test_lora_can_target_the_whole_composition_as_saved_modules() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["composition"], task_type="CAUSAL_LM")
     adapted = get_peft_model(make_model(), config)
     adapted(input_ids=IDS, labels=IDS).loss.backward()
@@ -46,7 +42,7 @@ def test_lora_can_target_the_whole_composition_as_saved_modules(make_model: Make
     assert any("composition" in name for name in trained)
 
 
-def test_replacing_linear_layers_leaves_the_composition(make_model: MakeModel) -> None:
+def test_replacing_linear_layers_leaves_the_composition() -> None:
     """As quantization does: int8 weights for every nn.Linear, nothing else touched."""
     model = make_model(initializer_range=0.05)
     before = composition_of(model)
@@ -59,7 +55,7 @@ def test_replacing_linear_layers_leaves_the_composition(make_model: MakeModel) -
     assert (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
-def test_transformers_trainer_trains_it(make_model: MakeModel, tmp_path: object) -> None:
+def test_transformers_trainer_trains_it(tmp_path: object) -> None:
     model = make_model(initializer_range=0.02, compose_init_scale=1.0)
     examples = [{"input_ids": row, "labels": row} for row in IDS]
     arguments = TrainingArguments(

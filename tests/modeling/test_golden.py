@@ -1,26 +1,20 @@
-"""The official code's numbers: attention in float64 with every gradient, logits and greedy tokens of whole models."""
+"""Results of the official DCMHA code: attention in float64 with all gradients, logits and greedy tokens of models."""
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from cases.golden import case_names, read_case, read_meta, tensors_under
+from cases.models import decode
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dynattn.modeling.layers.composed_attention import ComposedAttention
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-ATTENTION_CASES = sorted(path.name for path in GOLDEN.glob("dcmha_attn_*"))
-MODEL_RUNS = [
-    (case.name, run["tag"])
-    for case in sorted((*GOLDEN.glob("dcformer_*"), *GOLDEN.glob("dcpythia_*")))
-    for run in json.loads((case / "meta.json").read_text())["runs"]
-]
+ATTENTION_CASES = case_names("dcmha_attn_*")
+MODEL_RUNS = [(case, run["tag"]) for case in case_names("dcformer_*", "dcpythia_*") for run in read_meta(case)["runs"]]
 
 # Official key -> ours, inside one layer's attention.
 COMPOSITION_KEYS = {
@@ -28,11 +22,6 @@ COMPOSITION_KEYS = {
     "dyn_w_proj.qkw": "composition.factor_weight",
     "dyn_w_proj.dd": "composition.gate_weight",
 }
-
-
-def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    folder = GOLDEN / name
-    return json.loads((folder / "meta.json").read_text()), load_file(folder / "tensors.safetensors")
 
 
 def attention_weights(official: dict[str, Tensor], query_wise_only: bool = False) -> dict[str, Tensor]:
@@ -64,7 +53,7 @@ def attention_weights(official: dict[str, Tensor], query_wise_only: bool = False
 
 def model_weights(tensors: dict[str, Tensor], meta: dict[str, Any], qk_norm: bool) -> dict[str, Tensor]:
     """A whole official model under our names. DCFormer's w1 is the MLP's gate, DCPythia's is its only way up."""
-    official = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
+    official = tensors_under(tensors, "sd.")
     mlp = {"w1": "up_proj"} if meta["family"] == "dcpythia" else {"w1": "gate_proj", "w3": "up_proj", "mg": "mgate"}
     modules = {
         "tok_embeddings": "model.embed_tokens",
@@ -114,7 +103,7 @@ def test_attention_equals_the_official_one_in_float64(name: str, implementation:
     meta, tensors = read_case(name)
     query_wise_only = meta["config"]["query_wise_only"]
     attention = build_attention(meta, implementation)
-    official = {key.removeprefix("sd."): value for key, value in tensors.items() if key.startswith("sd.")}
+    official = tensors_under(tensors, "sd.")
     attention.load_state_dict(attention_weights(official, query_wise_only), strict=True)
     x = tensors["x"].requires_grad_()
     cos, sin = (torch.cat([tensors[key]] * 2, dim=-1)[None].double() for key in ("rope_cos", "rope_sin"))
@@ -123,7 +112,7 @@ def test_attention_equals_the_official_one_in_float64(name: str, implementation:
 
     (output * tensors["grad_y"]).sum().backward()
     torch.testing.assert_close(x.grad, tensors["grad.x"], atol=1e-8, rtol=0)
-    official = {key.removeprefix("grad."): value for key, value in tensors.items() if key.startswith("grad.")}
+    official = tensors_under(tensors, "grad.")
     expected = attention_weights(official, query_wise_only)
     assert expected.keys() == dict(attention.named_parameters()).keys()
     for key, parameter in attention.named_parameters():
@@ -177,7 +166,7 @@ def test_model_equals_the_official_one(name: str, tag: str) -> None:
     if f"{tag}.logits" in tensors:
         expected = tensors[f"{tag}.logits"]
         torch.testing.assert_close(model(ids).logits, expected, atol=3e-4, rtol=0)
-        torch.testing.assert_close(step_by_step(model, ids), expected, atol=3e-4, rtol=0)
+        torch.testing.assert_close(decode(model, ids), expected, atol=3e-4, rtol=0)
         return
     prompt = ids[:, : run["prompt_len"]]
     mask = torch.ones_like(prompt)  # without it `generate` would take some prompt tokens for padding
@@ -186,12 +175,3 @@ def test_model_equals_the_official_one(name: str, tag: str) -> None:
     )
     expected = tensors[f"{tag}.tokens"] if f"{tag}.tokens" in tensors else tensors[f"{tag}.new_tokens"]
     assert torch.equal(tokens[:, -run["new_tokens"] :], expected[:, -run["new_tokens"] :])
-
-
-def step_by_step(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    cache, logits = None, []
-    for position in range(ids.shape[1]):
-        output = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1)

@@ -1,13 +1,11 @@
-"""The official numbers of the RCMHA family: attention in float64 with every gradient, models over segments."""
+"""Results of the official RCMHA code: attention in float64 with all gradients, models over segments."""
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from cases.golden import case_names, read_case, tensors_under
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -15,11 +13,9 @@ from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-ATTENTION_CASES = sorted(
-    path.name for kind in ("rcmha", "rmha", "mdha", "mha") for path in GOLDEN.glob(f"{kind}_attn_*")
-)
-MODEL_CASES = sorted(path.name for kind in ("rcmha", "rmha", "mdha", "mha") for path in GOLDEN.glob(f"{kind}_model_*"))
+KINDS = ("rcmha", "rmha", "mdha", "mha")
+ATTENTION_CASES = case_names(*(f"{kind}_attn_*" for kind in KINDS))
+MODEL_CASES = case_names(*(f"{kind}_model_*" for kind in KINDS))
 LAYER_KEYS = {
     "self_attn.output": "self_attn.o_proj",
     "feed_forward.layer1": "mlp.up_proj",
@@ -28,11 +24,6 @@ LAYER_KEYS = {
     "norm_ff": "post_attention_layernorm",
 }
 MODEL_KEYS = {"src_embed": "model.embed_tokens", "transformer.norm": "model.norm", "generator": "lm_head"}
-
-
-def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    folder = GOLDEN / name
-    return json.loads((folder / "meta.json").read_text()), load_file(folder / "tensors.safetensors")
 
 
 def case_config(meta: dict[str, Any], **fields: Any) -> RCMHAConfig:
@@ -79,10 +70,6 @@ def our_model(official: dict[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
 @pytest.mark.parametrize("name", ATTENTION_CASES)
 def test_attention_has_official_outputs_and_gradients(name: str, implementation: str) -> None:
@@ -90,7 +77,7 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
     config = case_config(meta)
     config._attn_implementation = implementation
     attention = RCMHAAttention(config, layer_idx=0).double()
-    attention.load_state_dict(dict(our_attention(*item) for item in part(tensors, "sd.").items()))
+    attention.load_state_dict(dict(our_attention(*item) for item in tensors_under(tensors, "sd.").items()))
 
     rows = tensors["key_value"].transpose(0, 1).requires_grad_()  # memory, then the segment
     output, probs = attention(rows, Segment(tensors["query"].shape[0]))
@@ -100,7 +87,9 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
     if probs is not None:
         torch.testing.assert_close(probs.permute(2, 3, 0, 1), tensors["attn"], atol=1e-9, rtol=0)
     grads = dict(
-        our_attention(*item) for item in part(tensors, "grad.").items() if item[0] not in ("query", "key_value")
+        our_attention(*item)
+        for item in tensors_under(tensors, "grad.").items()
+        if item[0] not in ("query", "key_value")
     )
     for key, parameter in attention.named_parameters():
         torch.testing.assert_close(
@@ -125,7 +114,7 @@ def test_model_has_official_logits_and_memory_over_segments(name: str, implement
     )
     config._attn_implementation = implementation
     model = RCMHAForCausalLM(config).eval()
-    model.load_state_dict(our_model(part(tensors, "sd.")))
+    model.load_state_dict(our_model(tensors_under(tensors, "sd.")))
 
     memory, start = DynamicCache(config=config), 0
     tokens = tensors["tokens"].T

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.models import decode, make_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
@@ -12,16 +13,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dynattn import DCFormerForCausalLM
 from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
 
-MakeModel = Callable[..., DCFormerForCausalLM]
-
 
 def random_ids(batch: int, length: int) -> Tensor:
     return torch.randint(0, 97, (batch, length))
-
-
-@torch.no_grad()
-def continue_from(model: DCFormerForCausalLM, cache: Cache, ids: Tensor) -> Tensor:
-    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], dim=1)
 
 
 @torch.no_grad()
@@ -30,7 +24,7 @@ def filled(model: DCFormerForCausalLM, ids: Tensor, cache: Cache | None = None) 
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_numbers_a_token_and_layer(make_model: MakeModel, rank: int) -> None:
+def test_each_layer_keeps_keys_values_and_factors_of_each_token(rank: int) -> None:
     model = make_model(compose_rank=rank)
     cache = filled(model, random_ids(2, 30))
     heads, kv_heads, width = 6, 3, 8
@@ -41,7 +35,7 @@ def test_numbers_a_token_and_layer(make_model: MakeModel, rank: int) -> None:
         assert layer.factors.values.numel() == 0
 
 
-def test_query_wise_models_use_ordinary_caches(make_model: MakeModel) -> None:
+def test_query_wise_models_use_ordinary_caches() -> None:
     cache = filled(make_model(compose_key_wise=False), random_ids(1, 5))
     assert not any(isinstance(layer, ComposedLayerMixin) for layer in cache.layers)
 
@@ -55,15 +49,15 @@ MAKERS: dict[str, Callable[[Any], Cache]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("prompt", [1, 7, 20])
-def test_any_cache_gives_the_full_forwards_logits(make_model: MakeModel, kind: str, prompt: int) -> None:
+def test_any_cache_gives_the_full_forwards_logits(kind: str, prompt: int) -> None:
     model, ids = make_model(), random_ids(2, 33)
     cache = filled(model, ids[:, :prompt], MAKERS[kind](model.config))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, prompt:]
-    torch.testing.assert_close(continue_from(model, cache, ids[:, prompt:]), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(decode(model, ids[:, prompt:], cache), expected, atol=1e-4, rtol=0)
 
 
-def test_chunked_prefill(make_model: MakeModel) -> None:
+def test_chunked_prefill() -> None:
     model, ids = make_model(), random_ids(2, 40)
     cache: Cache | None = None
     logits = []
@@ -77,39 +71,39 @@ def test_chunked_prefill(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_reorder(make_model: MakeModel, kind: str) -> None:
+def test_reorder(kind: str) -> None:
     model, ids, tail = make_model(), random_ids(3, 15), random_ids(3, 4)
     order = torch.tensor([2, 0, 0])
     cache = filled(model, ids, MAKERS[kind](model.config))
     cache.reorder_cache(order)
-    expected = continue_from(model, filled(model, ids[order]), tail)
-    torch.testing.assert_close(continue_from(model, cache, tail), expected, atol=1e-4, rtol=0)
+    expected = decode(model, tail, filled(model, ids[order]))
+    torch.testing.assert_close(decode(model, tail, cache), expected, atol=1e-4, rtol=0)
 
 
-def test_repeat_and_select(make_model: MakeModel) -> None:
+def test_repeat_and_select() -> None:
     model, ids, tail = make_model(), random_ids(2, 15), random_ids(1, 4)
     cache = filled(model, ids)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([2]))
-    expected = continue_from(model, filled(model, ids[1:]), tail)
-    torch.testing.assert_close(continue_from(model, cache, tail), expected, atol=1e-4, rtol=0)
+    expected = decode(model, tail, filled(model, ids[1:]))
+    torch.testing.assert_close(decode(model, tail, cache), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("length", [6, 25])
-def test_crop_with_recorded_past(make_model: MakeModel, length: int) -> None:
+def test_crop_with_recorded_past(length: int) -> None:
     model, ids, tail = make_model(), random_ids(2, length), random_ids(2, 4)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     filled(model, ids, cache)
     cache.crop(-3)
-    expected = continue_from(model, filled(model, ids[:, :-3]), tail)
+    expected = decode(model, tail, filled(model, ids[:, :-3]))
     with torch.no_grad():
         output = model(tail, past_key_values=cache).logits
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_reset(make_model: MakeModel, kind: str) -> None:
+def test_reset(kind: str) -> None:
     plain = DynamicLayer()
     plain.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     plain.reset()
@@ -123,10 +117,10 @@ def test_reset(make_model: MakeModel, kind: str) -> None:
         expected = model(ids, past_key_values=fresh).logits
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-5, rtol=0)
     tail = random_ids(2, 3)
-    torch.testing.assert_close(continue_from(model, cache, tail), continue_from(model, fresh, tail))
+    torch.testing.assert_close(decode(model, tail, cache), decode(model, tail, fresh))
 
 
-def test_offload_moves_the_factors_too(make_model: MakeModel) -> None:
+def test_offload_moves_the_factors_too() -> None:
     cache = filled(make_model(), random_ids(2, 12))
     layer = cache.layers[1]
     before = layer.factors.keys.clone()
@@ -135,7 +129,7 @@ def test_offload_moves_the_factors_too(make_model: MakeModel) -> None:
     assert torch.equal(layer.factors.keys, before)
 
 
-def test_an_allocated_static_cache_is_taken_over(make_model: MakeModel) -> None:
+def test_an_allocated_static_cache_is_taken_over() -> None:
     model, ids = make_model(), random_ids(2, 20)
     cache = StaticCache(config=model.config, max_cache_len=32)
     cache.early_initialization(batch_size=2, num_heads=3, head_dim=8, dtype=torch.float32, device="cpu")
@@ -144,7 +138,7 @@ def test_an_allocated_static_cache_is_taken_over(make_model: MakeModel) -> None:
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-4, rtol=0)
 
 
-def test_a_cache_filled_by_another_model_is_refused(make_model: MakeModel) -> None:
+def test_a_cache_filled_by_another_model_is_refused() -> None:
     cache = filled(make_model(compose_pre=False, compose_post=False), random_ids(1, 5))
     with pytest.raises(ValueError, match="holds 5 tokens without composition factors"):
         make_model()(random_ids(1, 1), past_key_values=cache)

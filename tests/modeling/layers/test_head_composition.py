@@ -1,13 +1,13 @@
 """The generator: sizes, initial weights, every switch, and the start as identity."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases.models import decode, make_model
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig
 from dynattn.modeling.layers.head_composition import DynamicComposition, init_composition
 
 SWITCHES: list[dict[str, Any]] = [
@@ -56,18 +56,13 @@ def test_initial_weights_have_the_jax_trainers_spread() -> None:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=switch_name)
-def test_every_switch_changes_the_model_and_decodes_as_it_prefills(
-    make_model: Callable[..., DCFormerForCausalLM], switches: dict[str, Any]
-) -> None:
+def test_every_switch_changes_the_model_and_decodes_as_it_prefills(switches: dict[str, Any]) -> None:
     model = make_model(**switches)
     ids = torch.randint(0, 97, (2, 21))
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        output = model(ids[:, :13])
-        steps = [output.logits]
-        for position in range(13, 21):
-            output = model(ids[:, position : position + 1], past_key_values=output.past_key_values)
-            steps.append(output.logits)
+        prompt = model(ids[:, :13])
+        steps = [prompt.logits, decode(model, ids[:, 13:], prompt.past_key_values)]
         plain = make_model(compose_pre=False, compose_post=False)
         plain.load_state_dict({k: v for k, v in model.state_dict().items() if "composition" not in k})
         assert (plain(ids).logits - full).abs().max() > 0.01 * full.abs().max()
@@ -77,7 +72,7 @@ def test_every_switch_changes_the_model_and_decodes_as_it_prefills(
     assert not dead
 
 
-def test_switching_everything_off_leaves_no_composition(make_model: Callable[..., DCFormerForCausalLM]) -> None:
+def test_switching_everything_off_leaves_no_composition() -> None:
     for off in (
         {"compose_pre": False, "compose_post": False},
         {"compose_query_wise": False, "compose_key_wise": False},
@@ -88,7 +83,7 @@ def test_switching_everything_off_leaves_no_composition(make_model: Callable[...
         assert not [name for name, _ in model.named_parameters() if "composition" in name]
 
 
-def test_scale_zero_starts_as_identity_and_still_learns(make_model: Callable[..., DCFormerForCausalLM]) -> None:
+def test_scale_zero_starts_as_identity_and_still_learns() -> None:
     model = make_model(compose_init_scale=0, compose_static=True, attn_implementation="eager")
     plain = make_model(compose_pre=False, compose_post=False, attn_implementation="eager")
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if "composition" not in k})

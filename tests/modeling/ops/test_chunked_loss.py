@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.models import make_model
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -16,7 +17,6 @@ from dynattn.modeling.ops.chunked_loss import chunked_causal_loss
 from dynattn.scripts.common.measuring import peak_memory
 
 B, T, E, V = 2, 13, 8, 31
-MakeModel = Callable[..., DCFormerForCausalLM]
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_skips_its_logits_where_only_the_loss_is_asked_for(make_model: MakeModel, tied: bool) -> None:
+def test_a_model_skips_its_logits_where_only_the_loss_is_asked_for(tied: bool) -> None:
     model = make_model(tie_word_embeddings=tied).train()
     ids = torch.randint(97, (2, 14))
     whole = model(ids, labels=ids)
@@ -147,7 +147,7 @@ def test_a_model_skips_its_logits_where_only_the_loss_is_asked_for(make_model: M
         torch.testing.assert_close(grad, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
-def test_without_labels_there_is_nothing_but_logits_to_return(make_model: MakeModel) -> None:
+def test_without_labels_there_is_nothing_but_logits_to_return() -> None:
     with pytest.raises(ValueError, match="skip_logits=True leaves nothing but the loss, which needs labels"):
         make_model()(torch.ones(1, 4, dtype=torch.long), skip_logits=True)
 
@@ -175,9 +175,7 @@ def replace_loss(model: DCFormerForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("change", [adapt, hook, replace_loss])
-def test_a_head_or_loss_of_another_kind_is_obeyed(
-    make_model: MakeModel, change: Callable[[DCFormerForCausalLM], None]
-) -> None:
+def test_a_head_or_loss_of_another_kind_is_obeyed(change: Callable[[DCFormerForCausalLM], None]) -> None:
     model = make_model()
     ids = torch.randint(97, (2, 14))
     usual = model(ids, labels=ids).loss
