@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from .portable_config import PortableConfig
+from .portable_config import PortableConfig, default_head_dim
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
@@ -75,12 +75,7 @@ class ComposedConfig(PortableConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-                    f"({self.num_attention_heads}), or give head_dim"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
         if self.layer_types is None:
             pattern = "G" if self.sliding_window is None else "LG"
             self.layer_types = repeat_layer_types(pattern, self.num_hidden_layers)

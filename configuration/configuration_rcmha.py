@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .portable_config import PortableConfig, model_size
+from .portable_config import PortableConfig, default_head_dim, model_size
 
 ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
 MEMORY_TYPES = ("streaming", "segment")
@@ -22,7 +22,7 @@ class RCMHAConfig(PortableConfig):
         conv_kernel_size (`int`, defaults to 3): tokens under the causal depthwise convolution after the query, key and
             value projections, the token itself included.
         conv_is_causal (`bool`, defaults to `True`): a decoder has no other choice; `False` is refused.
-        memory_type (`str`, defaults to `"streaming"`): what a segment knows of the tokens before it.
+        memory_type (`str`, defaults to `"streaming"`): what a segment sees of the tokens before it.
             `"streaming"`: a token sees itself and the `mem_len` tokens before it, and convolutions see across segments,
             so that any segmentation of the same tokens gives the same logits.
             `"segment"`: the official code. A token sees its own segment and the `mem_len` tokens before the segment;
@@ -84,12 +84,7 @@ class RCMHAConfig(PortableConfig):
         if derived := sorted({"sliding_window", "layer_types"} & kwargs.keys()):
             raise ValueError(f"{derived} follow from memory_type and mem_len; set those instead")
         if self.head_dim is None and self.num_attention_heads > 0:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-                    f"({self.num_attention_heads}), or give head_dim"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
         if self.qk_bias is None:
             self.qk_bias = not self.is_relative
         super().__post_init__(**kwargs)
@@ -111,7 +106,7 @@ class RCMHAConfig(PortableConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What Transformers' masks and caches go by."""
+        """The type of each layer, which Transformers' masks and caches read."""
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         return [kind] * self.num_hidden_layers
 
@@ -143,7 +138,7 @@ class RCMHAConfig(PortableConfig):
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs")
 
     def validate_convolution(self) -> None:
-        """Part of the strict validation: the kernel has a token to look at, and none of the future."""
+        """Part of the strict validation: the kernel covers at least the token itself, and no later one."""
         if self.conv_kernel_size < 1:
             raise ValueError(f"conv_kernel_size ({self.conv_kernel_size}) must be at least 1, the token itself")
         if not self.conv_is_causal:
@@ -153,7 +148,7 @@ class RCMHAConfig(PortableConfig):
             )
 
     def validate_memory(self) -> None:
-        """Part of the strict validation: the memory fits the positions, and is not empty where it is the window."""
+        """Part of the strict validation: the memory fits the positions, and a streaming memory is not empty."""
         if self.max_position_embeddings < 1:
             raise ValueError(f"max_position_embeddings ({self.max_position_embeddings}) must be positive")
         if self.mem_len is None:

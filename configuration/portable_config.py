@@ -1,4 +1,4 @@
-"""What every configuration of this package does: named sizes, and checkpoints that keep their code."""
+"""What the configurations of all families share: named sizes, and checkpoints that keep their code."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,8 @@ class PortableConfig(PreTrainedConfig):
     without this a copy of the checkpoint would name code files (`auto_map`) that it does not have.
     """
 
-    # Set by the front door, which knows the model classes. Remote code has no front door and leaves it to Transformers.
+    # Set by the installed package, which knows the model classes. In remote code it stays None, and Transformers copies
+    # the code files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
 
@@ -37,6 +38,20 @@ class PortableConfig(PreTrainedConfig):
         if writer is not None and getattr(self, "auto_map", None):
             writer(self, Path(save_directory))
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
+    """Returns the width of a head where the heads share the hidden size.
+
+    Raises:
+        ValueError: the heads do not divide the hidden size.
+    """
+    if hidden_size % num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_attention_heads}), "
+            "or give head_dim"
+        )
+    return hidden_size // num_attention_heads
 
 
 def model_size(hidden_size: int, layers: int, heads: int, intermediate_size: int, **fields: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_what_does_not_learn_gets_no_gradient_and_the_rest_keeps_its_own(frozen:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_half_precision_it_errs_no_more_than_the_loss_of_the_logits(autocast: bool) -> None:
     tensors, labels = problem(torch.float64)
-    truth = gradients(with_logits(*tensors, labels), tensors)
+    exact = gradients(with_logits(*tensors, labels), tensors)
     given = [tensor.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for tensor in tensors]
 
     def errors(function: Callable[..., Tensor]) -> list[float]:
@@ -99,7 +99,7 @@ def test_in_half_precision_it_errs_no_more_than_the_loss_of_the_logits(autocast:
             loss = function(*given, labels)
         found = gradients(loss, given)
         assert [grad.dtype for grad in found[1:]] == [given[0].dtype] * 3
-        return [float((ours.double() - true).norm() / true.norm()) for ours, true in zip(found, truth, strict=True)]
+        return [float((ours.double() - best).norm() / best.norm()) for ours, best in zip(found, exact, strict=True)]
 
     for ours, theirs in zip(errors(chunked_causal_loss), errors(with_logits), strict=True):
         assert ours <= 1.5 * theirs + 1e-6

@@ -127,12 +127,12 @@ def test_nan_stays_in_its_row_of_the_batch(implementation: str) -> None:
     torch.testing.assert_close(output[~wrong], expected[~wrong], atol=1e-12, rtol=0)
 
 
-def test_chunked_in_bfloat16_is_as_near_the_truth_as_the_definition() -> None:
+def test_chunked_in_bfloat16_errs_no_more_than_the_definition() -> None:
     given = inputs(100, 140)
-    truth = relative_attention(**given, implementation="eager")  # type: ignore[arg-type]
+    exact = relative_attention(**given, implementation="eager")  # type: ignore[arg-type]
     half = {name: None if x is None else x.bfloat16() for name, x in given.items()}
     errors = {
-        name: (relative_attention(**half, implementation=name).double() - truth).abs().max()  # type: ignore[arg-type]
+        name: (relative_attention(**half, implementation=name).double() - exact).abs().max()  # type: ignore[arg-type]
         for name in ("eager", "chunked")
     }
     assert errors["chunked"] <= 2 * errors["eager"]
