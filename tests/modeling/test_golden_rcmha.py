@@ -79,8 +79,8 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
     attention = RCMHAAttention(config, layer_idx=0).double()
     attention.load_state_dict(dict(our_attention(*item) for item in tensors_under(tensors, "sd.").items()))
 
-    rows = tensors["key_value"].transpose(0, 1).requires_grad_()  # memory, then the segment
-    output, probs = attention(rows, Segment(tensors["query"].shape[0]))
+    context = tensors["key_value"].transpose(0, 1).requires_grad_()  # memory, then the segment
+    output, probs = attention(context, Segment(tensors["query"].shape[0]))
     (output * tensors["grad_y"].transpose(0, 1)).sum().backward()
 
     torch.testing.assert_close(output.transpose(0, 1), tensors["y"], atol=1e-9, rtol=0)
@@ -98,7 +98,7 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
     # The official module takes the segment twice, as queries and as the last keys.
     expected = tensors["grad.key_value"].clone()
     expected[-tensors["query"].shape[0] :] += tensors["grad.query"]
-    torch.testing.assert_close(rows.grad.transpose(0, 1), expected, atol=1e-8, rtol=0)
+    torch.testing.assert_close(context.grad.transpose(0, 1), expected, atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
