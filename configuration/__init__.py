@@ -1,1 +1,1 @@
-"""What a model is: one file a family, data and validation only."""
+"""The configurations of the models: one file a family, data and validation only."""

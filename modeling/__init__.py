@@ -1,1 +1,1 @@
-"""What a model does: operations, composition, caches and the Transformers classes."""
+"""The models: one file a family, and the layers, caches, position schemes and ops that they are made of."""

@@ -1,4 +1,6 @@
-"""The entry point of relative attention (RCMHA, arXiv 2308.03429): Transformer-XL (arXiv 1901.02860), tables learned.
+"""The entry point of relative attention (RCMHA, arXiv 2308.03429).
+
+It is the attention of Transformer-XL (arXiv 1901.02860) with learned tables instead of sinusoids:
 
     score[t, s] = ((q_t + u) . k_s + q_t . r[d] + b[d]) * scaling,   d = distance from key s to query t
     output      = softmax(score over the visible keys) V                             [B, T, H, D]
