@@ -7,6 +7,7 @@ following their relative imports, and every import is rewritten to a module of t
 import ast
 import re
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.models.auto import modeling_auto
 
 PACKAGE = __name__.partition(".")[0]
+FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
 IMPORT_SOURCE = re.compile(r"from\s+\.[\w.]*")
 
 
@@ -71,7 +73,7 @@ def flat_code(classes: Iterable[type]) -> dict[str, str]:
         if modules.setdefault(name, module) != module:
             raise ValueError(f"{modules[name]} and {module} would both be {name}; rename one of them")
         if name not in files:
-            flat, imported = flatten_imports(_source(module), module)
+            flat, imported = flatten_imports(constants_instead(_source(module), module), module)
             files[name] = (
                 f"# {module} of {PACKAGE} {__version__}, made flat for loading with trust_remote_code.\n{flat}"
             )
@@ -106,6 +108,22 @@ def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
         lines[node.lineno - 1] = head + IMPORT_SOURCE.sub(f"from .{flat_name(target)}", tail, count=1)
         imported.append(target)
     return "".join(lines), imported
+
+
+def constants_instead(source: str, module: str) -> str:
+    """Returns `source`, or what travels in place of a module that reads other files: the values of its constants.
+
+    Transformers fetches Python files only. Such a module names the constants, which are texts, in `FLAT_CONSTANTS`.
+    """
+    if not FLAT_CONSTANTS.search(source):
+        return source
+    loaded = import_module(module)
+    return "\n".join(_assignment(name, getattr(loaded, name)) for name in loaded.FLAT_CONSTANTS)
+
+
+def _assignment(name: str, text: str) -> str:
+    lines = "".join(f"    {line!r}\n" for line in text.splitlines(keepends=True))
+    return f"{name} = (\n{lines})\n"
 
 
 def _refuse_absolute_import(node: ast.AST, module: str) -> None:

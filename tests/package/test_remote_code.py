@@ -9,6 +9,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
 from dynattn import remote_code
+from dynattn.modeling.ops.dcmha.chunked.csrc import sources
 from dynattn.remote_code import flat_code, flatten_imports, registered_classes, write_code
 
 CONFIGS = [
@@ -31,6 +32,16 @@ def test_every_family_becomes_one_flat_folder(config_class: type, tmp_path: Path
     entries = {f"{reference.split('.')[0]}.py" for reference in config.auto_map.values()}
     seen = {Path(file).name for entry in entries for file in get_relative_import_files(tmp_path / entry)}
     assert seen | entries == set(names)
+
+
+def test_c_code_travels_as_the_text_that_the_package_compiles() -> None:
+    flat: dict[str, str] = {}
+    exec(flat_code([dynattn.DCFormerModel])["ops_dcmha_chunked_csrc_sources.py"], flat)
+    assert {name: flat[name] for name in sources.FLAT_CONSTANTS} == {
+        "COMPOSE": sources.COMPOSE,
+        "DECODE": sources.DECODE,
+    }
+    assert "FLAT_CONSTANTS" not in flat  # nothing there reads files
 
 
 def test_auto_map_names_every_registered_head() -> None:

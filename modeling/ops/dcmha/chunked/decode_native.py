@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...native_library import lanes, load_library
 from ..composition import Composition
-from .csrc.decode_source import SOURCE
+from .csrc.sources import DECODE
 
 DTYPES = (torch.float32, torch.bfloat16)
 FACTORS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate")
@@ -66,7 +66,7 @@ def attend(
     problem = [number for tensor in (query, key, value) for number in (tensor.data_ptr(), *tensor.stride()[:3])]
     problem += (*_place_mask(mask), *_place_stage(pre), *_place_stage(post), batch, keys)
     output = query.new_empty(batch, 1, heads, width)
-    room = torch.empty(library.room(batch, keys), dtype=torch.float32)
+    room = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
     threads = min(torch.get_num_threads(), 1 + key.numel() // NUMBERS_OF_A_THREAD)
     numbers = array("l", problem)
     library.attend(output.data_ptr(), room.data_ptr(), numbers.buffer_info()[0], scaling, threads)
@@ -146,9 +146,9 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, size: int) -> CDLL
         of_heads //= 2
     while of_width * 4 > width * size:
         of_width //= 2
-    macros = {"LANES": of_heads, "WIDE": of_width, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
-    library = load_library(SOURCE, tuple((macros | {"WIDTH": width, "BYTES": size}).items()))
-    library.room.argtypes, library.room.restype = (c_long, c_long), c_long
+    macros = {"LANES": of_heads, "WIDTH_LANES": of_width, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
+    library = load_library(DECODE, tuple((macros | {"WIDTH": width, "ELEMENT_BYTES": size}).items()))
+    library.workspace_size.argtypes, library.workspace_size.restype = (c_long, c_long), c_long
     library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
     library.attend.restype = None
     return library

@@ -17,7 +17,7 @@ from dynattn.modeling.ops import native_library
 from dynattn.modeling.ops.dcmha.chunked import passes, tiling
 from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choice
 from dynattn.modeling.ops.dcmha.chunked.composers import native
-from dynattn.modeling.ops.dcmha.chunked.csrc.compose_source import SOURCE
+from dynattn.modeling.ops.dcmha.chunked.csrc.sources import COMPOSE
 
 from .test_chunked import CASES, DYNAMIC, Case, documents, in_dtype, random_inputs, run
 
@@ -202,10 +202,10 @@ def test_what_is_compiled_once_is_only_loaded_later(
     macros = (("LANES", 4), ("HEADS", 3), ("GROUPS", 1))
     macros += (("QUERY_RANK", 1), ("QUERY_GATE", 0), ("KEY_RANK", 0), ("KEY_GATE", 1))
     with ThreadPoolExecutor(4) as pool:  # several processes may compile the same at the same time
-        list(pool.map(lambda _: native_library.load_library.__wrapped__(SOURCE, macros), range(4)))
+        list(pool.map(lambda _: native_library.load_library.__wrapped__(COMPOSE, macros), range(4)))
     (library,) = (tmp_path / "dynattn").iterdir()
     written = library.stat().st_mtime_ns
-    native_library.load_library(SOURCE, macros)
+    native_library.load_library(COMPOSE, macros)
     assert library.stat().st_mtime_ns == written
     assert isinstance(ctypes.CDLL(str(library)).softmax, ctypes._CFuncPtr)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....native_library import lanes, load_library
-from ..csrc.compose_source import SOURCE
+from ..csrc.sources import COMPOSE
 from .interface import Composer, Sight, Stage
 
 
@@ -104,7 +104,7 @@ def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
     macros = {"LANES": lanes(), "HEADS": heads, "GROUPS": groups}
     macros |= {"QUERY_RANK": query_rows // 2, "QUERY_GATE": query_rows % 2}
     macros |= {"KEY_RANK": key_rows // 2, "KEY_GATE": key_rows % 2}
-    library = load_library(SOURCE, tuple(macros.items()))
+    library = load_library(COMPOSE, tuple(macros.items()))
     for name, pointers, sizes in (
         ("compose", 5, 8),
         ("differentiate", 8, 8),

@@ -1,1 +1,1 @@
-"""C sources, compiled on the machine where they run."""
+"""C sources, compiled on the machine where they run, and the module that reads them."""

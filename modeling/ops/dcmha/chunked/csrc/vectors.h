@@ -1,0 +1,59 @@
+/* Vectors of `LANES` float32 elements, one register each, and arithmetic on them.
+
+   `FLOATS(n)` is the vector type of n elements (n a power of two up to 16) and `TOTAL(n)` sums the elements of one.
+   The sum is written as halving of vectors because compilers keep that in registers, and not a loop over elements. */
+
+#ifndef DYNATTN_VECTORS_H
+#define DYNATTN_VECTORS_H
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define PASTE(name, lanes) name##lanes
+#define FLOATS(lanes) PASTE(floats, lanes)
+#define TOTAL(lanes) PASTE(total, lanes)
+#define DEFINE_VECTOR(lanes, half)                                                    \
+    typedef float floats##lanes __attribute__((vector_size(4 * lanes), aligned(4)));  \
+    INLINE float total##lanes(floats##lanes vector) {                                 \
+        floats##half low, high;                                                       \
+        memcpy(&low, &vector, sizeof(low));                                           \
+        memcpy(&high, (char *)&vector + sizeof(low), sizeof(high));                   \
+        return total##half(low + high);                                               \
+    }
+
+typedef float floats1 __attribute__((vector_size(4), aligned(4)));
+INLINE float total1(floats1 vector) { return vector[0]; }
+DEFINE_VECTOR(2, 1)
+DEFINE_VECTOR(4, 2)
+DEFINE_VECTOR(8, 4)
+DEFINE_VECTOR(16, 8)
+
+typedef FLOATS(LANES) vec;
+typedef int int_vec __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* exp(x) for x <= 0, within 2 units in the last place; 0 where exp(x) is below the smallest normal float32.
+   Cody and Waite's range reduction (x = power * ln 2 + rest), then a polynomial in `rest`. */
+INLINE vec exponential(vec x) {
+    const float round = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds to an integer */
+    int_vec tiny = x < (vec){0} - 87.33f;
+    vec power = (x * 1.44269504088896341f + round) - round;
+    vec rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * (rest * rest) + rest + 1.0f;
+    int_vec exponent = (__builtin_convertvector(power, int_vec) + 127) << 23;
+    return (vec)((int_vec)(sum * (vec)exponent) & ~tiny);
+}
+
+/* The larger of `a` and `b`, element by element; `b` where one of them is NaN. */
+INLINE vec maximum(vec a, vec b) {
+    int_vec greater = a > b;
+    return (vec)(((int_vec)a & greater) | ((int_vec)b & ~greater));
+}
+
+#endif
