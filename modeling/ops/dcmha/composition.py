@@ -1,9 +1,16 @@
-"""What composes heads: the factors of one stage, and how they are packed for the kernels."""
+"""`Composition`: the factors that mix the heads of one stage, by name and packed."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+SIDES = ("query", "key")
+LOW_RANK = ("query_down", "query_up", "key_down", "key_up")
+# The tensors of a composition in the order that operators and C code take them.
+TENSORS = (*(f"{side}_{kind}" for side in SIDES for kind in ("down", "up", "gate")), "static")
 
 
 @dataclass(frozen=True)
@@ -25,14 +32,72 @@ class Composition:
     static: Tensor | None = None  # [H, H], indexed [in, out]
     groups: int = 1
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that are present by name, in the order of `TENSORS`."""
+        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
+
+    def side(self, side: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns down `[B, T or S, R, H]`, up `[B, T or S, R, H]` and gate `[B, T or S, H]` of `query` or `key`."""
+        if side == "query":
+            return self.query_down, self.query_up, self.query_gate
+        return self.key_down, self.key_up, self.key_gate
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Composition":
+        """Returns the same composition with `change` applied to every tensor that is present."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+    def narrow(self, queries: slice | None = None, keys: slice | None = None) -> "Composition":
+        """Returns views of the factors of some queries and some keys; None takes all."""
+        spans = {"query": queries, "key": keys, "static": None}
+        narrowed: dict[str, Any] = {
+            name: tensor[:, span]
+            for name, tensor in self.tensors().items()
+            if (span := spans[name.partition("_")[0]]) is not None
+        }
+        return replace(self, **narrowed)
+
+
+def list_tensors(composition: Composition | None) -> list[Tensor | None]:
+    """Returns one entry for each name in `TENSORS`: its tensor, or None where it is absent."""
+    return [getattr(composition, name, None) for name in TENSORS]
+
+
+def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition:
+    """Returns the composition that `list_tensors` made `tensors` of."""
+    named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return Composition(**named, groups=groups)
+
 
 def pack_factors(composition: Composition | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the rows of queries `[B, T, rows, H]` and of keys `[B, S, rows, H]`, and the static matrix."""
+    """Returns the packed terms of queries `[B, T, terms, H]` and of keys `[B, S, terms, H]`, and static `[H, H]`.
+
+    The terms of a side are `R` down, `R` up and, if their number is odd, a gate.
+    """
     if composition is None:
         return None, None, None
-    sides = []
-    for side in ("query", "key"):
-        down, up, gate = (getattr(composition, f"{side}_{kind}") for kind in ("down", "up", "gate"))
-        rows = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
-        sides.append(torch.cat(rows, dim=2) if rows else None)
-    return sides[0], sides[1], composition.static
+    query, key = (_pack(*composition.side(side)) for side in SIDES)
+    return query, key, composition.static
+
+
+def _pack(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """`[B, T or S, R, H]` twice and `[B, T or S, H]` to `[B, T or S, terms, H]`."""
+    terms = [term for term in (down, up, None if gate is None else gate.unsqueeze(2)) if term is not None]
+    return torch.cat(terms, dim=2) if terms else None
+
+
+def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, groups: int = 1) -> Composition:
+    """Returns the composition whose packed terms are given, as views of them; the inverse of `pack_factors`.
+
+    Args:
+        packed: for `query` and `key`, where they have any, terms `[B, T or S, terms, H]`.
+        static: `[H, H]`, indexed [in, out].
+    """
+    factors: dict[str, Any] = {}
+    for side, terms in packed.items():
+        rank = terms.shape[2] // 2
+        if rank:
+            factors[f"{side}_down"], factors[f"{side}_up"] = terms[:, :, :rank], terms[:, :, rank : 2 * rank]
+        if terms.shape[2] % 2:
+            factors[f"{side}_gate"] = terms[:, :, -1]
+    return Composition(**factors, static=static, groups=groups)

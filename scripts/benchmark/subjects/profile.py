@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.chunked import chunk, tiling
-from dynattn.modeling.ops.dcmha.chunked.composers.interface import Composer
+from dynattn.modeling.ops.dcmha.chunked.composers.interface import ChunkComposer
 
 from ...common.errors import UserError
 from ...common.measuring import interleave, sample, summarize
@@ -74,7 +74,7 @@ class PartClock:
         with override_attributes(chunk, matmuls), override_attributes(tiling, composers):
             yield
 
-    def timed_composer(self, composer: Composer) -> Composer:
+    def timed_composer(self, composer: ChunkComposer) -> ChunkComposer:
         """The same composer, under the clock."""
         functions: dict[str, Any] = {name: self.timed(name, getattr(composer, name)) for name in COMPOSERS}
         return composer._replace(**functions)

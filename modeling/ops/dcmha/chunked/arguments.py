@@ -5,24 +5,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Inputs(NamedTuple):
-    """All tensors; rows are packed as in `Stage`."""
+class ChunkedInputs(NamedTuple):
+    """The tensors; factors are packed as `pack_factors` packs them."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
     value: Tensor  # [B, H_kv, S, D]
-    pre_query: Tensor | None  # [B, T, rows, H]
-    pre_key: Tensor | None  # [B, S, rows, H]
-    pre_static: Tensor | None  # [H, H]
-    post_query: Tensor | None
-    post_key: Tensor | None
-    post_static: Tensor | None
+    pre_query: Tensor | None  # [B, T, terms, H]
+    pre_key: Tensor | None  # [B, S, terms, H]
+    pre_static: Tensor | None  # [H, H], indexed [in, out]
+    post_query: Tensor | None  # [B, T, terms, H]
+    post_key: Tensor | None  # [B, S, terms, H]
+    post_static: Tensor | None  # [H, H], indexed [in, out]
     mask: Tensor | None  # four dimensions that broadcast to [B, H, T, S]
     first_keys: Tensor | None  # [B, T], integers; this has no gradient
 
 
-class Settings(NamedTuple):
-    """All else."""
+class ChunkedSettings(NamedTuple):
+    """The arguments that are not tensors."""
 
     scaling: float
     is_causal: bool

@@ -1,12 +1,11 @@
-"""DCMHA in linear memory, for any device: whole rows of scores for a few queries at a time.
+"""DCMHA in linear memory, for any device: complete rows of scores for a few queries at a time.
 
-A chunk of queries is composed, normalised and composed again over the keys that it can reach, before the next chunk
-reuses its memory. The backward pass keeps nothing but the inputs and repeats each chunk. Both passes are operators that
-autograd and compilers know.
+A chunk of queries is composed, normalised and composed again over the keys that it can see, before the next chunk
+reuses its memory. Only the inputs are saved for the backward pass, which computes each chunk again. Both passes are
+custom operators with derivatives and shapes, for autograd and `torch.compile`.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ...masking import with_first_keys
 from ..composition import Composition, pack_factors
-from .arguments import Inputs, Settings
+from .arguments import ChunkedInputs, ChunkedSettings
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
@@ -38,10 +37,11 @@ def _forward_op(
     pre_groups: int,
     post_groups: int,
 ) -> Tensor:
+    """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
     factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = Inputs(query, key, value, *factors, mask, first_keys)
+    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend(inputs, Settings(scaling, is_causal, sliding_window, pre_groups, post_groups))
+        return attend(inputs, ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups))
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
@@ -65,22 +65,25 @@ def _backward_op(
     post_groups: int,
     mask_needs_grad: bool,
 ) -> list[Tensor]:
+    """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
     factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = Inputs(query, key, value, *factors, mask, first_keys)
-    settings = Settings(scaling, is_causal, sliding_window, pre_groups, post_groups)
+    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys)
+    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         return attend_backward(grad_output, inputs, settings, mask_needs_grad)
 
 
 @_forward_op.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
+    """An empty `[B, T, H, D]` for a query `[B, H, T, D]`."""
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
 
 
 @_backward_op.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    *tensors, mask, _ = arguments[: len(Inputs._fields)]
+    """Empty gradients in the shapes of the inputs, as `attend_backward` returns them."""
+    *tensors, mask, _ = arguments[: len(ChunkedInputs._fields)]
     grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
     if mask is not None:
         grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
@@ -88,13 +91,15 @@ def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[: len(Inputs._fields)])
-    ctx.settings = inputs[len(Inputs._fields) :]
+    """Keeps the inputs of `_forward_op` and nothing of its output `[B, T, H, D]`."""
+    ctx.save_for_backward(*inputs[: len(ChunkedInputs._fields)])
+    ctx.settings = inputs[len(ChunkedInputs._fields) :]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """One gradient for each argument of `_forward_op`, from that of its output `[B, T, H, D]`."""
     tensors = ctx.saved_tensors
-    mask_needs_grad = ctx.needs_input_grad[Inputs._fields.index("mask")]
+    mask_needs_grad = ctx.needs_input_grad[ChunkedInputs._fields.index("mask")]
     grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
     given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
     if not mask_needs_grad:
@@ -105,8 +110,8 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def attend_op(inputs: Inputs, settings: Settings) -> Tensor:
-    """`attend`, differentiable; one node in a compiled graph."""
+def attend_op(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
+    """`attend` with derivatives, as one node of a compiled graph; returns `[B, T, H, D]`."""
     return _forward_op(*inputs, *settings)
 
 
@@ -126,10 +131,11 @@ def dcmha_chunked(
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
     Every input has an exact gradient, an additive mask included. Products and softmax run in at least float32. Under
-    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled.
+    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled. Shapes are
+    those of `dcmha_attention`.
 
     Returns:
-        The output `[B, T, H, D]`, and no attention maps.
+        The output `[B, T, H, D]`, and None in place of attention maps.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -139,17 +145,17 @@ def dcmha_chunked(
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] == 1:
-        # Entering a context takes a good part of a short step, so that only autocast itself pays for leaving it.
+        # Entering a context takes a good part of a short step, so it is done only where autocast is on.
         autocasts = torch.is_autocast_enabled(query.device.type)
         with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
-            return _attend_once(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
-    inputs = Inputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
+            return _attend_one_query(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
+    inputs = ChunkedInputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
-    output = attend_op(inputs, Settings(scaling, is_causal, sliding_window, *groups))
+    output = attend_op(inputs, ChunkedSettings(scaling, is_causal, sliding_window, *groups))
     return output, None
 
 
-def _attend_once(
+def _attend_one_query(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -159,17 +165,19 @@ def _attend_once(
     mask: Tensor | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """A single query stands on the last key, so that causality hides nothing and a window is a slice."""
+    """Attention of the query `[B, H, 1, D]` at the last key: causality hides nothing, and a window is a slice of keys.
+
+    Args:
+        key, value: `[B, H_kv, S, D]`.
+        mask: four dimensions that broadcast to `[B, H, 1, S]`.
+
+    Returns:
+        `[B, 1, H, D]`.
+    """
     if sliding_window is not None and sliding_window < key.shape[2]:
-        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
-        pre, post = _last_keys(pre, sliding_window), _last_keys(post, sliding_window)
+        window = slice(-sliding_window, None)
+        key, value = key[:, :, window], value[:, :, window]
+        pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
         if mask is not None and mask.shape[-1] > 1:
-            mask = mask[..., -sliding_window:]
+            mask = mask[..., window]
     return attend_to_cache(query, key, value, pre, post, scaling, mask)
-
-
-def _last_keys(composition: Composition | None, count: int) -> Composition | None:
-    if composition is None:
-        return None
-    factors = {name: getattr(composition, name) for name in ("key_down", "key_up", "key_gate")}
-    return replace(composition, **{name: rows[:, -count:] for name, rows in factors.items() if rows is not None})

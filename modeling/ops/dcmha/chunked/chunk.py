@@ -1,7 +1,8 @@
-"""The arithmetic of `dcmha_chunked` on one chunk: `c` queries of `b` batch items and the `n` keys that they can reach.
+"""The arithmetic of `dcmha_chunked` on one chunk: `c` queries of `b` items and the `n` keys that they can see.
 
-Maps are `[c, bH, n]`, the heads of one item after those of the other, and contiguous along the keys. Results go to
-buffers that the caller reuses from chunk to chunk: fresh memory costs more than the arithmetic in it.
+Maps, which are scores, probabilities or gradients of either, are `[c, bH, n]`: the heads of one item after those of the
+other, contiguous along the keys. Results go to buffers that the caller reuses from chunk to chunk, because allocating
+fresh memory would cost more than the arithmetic.
 """
 
 from collections.abc import Callable
@@ -10,60 +11,67 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .composers.interface import Composer, Sight, Stage
+from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 
 
-class Gradients(NamedTuple):
-    """Where the gradients of a chunk's factors and mask are added."""
+class FactorGradients(NamedTuple):
+    """Views of the gradients of a chunk's factors and mask, to which the backward pass adds."""
 
-    pre: Stage | None
-    post: Stage | None
+    pre: StageFactors | None
+    post: StageFactors | None
     mask: Tensor | None  # [b or 1, H or 1, c or 1, n or 1]
 
 
-class Mixing(NamedTuple):
-    """All that happens between a chunk's matrix products: from scores to what multiplies the values, and back."""
+class ScoreTransform(NamedTuple):
+    """What a chunk does to its scores before they multiply the values: compose, mask, softmax, compose."""
 
-    pre: Stage | None
-    post: Stage | None
-    sight: Sight
-    composer: Composer
+    pre: StageFactors | None
+    post: StageFactors | None
+    visibility: ChunkVisibility
+    composer: ChunkComposer
 
     def forward(self, scores: Tensor, spare: Tensor, scratch: Tensor) -> Tensor:
-        """Returns the composed probabilities, in `scores` or in `spare`."""
-        composer, maps = self.composer, _Maps(scores, spare, self.composer.in_place)
+        """Returns the composed probabilities, in `scores` or in `spare`; all are `[c, bH, n]`."""
+        composer, maps = self.composer, _DoubleBuffer(scores, spare, self.composer.in_place)
         if self.pre is not None:
             maps.advance(composer.compose, self.pre, scratch)
-        maps.advance(composer.softmax, self.sight)
+        maps.advance(composer.softmax, self.visibility)
         if self.post is not None:
             maps.advance(composer.compose, self.post, scratch)
         return maps.latest
 
-    def repeat(self, scores: Tensor, composed: Tensor, probs: Tensor, mixed: Tensor, scratch: Tensor) -> None:
-        """Does the same for the backward pass: keeps scores and probabilities that are composed."""
+    def recompute(self, scores: Tensor, composed: Tensor, probs: Tensor, mixed: Tensor, scratch: Tensor) -> None:
+        """Repeats `forward` for the backward pass, without overwriting what that pass reads; all are `[c, bH, n]`.
+
+        Writes the composed scores to `composed`, the probabilities to `probs` and the composed ones to `mixed`.
+        """
         if self.pre is not None:
             self.composer.compose(composed, scores, self.pre, scratch)
-        self.composer.softmax(probs, composed, self.sight)
+        self.composer.softmax(probs, composed, self.visibility)
         if self.post is not None:
             self.composer.compose(mixed, probs, self.post, scratch)
 
     def backward(
-        self, grad: Tensor, spare: Tensor, scores: Tensor, probs: Tensor, sums: Gradients, scratch: Tensor
+        self, grad: Tensor, spare: Tensor, scores: Tensor, probs: Tensor, sums: FactorGradients, scratch: Tensor
     ) -> Tensor:
-        """Returns the gradient of the scores, in `grad` or in `spare`; `grad` is that of what `forward` returns."""
-        composer, maps = self.composer, _Maps(grad, spare, self.composer.in_place)
+        """Returns the gradient of the scores, in `grad` or in `spare`, and adds those of the factors to `sums`.
+
+        Args:
+            grad: the gradient of what `forward` returns, `[c, bH, n]` like all other maps.
+        """
+        composer, maps = self.composer, _DoubleBuffer(grad, spare, self.composer.in_place)
         if self.post is not None:
             maps.advance(composer.compose_backward, probs, self.post, sums.post, scratch)
-        maps.advance(composer.softmax_backward, probs, self.sight)
+        maps.advance(composer.softmax_backward, probs, self.visibility)
         if sums.mask is not None:
-            sums.mask.add_(self.sight.by_item(maps.latest).sum_to_size(sums.mask.shape))
+            sums.mask.add_(self.visibility.by_item(maps.latest).sum_to_size(sums.mask.shape))
         if self.pre is not None:
             maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
         return maps.latest
 
 
-class _Maps:
-    """The latest of maps that are made of one another: in place, or in two buffers in turn."""
+class _DoubleBuffer:
+    """The latest result of steps, each of which reads one buffer and writes the other or, `in_place`, the same."""
 
     def __init__(self, latest: Tensor, spare: Tensor, in_place: bool) -> None:
         self.latest, self.spare = latest, latest if in_place else spare
@@ -74,8 +82,8 @@ class _Maps:
         self.latest, self.spare = self.spare, self.latest
 
 
-class Products(NamedTuple):
-    """Where the gradients that are matrix products go: the queries' are written, the others added."""
+class ProductGradients(NamedTuple):
+    """Views of the gradients that are matrix products: the chunk writes those of queries and adds to the others."""
 
     query: Tensor  # [bH, c, D]
     key: Tensor  # [bH_kv, n, D]
@@ -85,57 +93,58 @@ class Products(NamedTuple):
 def attend_chunk(
     out: Tensor,
     query: Tensor,
-    key_columns: Tensor,
+    key_transposed: Tensor,
     value: Tensor,
     scaling: float,
-    mixing: Mixing,
+    transform: ScoreTransform,
     buffers: list[Tensor],
 ) -> None:
     """Writes a chunk's output to `out` `[bH, c, D]`; uses three buffers `[c, bH, n]`.
 
     Args:
         query: `[bH, c, D]`.
-        key_columns: `[bH_kv, D, n]`.
+        key_transposed: `[bH_kv, D, n]`.
         value: `[bH_kv, n, D]`.
     """
     scores, spare, scratch = buffers
-    multiply_heads(query, key_columns, scaling, out=scores.transpose(0, 1))
-    mixed = mixing.forward(scores, spare, scratch)
+    multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
+    mixed = transform.forward(scores, spare, scratch)
     multiply_heads(mixed.transpose(0, 1), value, out=out)
 
 
 def attend_chunk_backward(
-    products: Products,
-    sums: Gradients,
+    products: ProductGradients,
+    sums: FactorGradients,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
-    key_columns: Tensor,
-    value_columns: Tensor,
+    key_transposed: Tensor,
+    value_transposed: Tensor,
     scaling: float,
-    mixing: Mixing,
+    transform: ScoreTransform,
     buffers: list[Tensor],
 ) -> None:
-    """Differentiates `attend_chunk`, which it repeats up to the output; uses five buffers.
+    """Differentiates `attend_chunk`, whose maps it computes again; uses five buffers `[c, bH, n]`.
 
     Args:
         grad_out: `[bH, c, D]`.
         query: `[bH, c, D]`.
         key: `[bH_kv, n, D]`.
-        key_columns, value_columns: `[bH_kv, D, n]` both.
+        key_transposed, value_transposed: `[bH_kv, D, n]` both.
     """
     scores, composed, probs, mixed, scratch = buffers
-    if mixing.pre is None:
+    if transform.pre is None:
         composed = scores
-    if mixing.composer.in_place:
+    if transform.composer.in_place:
         probs = composed
-    multiply_heads(query, key_columns, scaling, out=scores.transpose(0, 1))
-    mixing.repeat(scores, composed, probs, mixed, scratch)
-    add_to_heads(products.value, (probs if mixing.post is None else mixed).permute(1, 2, 0), grad_out)
+    multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
+    transform.recompute(scores, composed, probs, mixed, scratch)
+    add_to_heads(products.value, (probs if transform.post is None else mixed).permute(1, 2, 0), grad_out)
 
-    multiply_heads(grad_out, value_columns, out=mixed.transpose(0, 1))
-    grad_scores = mixing.backward(mixed, composed, scores, probs, sums, scratch)
-    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)  # a product into one piece is faster
+    multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))
+    grad_scores = transform.backward(mixed, composed, scores, probs, sums, scratch)
+    # A product into contiguous memory and a copy are faster than a product into `products.query`, a strided view.
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=grad_query)
     products.query.copy_(grad_query)
     add_to_heads(products.key, grad_scores.permute(1, 2, 0), query, scaling)
@@ -149,12 +158,12 @@ def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Te
 
 
 def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:
-    """`total[j] +=` the sum of `left[h] @ right[h] * scaling` over the heads `h` that share `j`."""
+    """Adds `left[h] @ right[h] * scaling` to `total[h // repeats]`: `[H, a, b]` by `[H, b, d]` to `[H_kv, a, d]`."""
     repeats = left.shape[0] // total.shape[0]
     for one, other in zip(_every(left, repeats), _every(right, repeats), strict=True):
         total.baddbmm_(one, other, alpha=scaling)
 
 
 def _every(heads: Tensor, step: int) -> list[Tensor]:
-    """Every `step`th head, from each of the first ones on."""
+    """`[H, a, b]` as `step` views `[H / step, a, b]`; view `i` has the heads `i`, `i + step`, `i + 2 step`, ..."""
     return [heads] if step == 1 else [heads[first::step] for first in range(step)]

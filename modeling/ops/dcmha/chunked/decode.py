@@ -1,14 +1,14 @@
-"""`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read as they lie in the cache.
+"""`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read in place, in the cache.
 
-On a CPU it is one call of C code where that serves. Everything else is ordinary differentiable PyTorch, which compilers
-see through; its maps are `[B, S, H]`, as the factors are.
+On a CPU it is one call of C code where `decode_native.serves`. Otherwise it is ordinary differentiable PyTorch, which
+`torch.compile` traces; its maps are `[B, S, H]`, in the layout of the factors.
 """
 
 import torch
 from torch import Tensor
 
 from ...masking import masked_softmax, split_mask
-from ..composition import Composition
+from ..composition import SIDES, Composition
 from .composers.choice import choose_composer
 from .composers.native import NATIVE
 from .composers.stepwise import same_group
@@ -31,7 +31,7 @@ def attend_to_cache(
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
     compiles = torch.compiler.is_compiling()
-    # What Inductor makes of a float32 step is no slower than C code with an operator's overhead.
+    # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
     if not (compiles and query.dtype == torch.float32) and serves(query, key, value, pre, post, mask) and _has_c():
         return (attend_op if compiles else attend)(query, key, value, pre, post, scaling, mask)
     batch, heads, _, width = query.shape
@@ -47,7 +47,11 @@ def _has_c() -> bool:
 
 
 def map_scores(scores: Tensor, pre: Composition | None, post: Composition | None, mask: Tensor | None) -> Tensor:
-    """Scores `[B, H, S]` to composed probabilities, in at least float32."""
+    """Scores `[B, H, S]` to composed probabilities `[B, H, S]`, in at least float32.
+
+    Args:
+        mask: three dimensions that broadcast to `[B, H, S]`.
+    """
     maps = scores.to(torch.promote_types(scores.dtype, torch.float32)).transpose(1, 2).contiguous()
     if pre is not None:
         maps = compose_maps(maps, pre)
@@ -60,8 +64,8 @@ def map_scores(scores: Tensor, pre: Composition | None, post: Composition | None
 def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tensor:
     """`rows` `[B, H, a]` times `cached` `[B, H_kv, a, b]`, scaled: `[B, H, b]`.
 
-    Inductor writes matrix products with one row as loops of its own, with what made the row inside them: composition
-    would be repeated for every few columns. It leaves this operator to the library that is made for products.
+    Inductor turns matrix products with one row into loops and fuses the producer of that row into them, so that
+    composition would be repeated for every few columns. It leaves `baddbmm` to the BLAS library.
     """
     batch, kv_heads = cached.shape[:2]
     grouped = rows.reshape(batch * kv_heads, -1, rows.shape[-1])  # [B * H_kv, H / H_kv, a]
@@ -69,28 +73,33 @@ def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tenso
     return product.view(batch, -1, product.shape[-1])
 
 
-def compose_maps(maps: Tensor, composition: "Composition") -> Tensor:
+def compose_maps(maps: Tensor, composition: Composition) -> Tensor:
     """Composes maps `[B, S, H]` of one query.
 
-    Step by step, everything that the keys have no part in is one small matrix product. A compiler reads the maps once
-    for the low-rank terms of both sides, and is left with the static term for a product.
+    Without a compiler, all terms that do not depend on the key are one small matrix product. A compiler fuses the
+    low-rank terms of both sides into one pass over the maps, so that only the static term remains a product.
     """
-    fuses = torch.compiler.is_compiling()
-    mixing = _static_mixing(composition, maps.dtype) if fuses else _mixing(composition, maps.dtype)
-    composed = maps if mixing is None else maps @ mixing
-    for side in ("query", "key") if fuses else ("key",):
-        down, up, gate = (getattr(composition, f"{side}_{name}") for name in ("down", "up", "gate"))  # [B, 1 or S, ...]
-        for first, second in () if down is None else zip(down.unbind(2), up.unbind(2), strict=True):
-            composed = torch.addcmul(composed, _sum_heads(maps * first, composition.groups), second)
+    compiles = torch.compiler.is_compiling()
+    matrix = _static_matrix(composition, maps.dtype) if compiles else _query_matrix(composition, maps.dtype)
+    composed = maps if matrix is None else maps @ matrix
+    for side in SIDES if compiles else ("key",):
+        down, up, gate = composition.side(side)  # [B, 1 or S, ...]
+        if down is not None and up is not None:
+            for down_term, up_term in zip(down.unbind(2), up.unbind(2), strict=True):
+                composed = torch.addcmul(composed, _sum_heads(maps * down_term, composition.groups), up_term)
         if gate is not None:
             composed = torch.addcmul(composed, maps, gate)
     return composed
 
 
-def _mixing(composition: "Composition", dtype: torch.dtype) -> Tensor | None:
-    """Identity, static and query's terms as a matrix `[B or 1, H, H]`, indexed [in, out]; None for the identity."""
-    down, up, gate = composition.query_down, composition.query_up, composition.query_gate
-    matrix = _static_mixing(composition, dtype)
+def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None:
+    """The sum of the identity, the static matrix and the query's terms, None for the identity alone.
+
+    Returns:
+        `[B, H, H]`, or `[H, H]` if the query has no terms; indexed [in, out].
+    """
+    down, up, gate = composition.side("query")
+    matrix = _static_matrix(composition, dtype)
     if gate is not None:
         diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + (matrix is None))
         matrix = diagonal if matrix is None else matrix + diagonal
@@ -104,14 +113,14 @@ def _mixing(composition: "Composition", dtype: torch.dtype) -> Tensor | None:
     return torch.baddbmm(matrix, down, up)
 
 
-def _static_mixing(composition: "Composition", dtype: torch.dtype) -> Tensor | None:
-    """Identity and static term, `[H, H]`."""
+def _static_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None:
+    """The identity plus the static matrix, `[H, H]`, indexed [in, out]; None without one."""
     static = composition.static
     return None if static is None else static.to(dtype) + torch.eye(len(static), dtype=dtype, device=static.device)
 
 
 def _sum_heads(maps: Tensor, groups: int) -> Tensor:
-    """`[B, S, H]` summed inside each group of heads, as something that broadcasts to `[B, S, H]`."""
+    """`[B, S, H]` summed over the heads of each group: `[B, S, 1]` for one group, else expanded to `[B, S, H]`."""
     if groups == 1:
         return maps.sum(-1, keepdim=True)
     grouped = maps.unflatten(-1, (groups, -1))
@@ -119,6 +128,6 @@ def _sum_heads(maps: Tensor, groups: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Over the keys, which are dimension `dim`."""
+    """Softmax of `scores` `[B, S, H]`, whose dimension `dim` has the keys; `mask` broadcasts to it."""
     visible, bias = split_mask(mask)
     return masked_softmax(scores if bias is None else scores + bias, visible, dim)

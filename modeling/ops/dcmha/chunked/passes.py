@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from .arguments import Inputs, Settings
-from .chunk import Gradients, Products, attend_chunk, attend_chunk_backward
-from .composers.interface import Stage
+from .arguments import ChunkedInputs, ChunkedSettings
+from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
+from .composers.interface import StageFactors
 from .tiling import (
     BACKWARD_BUFFERS,
     FORWARD_BUFFERS,
-    Chunk,
-    columns_of,
+    QueryChunk,
     composer_for,
     item_spans,
     mask_of_chunk,
@@ -18,11 +17,12 @@ from .tiling import (
     query_chunks,
     read_items,
     structure_of,
+    transpose_rows,
 )
 
 
-def attend(inputs: Inputs, settings: Settings) -> Tensor:
-    """Returns `[B, T, H, D]`, without gradients: call it through `attend_op`."""
+def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
+    """Returns the output `[B, T, H, D]`, which has no gradients: call it through `attend_op`."""
     batch, heads, queries, width = inputs.query.shape
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
@@ -30,56 +30,72 @@ def attend(inputs: Inputs, settings: Settings) -> Tensor:
     composer = composer_for(inputs, structure, dtype)
     for span in item_spans(inputs, structure, composer):
         items = read_items(inputs, settings, span, dtype)
-        key_columns, value = columns_of(items.key), items.value.contiguous()
+        key_transposed, value = transpose_rows(items.key), items.value.contiguous()
         for chunk in query_chunks(structure, items, composer, FORWARD_BUFFERS):
-            sight = chunk.sight
-            rows = output.new_empty(items.query.shape[0], sight.queries.stop - sight.queries.start, width)
+            chunk_queries, chunk_keys = chunk.visibility.queries, chunk.visibility.keys
+            out = output.new_empty(items.query.shape[0], chunk_queries.stop - chunk_queries.start, width)  # [bH, c, D]
             attend_chunk(
-                rows,
-                items.query[:, sight.queries].contiguous(),
-                key_columns[:, :, sight.keys],
-                value[:, sight.keys],
+                out,
+                items.query[:, chunk_queries].contiguous(),
+                key_transposed[:, :, chunk_keys],
+                value[:, chunk_keys],
                 settings.scaling,
-                chunk.mixing(items),
+                chunk.transform(items),
                 chunk.buffers,
             )
-            output[span, sight.queries] = rows.view(items.number, heads, -1, width).transpose(1, 2)
+            output[span, chunk_queries] = out.view(items.number, heads, -1, width).transpose(1, 2)
     return output.to(inputs.query.dtype)
 
 
-def attend_backward(grad_output: Tensor, inputs: Inputs, settings: Settings, mask_needs_grad: bool) -> list[Tensor]:
-    """Returns the gradients of those `inputs` that are there; the mask's is empty where it is not needed."""
+def attend_backward(
+    grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
+) -> list[Tensor]:
+    """Differentiates `attend`, whose maps it computes again.
+
+    Args:
+        grad_output: `[B, T, H, D]`.
+
+    Returns:
+        The gradients of those `inputs` that are present and not `first_keys`, in their shapes and dtypes; that of the
+        mask is empty where it is not needed.
+    """
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     structure = structure_of(inputs, settings)
     composer = composer_for(inputs, structure, dtype)
-    sums = _Sums(inputs, settings, dtype, mask_needs_grad)
+    gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad)
     for span in item_spans(inputs, structure, composer):
         items = read_items(inputs, settings, span, dtype)
-        key, key_columns, value_columns = items.key.contiguous(), columns_of(items.key), columns_of(items.value)
+        key, key_transposed = items.key.contiguous(), transpose_rows(items.key)
+        value_transposed = transpose_rows(items.value)
         for chunk in query_chunks(structure, items, composer, BACKWARD_BUFFERS):
-            sight = chunk.sight
+            queries, keys = chunk.visibility.queries, chunk.visibility.keys
             attend_chunk_backward(
-                sums.products(span, chunk),
-                sums.gradients(span, chunk),
-                grad_output[span, sight.queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
-                items.query[:, sight.queries].contiguous(),
-                key[:, sight.keys],
-                key_columns[:, :, sight.keys],
-                value_columns[:, :, sight.keys],
+                gradients.of_products(span, chunk),
+                gradients.of_factors(span, chunk),
+                grad_output[span, queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
+                items.query[:, queries].contiguous(),
+                key[:, keys],
+                key_transposed[:, :, keys],
+                value_transposed[:, :, keys],
                 settings.scaling,
-                chunk.mixing(items),
+                chunk.transform(items),
                 chunk.buffers,
             )
-    return sums.results()
+    return gradients.results()
 
 
-class _Sums:
-    """The gradients of all inputs while they add up, in the working dtype; keys last where `Stage` has them last."""
+class _InputGradients:
+    """The gradients of all inputs while chunks add to them, in the working dtype.
 
-    def __init__(self, inputs: Inputs, settings: Settings, dtype: torch.dtype, mask_needs_grad: bool) -> None:
+    They have the shapes of the inputs, except that factors of keys are `[B, terms, H, S]`, as in `StageFactors`.
+    """
+
+    def __init__(
+        self, inputs: ChunkedInputs, settings: ChunkedSettings, dtype: torch.dtype, mask_needs_grad: bool
+    ) -> None:
         self.inputs, self.settings, self.mask_needs_grad = inputs, settings, mask_needs_grad
         self.sums: dict[str, Tensor] = {}
-        for name, tensor in zip(Inputs._fields, inputs, strict=True):
+        for name, tensor in zip(ChunkedInputs._fields, inputs, strict=True):
             if tensor is None or name == "first_keys":
                 continue
             shape = list(tensor.shape)
@@ -89,24 +105,28 @@ class _Sums:
                 shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def products(self, span: slice, chunk: Chunk) -> Products:
-        places = {"query": chunk.sight.queries, "key": chunk.sight.keys, "value": chunk.sight.keys}
-        return Products(**{name: self.sums[name][span].flatten(0, 1)[:, place] for name, place in places.items()})
+    def of_products(self, span: slice, chunk: QueryChunk) -> ProductGradients:
+        """Views for the items `span` and a chunk's queries and keys."""
+        queries, keys = chunk.visibility.queries, chunk.visibility.keys
+        parts = {"query": queries, "key": keys, "value": keys}
+        return ProductGradients(**{name: self.sums[name][span].flatten(0, 1)[:, part] for name, part in parts.items()})
 
-    def gradients(self, span: slice, chunk: Chunk) -> Gradients:
+    def of_factors(self, span: slice, chunk: QueryChunk) -> FactorGradients:
+        """Views for the items `span` and a chunk's queries and keys."""
         mask = mask_of_items(self.sums["mask"], span) if self.mask_needs_grad else None
-        return Gradients(
-            chunk.of(self._stage("pre", span, self.settings.pre_groups)),
-            chunk.of(self._stage("post", span, self.settings.post_groups)),
-            None if mask is None else mask_of_chunk(mask, chunk.sight.queries, chunk.sight.keys),
+        return FactorGradients(
+            chunk.part_of(self._stage("pre", span, self.settings.pre_groups)),
+            chunk.part_of(self._stage("post", span, self.settings.post_groups)),
+            None if mask is None else mask_of_chunk(mask, chunk.visibility.queries, chunk.visibility.keys),
         )
 
-    def _stage(self, name: str, span: slice, groups: int) -> Stage:
+    def _stage(self, name: str, span: slice, groups: int) -> StageFactors:
         query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
         static = self.sums.get(f"{name}_static")
-        return Stage(None if query is None else query[span], None if key is None else key[span], static, groups)
+        return StageFactors(None if query is None else query[span], None if key is None else key[span], static, groups)
 
     def results(self) -> list[Tensor]:
+        """The gradients as `attend_backward` returns them."""
         for name in self.sums:
             if name.endswith("_key"):
                 self.sums[name] = self.sums[name].permute(0, 3, 1, 2)

@@ -3,7 +3,6 @@
 A single query without gradients, a decoding step, has kernels of its own; with gradients it is left to `dcmha_chunked`.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -90,8 +89,8 @@ def _refuse_unknown(query: Tensor, attention_mask: Tensor | None) -> None:
 def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    factors = [getattr(stage, field.name) for stage in stages if stage is not None for field in fields(stage)]
-    return any(part.requires_grad for part in (*tensors, *factors) if isinstance(part, Tensor))
+    factors = [factor for stage in stages if stage is not None for factor in stage.tensors().values()]
+    return any(part.requires_grad for part in (*tensors, *factors))
 
 
 def _attend(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..composition import Composition
+from ..composition import LOW_RANK, Composition
 
 
 def common_groups(*stages: Composition | None) -> int:
@@ -23,8 +23,7 @@ def within_groups(composition: Composition | None, groups: int) -> Composition |
     """Returns the same composition in `groups` groups, a divisor of its own number; of a higher rank if they differ."""
     if composition is None or composition.groups == groups:
         return composition
-    names = ("query_down", "query_up", "key_down", "key_up")
-    factors = {name: getattr(composition, name) for name in names}
+    factors = {name: getattr(composition, name) for name in LOW_RANK}
     spread = {
         name: _spread(factor, groups, composition.groups // groups)
         for name, factor in factors.items()

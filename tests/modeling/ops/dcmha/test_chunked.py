@@ -20,7 +20,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.ops.dcmha.chunked.arguments import Inputs, Settings
+from dynattn.modeling.ops.dcmha.chunked.arguments import ChunkedInputs, ChunkedSettings
 from dynattn.modeling.ops.dcmha.chunked.composers import compiled
 from dynattn.modeling.ops.dcmha.chunked.passes import attend, attend_backward
 
@@ -262,8 +262,8 @@ def test_no_map_over_all_pairs_is_ever_in_memory(window: int | None) -> None:
     length, heads = 1024, 8
     query, key, value = (torch.randn(1, heads, length, 8) for _ in range(3))
     rows = [torch.randn(1, length, 5, heads) for _ in range(4)]
-    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, None)
-    settings = Settings(1.0, True, window, 1, 1)
+    inputs = ChunkedInputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, None)
+    settings = ChunkedSettings(1.0, True, window, 1, 1)
     with Largest() as largest:
         output = attend(inputs, settings)
         attend_backward(output, inputs, settings, mask_needs_grad=False)
@@ -394,7 +394,7 @@ def test_first_keys_save_the_work_of_other_documents() -> None:
     query, key, value = (torch.randn(1, 4, 1024, 8) for _ in range(3))
     rows = [torch.randn(1, 1024, 5, 4) for _ in range(4)]
     first_keys = (torch.arange(1024) // 64 * 64)[None]
-    inputs = Inputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, first_keys)
+    inputs = ChunkedInputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, first_keys)
     with Largest() as largest:
-        attend(inputs, Settings(1.0, True, None, 1, 1))
+        attend(inputs, ChunkedSettings(1.0, True, None, 1, 1))
     assert largest.elements <= 4 * 60 * 144  # chunks of up to 60 queries reach over two documents at most

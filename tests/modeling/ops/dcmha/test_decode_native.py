@@ -73,7 +73,7 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.fixture
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So many threads, even for little work."""
-    monkeypatch.setattr(decode_native, "NUMBERS_OF_A_THREAD", 1)
+    monkeypatch.setattr(decode_native, "ELEMENTS_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

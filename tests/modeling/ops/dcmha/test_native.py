@@ -82,7 +82,7 @@ def test_any_number_of_items_share_a_chunk(
     case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries, keys = (12, 61) if case.window else (60, 130)  # in the last whole chunk, and in its reach
-    monkeypatch.setattr(tiling, "ITEMS_IN_PLACE", together * 4 * queries * keys)
+    monkeypatch.setattr(tiling, "LARGEST_SHARED_MAP", together * 4 * queries * keys)
     cut: list[int] = []
     of_span = tiling.read_items
 
@@ -229,4 +229,4 @@ def test_who_composes_depends_on_device_dtype_and_mode(monkeypatch: pytest.Monke
     assert chosen("auto") is chosen("1") is choice.NATIVE
     assert chosen("0") is chosen("0", elements=many) is chosen("auto", torch.float64) is choice.STEPWISE
     assert chosen("auto", device="cuda") is choice.STEPWISE
-    assert chosen("1", torch.float64) is chosen("auto", device="cuda", elements=many) is choice.FUSED
+    assert chosen("1", torch.float64) is chosen("auto", device="cuda", elements=many) is choice.COMPILED

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from .compiled import FUSED
-from .interface import Composer
+from .compiled import COMPILED
+from .interface import ChunkComposer
 from .native import NATIVE, available
 from .stepwise import STEPWISE
 
@@ -15,12 +15,12 @@ AUTO_ELEMENTS = 10_000_000_000
 _composed = 0
 
 
-def choose_composer(device: torch.device, dtype: torch.dtype, elements: int) -> Composer:
+def choose_composer(device: torch.device, dtype: torch.dtype, elements: int) -> ChunkComposer:
     """Returns how to compose the next `elements` triples.
 
-    The environment variable `DYNATTN_COMPILE` decides: `0` compiles nothing; `auto`, the default, compiles C code where
-    it serves, for float32 on a CPU, and elsewhere takes `torch.compile` once this process has composed `AUTO_ELEMENTS`
-    triples; `1` takes it at once.
+    The environment variable `DYNATTN_COMPILE` decides: `0` compiles nothing. `auto`, the default, compiles C code for
+    float32 on a CPU; elsewhere it takes `torch.compile` once this process has composed `AUTO_ELEMENTS` triples. `1` is
+    like `auto`, but takes `torch.compile` at once.
 
     Raises:
         ValueError: the variable has another value.
@@ -34,4 +34,4 @@ def choose_composer(device: torch.device, dtype: torch.dtype, elements: int) -> 
     if device.type == "cpu" and dtype == torch.float32 and available():
         return NATIVE
     _composed += elements
-    return FUSED if mode == "1" or _composed > AUTO_ELEMENTS else STEPWISE
+    return COMPILED if mode == "1" or _composed > AUTO_ELEMENTS else STEPWISE

@@ -1,4 +1,4 @@
-"""How `dcmha_chunked` composes a chunk with `torch.compile`."""
+"""The composer that `torch.compile` makes of the definition, for one item at a time on any device."""
 
 import functools
 import warnings
@@ -8,41 +8,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interface import Composer, Stage, split_rows
+from .interface import ChunkComposer, StageFactors, split_terms
 from .stepwise import STEPWISE
 
 _broken = False
 
 
-def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
-    """Writes the composition of `maps` `[c, H, n]` to `out`."""
-    base = _mix_static(maps, stage.static, scratch)
-    if _run(_compose, (out, maps, base), stage) is _FAILED:
-        STEPWISE.compose(out, maps, stage, scratch)
+def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
+    """Writes the composition of `maps` `[c, H, n]` to `out` `[c, H, n]`."""
+    base = _mix_static(maps, factors.static, scratch)
+    if _run(_compose, (out, maps, base), factors) is _FAILED:
+        STEPWISE.compose(out, maps, factors, scratch)
 
 
-def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
-    """Writes the gradient of `maps` to `out` and adds those of the factors to `sums`."""
-    base = _mix_static(gradient, None if stage.static is None else stage.static.t(), scratch)
-    rows = _run(_compose_backward, (out, gradient, maps, base), stage)
-    if rows is _FAILED:
-        STEPWISE.compose_backward(out, gradient, maps, stage, sums, scratch)
+def compose_backward(
+    out: Tensor, gradient: Tensor, maps: Tensor, factors: StageFactors, sums: StageFactors, scratch: Tensor
+) -> None:
+    """Writes the gradient of `maps` to `out`, all `[c, H, n]`, and adds those of the factors to `sums`."""
+    base = _mix_static(gradient, None if factors.static is None else factors.static.t(), scratch)
+    terms = _run(_compose_backward, (out, gradient, maps, base), factors)
+    if terms is _FAILED:
+        STEPWISE.compose_backward(out, gradient, maps, factors, sums, scratch)
         return
     sums = sums.of_one_item()
     if sums.query is not None:
-        sums.query.add_(torch.stack(rows[0], dim=1))
+        sums.query.add_(torch.stack(terms[0], dim=1))
     if sums.key is not None:
-        sums.key.add_(torch.stack(rows[1]))
+        sums.key.add_(torch.stack(terms[1]))
     if sums.static is not None:
         sums.static.add_(torch.bmm(maps, gradient.transpose(1, 2)).sum(0))
 
 
-FUSED = Composer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward, in_place=False)
+COMPILED = ChunkComposer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward, in_place=False)
 _FAILED = object()
 
 
 def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
-    """The maps themselves plus what a static matrix, indexed [in, out], makes of them."""
+    """`maps` `[c, H, n]` plus their product with `static` `[H, H]`, indexed [in, out]; uses `scratch` `[c, H, n]`."""
     if static is None:
         return maps
     mixing = (static + torch.eye(len(static), dtype=static.dtype, device=static.device)).t()
@@ -50,6 +52,7 @@ def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
 
 
 def _compose(out: Tensor, maps: Tensor, base: Tensor, query: Tensor | None, key: Tensor | None, groups: int) -> None:
+    """Writes `base` plus what the terms `[c, terms, H]` and `[terms, H, n]` add to `maps` to `out`, all `[c, H, n]`."""
     grouped, result = maps.unflatten(1, (groups, -1)), base.unflatten(1, (groups, -1))  # [c, G, H/G, n]
     for downs, ups, gate, _ in _sides(query, key, groups):
         for down, up in zip(downs, ups, strict=True):
@@ -68,34 +71,43 @@ def _compose_backward(
     key: Tensor | None,
     groups: int,
 ) -> list[list[Tensor]]:
-    """Returns the gradients of the query rows, `[c, H]` each, and of the key rows, `[H, n]` each."""
-    grouped, result = maps.unflatten(1, (groups, -1)), base.unflatten(1, (groups, -1))
+    """Writes the gradient of `maps` to `out`, arguments as for `_compose`.
+
+    Returns:
+        The gradients of the query terms, `[c, H]` each, and of the key terms, `[H, n]` each.
+    """
+    grouped, result = maps.unflatten(1, (groups, -1)), base.unflatten(1, (groups, -1))  # [c, G, H/G, n]
     upper = gradient.unflatten(1, (groups, -1))
     gradients: list[list[Tensor]] = [[], []]
-    for downs, ups, gate, axis in _sides(query, key, groups):
+    for downs, ups, gate, dim in _sides(query, key, groups):
         for_downs, for_ups, for_gate = [], [], []
         for down, up in zip(downs, ups, strict=True):
             hidden = (upper * up).sum(2, keepdim=True)
             result = result + hidden * down
-            for_downs.append((grouped * hidden).sum(axis))
-            for_ups.append((upper * (grouped * down).sum(2, keepdim=True)).sum(axis))
+            for_downs.append((grouped * hidden).sum(dim))
+            for_ups.append((upper * (grouped * down).sum(2, keepdim=True)).sum(dim))
         if gate is not None:
             result = result + upper * gate
-            for_gate.append((grouped * upper).sum(axis))
-        heads = 1 if axis == 3 else 0  # where the group and the head of a group are, once `axis` is gone
-        rows = [row.flatten(heads, heads + 1) for row in (*for_downs, *for_ups, *for_gate)]
-        gradients[0 if axis == 3 else 1] = rows
+            for_gate.append((grouped * upper).sum(dim))
+        group_dim = 1 if dim == 3 else 0  # of the sums, which have lost dimension `dim`
+        terms = [term.flatten(group_dim, group_dim + 1) for term in (*for_downs, *for_ups, *for_gate)]
+        gradients[0 if dim == 3 else 1] = terms
     out.copy_(result.flatten(1, 2))
     return gradients
 
 
 def _sides(query: Tensor | None, key: Tensor | None, groups: int) -> list[tuple[Any, Any, Any, int]]:
-    """For each side its downs, ups and gate, as factors of `[c, G, H/G, n]`, and the axis that they are constant on."""
+    """Splits the terms `[c, terms, H]` of queries and `[terms, H, n]` of keys.
+
+    Returns:
+        For each side its down terms, its up terms and its gate, all of which broadcast to `[c, G, H/G, n]`, and the
+        dimension along which they are constant.
+    """
     sides = []
     if query is not None:
-        sides.append((*split_rows(query.unflatten(-1, (groups, -1)).unsqueeze(-1), dim=1), 3))
+        sides.append((*split_terms(query.unflatten(-1, (groups, -1)).unsqueeze(-1), dim=1), 3))
     if key is not None:
-        sides.append((*split_rows(key.unflatten(1, (groups, -1)).unsqueeze(1)), 0))
+        sides.append((*split_terms(key.unflatten(1, (groups, -1)).unsqueeze(1)), 0))
     return sides
 
 
@@ -104,18 +116,22 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _run(function: Callable[..., Any], maps: tuple[Tensor, ...], stage: Stage) -> Any:
-    """Calls a compiled function, made for any number of keys; returns `_FAILED` if there is no compiling it."""
+def _run(function: Callable[..., Any], maps: tuple[Tensor, ...], factors: StageFactors) -> Any:
+    """Calls `function`, compiled for any number of keys `n`, on `maps` `[c, H, n]` and the factors.
+
+    Returns:
+        What `function` returns, or `_FAILED` if it cannot be compiled.
+    """
     global _broken
     if _broken:
         return _FAILED
-    stage = stage.of_one_item()
-    for tensor in (*maps, stage.key):
+    factors = factors.of_one_item()
+    for tensor in (*maps, factors.key):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 2)
     try:
-        return _compiled(function)(*maps, stage.query, stage.key, stage.groups)
-    except Exception as error:
+        return _compiled(function)(*maps, factors.query, factors.key, factors.groups)
+    except Exception as error:  # a compiler can fail in any way, and there is an answer without it
         _broken = True
         warnings.warn(f"composing without torch.compile, which failed: {error}", stacklevel=2)
         return _FAILED

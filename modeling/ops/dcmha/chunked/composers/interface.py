@@ -1,4 +1,4 @@
-"""The interface between a chunk's arithmetic and what composes its maps."""
+"""The interface between a chunk's arithmetic and the composers that work on its maps."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,27 +9,27 @@ from torch import Tensor
 from ....masking import Structure, split_mask
 
 
-class Stage(NamedTuple):
-    """One stage's factors, or their gradients, in packed rows: `R` down, `R` up and, if they are odd, a gate."""
+class StageFactors(NamedTuple):
+    """One stage's factors for a chunk, or their gradients, with the terms packed as `pack_factors` packs them."""
 
-    query: Tensor | None  # [b, c, rows, H]
-    key: Tensor | None  # [b, rows, H, n]
+    query: Tensor | None  # [b, c, terms, H]
+    key: Tensor | None  # [b, terms, H, n]
     static: Tensor | None  # [H, H], indexed [in, out]
     groups: int
 
     @property
     def heads(self) -> int:
         """`H`."""
-        places = ((self.query, 3), (self.key, 2), (self.static, 0))
-        return next(rows.shape[dim] for rows, dim in places if rows is not None)
+        heads_dim = ((self.query, 3), (self.key, 2), (self.static, 0))
+        return next(tensor.shape[dim] for tensor, dim in heads_dim if tensor is not None)
 
-    def of_one_item(self) -> "Stage":
-        """The same without `b`, which is 1."""
-        query, key = (None if rows is None else rows.squeeze(0) for rows in (self.query, self.key))
+    def of_one_item(self) -> "StageFactors":
+        """The same without the dimension `b`, which has to be 1: `[c, terms, H]` and `[terms, H, n]`."""
+        query, key = (None if terms is None else terms.squeeze(0) for terms in (self.query, self.key))
         return self._replace(query=query, key=key)
 
 
-class Sight(NamedTuple):
+class ChunkVisibility(NamedTuple):
     """Which keys the chunk's queries see."""
 
     items: int  # b
@@ -44,17 +44,17 @@ class Sight(NamedTuple):
         return maps.unflatten(1, (self.items, -1)).permute(1, 2, 0, 3)
 
     def hide_by_position(self, scores: Tensor) -> None:
-        """Sets what positions alone hide to minus infinity."""
+        """Sets scores `[c, bH, n]` that `structure` and `first_keys` hide to minus infinity."""
         for edge in self.structure.edges(self.queries, self.keys):
             hidden = ~self.structure.visible(self.queries, edge, scores.device)
-            columns = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
-            scores[:, :, columns].masked_fill_(hidden[:, None], -torch.inf)
+            part = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
+            scores[:, :, part].masked_fill_(hidden[:, None], -torch.inf)
         if self.first_keys is not None:
             hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[..., None]
             self.by_item(scores).masked_fill_(hidden[:, None], -torch.inf)
 
     def hide_by_mask(self, scores: Tensor) -> None:
-        """Adds what the mask adds, and sets what it hides to minus infinity."""
+        """Adds the bias of an additive mask to scores `[c, bH, n]` and sets those that it hides to minus infinity."""
         if self.mask is None:
             return
         visible, bias = split_mask(self.mask)
@@ -65,33 +65,34 @@ class Sight(NamedTuple):
             scores.masked_fill_(~visible, -torch.inf)
 
     def has_empty_rows(self) -> bool:
-        """Whether there can be queries that see nothing."""
-        given = self.mask is not None or self.first_keys is not None
-        return given or self.structure.queries > self.structure.keys
+        """Whether there can be queries that see no key."""
+        has_mask = self.mask is not None or self.first_keys is not None
+        return has_mask or self.structure.queries > self.structure.keys
 
 
-class Composer(NamedTuple):
-    """The face of all ways to work on a chunk's maps.
+class ChunkComposer(NamedTuple):
+    """The entry points of one way to work on a chunk's maps.
 
-    To an `in_place` composer `out` is what it is made of: the maps, or the gradient (but the backward pass has another
-    `out` for `compose`). Maps then lie in memory as matrix products leave them, `[bH, c, n]`, and factors of keys are
-    parts of longer rows. To others `out` is always another buffer `[c, H, n]` of one item, and factors are contiguous.
+    An `in_place` composer gets `out` aliased to its input: `maps` in the forward pass, `gradient` in the backward pass.
+    Only the `compose` that the backward pass repeats has a separate `out`. The maps `[c, bH, n]` of such a composer are
+    views of `[bH, c, n]`, the layout of matrix products, and factors of keys are views of all keys' factors.
+    For other composers a chunk has one item, `out` is always a separate buffer `[c, H, n]`, and factors are contiguous.
     """
 
-    # (out, maps, stage, scratch): writes the composition of `maps`.
-    compose: Callable[[Tensor, Tensor, Stage, Tensor], None]
-    # (out, gradient, maps, stage, sums, scratch): writes the gradient of `maps`, given that of their composition; adds
-    # those of the factors to `sums`.
-    compose_backward: Callable[[Tensor, Tensor, Tensor, Stage, Stage, Tensor], None]
-    # (out, scores, sight): writes the probabilities; may overwrite the scores. Rows with nothing to see become zero.
-    softmax: Callable[[Tensor, Tensor, Sight], None]
-    # (out, gradient, probs, sight): writes the gradient of the composed scores.
-    softmax_backward: Callable[[Tensor, Tensor, Tensor, Sight], None]
+    # (out, maps, factors, scratch): writes the composition of `maps`.
+    compose: Callable[[Tensor, Tensor, StageFactors, Tensor], None]
+    # (out, gradient, maps, factors, sums, scratch): turns the gradient of the composition into that of `maps`, in
+    # `out`, and adds the gradients of `factors` to `sums`.
+    compose_backward: Callable[[Tensor, Tensor, Tensor, StageFactors, StageFactors, Tensor], None]
+    # (out, scores, visibility): writes the probabilities; may overwrite the scores. Queries that see no key get zeros.
+    softmax: Callable[[Tensor, Tensor, ChunkVisibility], None]
+    # (out, gradient, probs, visibility): writes the gradient of the composed scores.
+    softmax_backward: Callable[[Tensor, Tensor, Tensor, ChunkVisibility], None]
     in_place: bool
 
 
-def split_rows(rows: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:
-    """Returns the down rows, the up rows and the gate of packed rows."""
-    single = rows.unbind(dim)
+def split_terms(terms: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:
+    """Returns the down terms, the up terms and the gate of packed `terms`, such as `[terms, H, n]`, without `dim`."""
+    single = terms.unbind(dim)
     rank = len(single) // 2
     return single[:rank], single[rank : 2 * rank], single[-1] if len(single) % 2 else None

@@ -1,4 +1,4 @@
-"""How `dcmha_chunked` works on a chunk of float32 maps on a CPU: in place, in C code compiled for the composition."""
+"""The composer for float32 on a CPU: in place, in C code that is compiled for the composition's ranks and heads."""
 
 import functools
 import warnings
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ....native_library import lanes, load_library
 from ..csrc.sources import COMPOSE
-from .interface import Composer, Sight, Stage
+from .interface import ChunkComposer, ChunkVisibility, StageFactors
+
+# Each function of compose.c: the number of its pointers, and of the integers that follow them.
+SIGNATURES = {"compose": (5, 8), "differentiate": (8, 8), "softmax": (2, 9), "softmax_backward": (3, 9)}
 
 
 @functools.cache
@@ -25,98 +28,101 @@ def available() -> bool:
     return True
 
 
-def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
+def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
     """Writes the composition of `maps` `[c, bH, n]` to `out`, which may be `maps`."""
-    base = _mix_static(maps, stage.static, scratch)
-    tensors = (out, maps, base, stage.query, stage.key)
-    _stage_function("compose", stage)(*map(_pointer, tensors), *_strides(stage), *_sizes(maps, stage.heads))
+    base = _mix_static(maps, factors.static, scratch)
+    tensors = (out, maps, base, factors.query, factors.key)
+    function = _function_for("compose", factors)
+    function(*map(_pointer, tensors), *_factor_strides(factors), *_map_sizes(maps, factors.heads))
 
 
-def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
-    """Turns `out`, which is `gradient`, into the gradient of `maps`; adds those of the factors to `sums`."""
+def compose_backward(
+    out: Tensor, gradient: Tensor, maps: Tensor, factors: StageFactors, sums: StageFactors, scratch: Tensor
+) -> None:
+    """Turns `out`, which is `gradient`, into the gradient of `maps`; all are `[c, bH, n]`.
+
+    Adds the gradients of the factors to `sums`.
+    """
     if sums.static is not None:
-        before, after = (_flat(tensor, stage.heads) for tensor in (maps, gradient))
-        sums.static.add_(torch.bmm(before, after.transpose(1, 2)).sum(0))
-    base = _mix_static(gradient, None if stage.static is None else stage.static.t(), scratch)
-    shape = (0,) if stage.query is None else stage.query.shape
-    parts = maps.new_empty(torch.get_num_threads(), *shape, lanes())
-    tensors = (out, maps, base, stage.query, stage.key, parts, sums.query, sums.key)
-    _stage_function("differentiate", stage)(*map(_pointer, tensors), *_strides(stage), *_sizes(maps, stage.heads))
+        inputs, grads = (_join_queries(tensor, factors.heads) for tensor in (maps, gradient))
+        sums.static.add_(torch.bmm(inputs, grads.transpose(1, 2)).sum(0))
+    base = _mix_static(gradient, None if factors.static is None else factors.static.t(), scratch)
+    shape = (0,) if factors.query is None else factors.query.shape
+    partial_sums = maps.new_empty(torch.get_num_threads(), *shape, lanes())
+    tensors = (out, maps, base, factors.query, factors.key, partial_sums, sums.query, sums.key)
+    function = _function_for("differentiate", factors)
+    function(*map(_pointer, tensors), *_factor_strides(factors), *_map_sizes(maps, factors.heads))
 
 
-def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
-    """Turns `out`, which is `scores`, into the probabilities."""
-    sight.hide_by_mask(scores)
-    heads = scores.shape[1] // sight.items
-    _load(1, 1, 0, 0).softmax(*map(_pointer, (scores, sight.first_keys)), *_span(sight), heads, *_sizes(scores, heads))
+def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
+    """Turns `out`, which is `scores` `[c, bH, n]`, into the probabilities."""
+    visibility.hide_by_mask(scores)
+    heads = scores.shape[1] // visibility.items
+    tensors = (scores, visibility.first_keys)
+    _load(1, 1, 0, 0).softmax(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(scores, heads))
 
 
-def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
-    """Turns `out`, which is `gradient`, into the gradient of the scores."""
-    heads = probs.shape[1] // sight.items
-    _load(1, 1, 0, 0).softmax_backward(
-        *map(_pointer, (gradient, probs, sight.first_keys)), *_span(sight), heads, *_sizes(probs, heads)
-    )
+def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, visibility: ChunkVisibility) -> None:
+    """Turns `out`, which is `gradient` `[c, bH, n]`, into the gradient of the scores."""
+    heads = probs.shape[1] // visibility.items
+    tensors = (gradient, probs, visibility.first_keys)
+    _load(1, 1, 0, 0).softmax_backward(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(probs, heads))
 
 
-NATIVE = Composer(compose, compose_backward, softmax, softmax_backward, in_place=True)
+NATIVE = ChunkComposer(compose, compose_backward, softmax, softmax_backward, in_place=True)
 
 
 def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
-    """The maps themselves plus what a static matrix, indexed [in, out], makes of them."""
+    """`maps` `[c, bH, n]` plus their product with `static` `[H, H]`, indexed [in, out]; uses `scratch` `[c, bH, n]`."""
     if static is None:
         return maps
-    before, out = (_flat(tensor, len(static)) for tensor in (maps, scratch))
-    torch.baddbmm(before, static.t().expand(len(before), -1, -1), before, out=out)
+    inputs, out = (_join_queries(tensor, len(static)) for tensor in (maps, scratch))
+    torch.baddbmm(inputs, static.t().expand(len(inputs), -1, -1), inputs, out=out)
     return scratch
 
 
-def _flat(maps: Tensor, heads: int) -> Tensor:
+def _join_queries(maps: Tensor, heads: int) -> Tensor:
     """`[c, bH, n]` to `[b, H, cn]`, a view."""
     return maps.transpose(0, 1).flatten(1).unflatten(0, (-1, heads))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
+    """The address of the data, for a tensor of any shape."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def _strides(stage: Stage) -> tuple[int, int, int]:
-    """How far apart the factors of items lie, those of queries and those of keys; and rows and heads of the latter."""
-    query = 0 if stage.query is None else stage.query.stride(0)
-    return (query, 0, 0) if stage.key is None else (query, stage.key.stride(0), stage.key.stride(2))
+def _factor_strides(factors: StageFactors) -> tuple[int, int, int]:
+    """Strides in elements: query factors per item, key factors per item, key factors per head."""
+    query = 0 if factors.query is None else factors.query.stride(0)
+    return (query, 0, 0) if factors.key is None else (query, factors.key.stride(0), factors.key.stride(2))
 
 
-def _sizes(maps: Tensor, heads: int) -> tuple[int, ...]:
-    """How far apart heads of maps lie; the numbers of items, queries, keys and threads."""
+def _map_sizes(maps: Tensor, heads: int) -> tuple[int, ...]:
+    """For maps `[c, bH, n]`: the stride of heads in elements, `b`, `c`, `n`, and the number of threads."""
     return maps.stride(1), maps.shape[1] // heads, maps.shape[0], maps.shape[2], torch.get_num_threads()
 
 
-def _span(sight: Sight) -> tuple[int, int, int]:
-    """On which of the chunk's keys its first query stands, and how many keys before and after its own a query sees."""
-    structure, all_keys = sight.structure, sight.structure.keys
-    distance = sight.queries.start + all_keys - structure.queries - sight.keys.start
+def _band(visibility: ChunkVisibility) -> tuple[int, int, int]:
+    """The index among the chunk's keys of its first query's own key; how many keys behind and ahead a query sees."""
+    structure, all_keys = visibility.structure, visibility.structure.keys
+    offset = visibility.queries.start + all_keys - structure.queries - visibility.keys.start
     side = all_keys if structure.sliding_window is None else structure.sliding_window - 1
-    return distance, side, 0 if structure.is_causal else side
+    return offset, side, 0 if structure.is_causal else side
 
 
 @functools.cache
-def _load(heads: int, groups: int, query_rows: int, key_rows: int) -> Any:
+def _load(heads: int, groups: int, query_terms: int, key_terms: int) -> Any:
     macros = {"LANES": lanes(), "HEADS": heads, "GROUPS": groups}
-    macros |= {"QUERY_RANK": query_rows // 2, "QUERY_GATE": query_rows % 2}
-    macros |= {"KEY_RANK": key_rows // 2, "KEY_GATE": key_rows % 2}
+    macros |= {"QUERY_RANK": query_terms // 2, "QUERY_GATE": query_terms % 2}
+    macros |= {"KEY_RANK": key_terms // 2, "KEY_GATE": key_terms % 2}
     library = load_library(COMPOSE, tuple(macros.items()))
-    for name, pointers, sizes in (
-        ("compose", 5, 8),
-        ("differentiate", 8, 8),
-        ("softmax", 2, 9),
-        ("softmax_backward", 3, 9),
-    ):
+    for name, (pointers, integers) in SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = (c_void_p,) * pointers + (c_long,) * sizes, None
+        function.argtypes, function.restype = (c_void_p,) * pointers + (c_long,) * integers, None
     return library
 
 
-def _stage_function(name: str, stage: Stage) -> Callable[..., None]:
-    """One of the C functions that are compiled for a stage."""
-    rows = [0 if side is None else side.shape[axis] for side, axis in ((stage.query, 2), (stage.key, 1))]
-    return getattr(_load(stage.heads, stage.groups, *rows), name)
+def _function_for(name: str, factors: StageFactors) -> Callable[..., None]:
+    """The function `name` of compose.c, compiled for these factors."""
+    terms = [0 if side is None else side.shape[dim] for side, dim in ((factors.query, 2), (factors.key, 1))]
+    return getattr(_load(factors.heads, factors.groups, *terms), name)

@@ -1,79 +1,85 @@
-"""How `dcmha_chunked` composes a chunk without a compiler: matrix products for queries, in-place steps for keys."""
+"""The composer that needs no compiler, for one item at a time: matrix products for queries, in-place steps for keys."""
 
 import torch
 from torch import Tensor
 
-from .interface import Composer, Sight, Stage, split_rows
+from .interface import ChunkComposer, ChunkVisibility, StageFactors, split_terms
 
 
-def compose(out: Tensor, maps: Tensor, stage: Stage, scratch: Tensor) -> None:
-    """Writes the composition of `maps` `[c, H, n]` to `out`."""
-    stage = stage.of_one_item()
-    _mix(out, maps, stage, transpose=False)
-    if stage.key is None:
+def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
+    """Writes the composition of `maps` `[c, H, n]` to `out` `[c, H, n]`."""
+    factors = factors.of_one_item()
+    _mix(out, maps, factors, transpose=False)
+    if factors.key is None:
         return
-    downs, ups, gate = split_rows(stage.key)
+    downs, ups, gate = split_terms(factors.key)
     for down, up in zip(downs, ups, strict=True):
-        _expand(out, _reduce(maps, down, stage.groups, scratch), up)
+        _expand(out, _reduce(maps, down, factors.groups, scratch), up)
     if gate is not None:
         out.addcmul_(maps, gate)
 
 
-def compose_backward(out: Tensor, gradient: Tensor, maps: Tensor, stage: Stage, sums: Stage, scratch: Tensor) -> None:
-    """Writes the gradient of `maps` to `out` and adds those of the factors to `sums`.
+def compose_backward(
+    out: Tensor, gradient: Tensor, maps: Tensor, factors: StageFactors, sums: StageFactors, scratch: Tensor
+) -> None:
+    """Writes the gradient of `maps` to `out`, all `[c, H, n]`, and adds those of the factors to `sums`.
 
     Composition is linear in the maps: its gradient has the same terms with down and up swapped.
     """
-    stage, sums = stage.of_one_item(), sums.of_one_item()
-    _mix(out, gradient, stage, transpose=True)
-    if stage.query is not None or stage.static is not None:
+    factors, sums = factors.of_one_item(), sums.of_one_item()
+    _mix(out, gradient, factors, transpose=True)
+    if factors.query is not None or factors.static is not None:
         pairs = torch.bmm(maps, gradient.transpose(1, 2))  # [c, H in, H out]
         if sums.static is not None:
             sums.static.add_(pairs.sum(0))
-        if stage.query is not None and sums.query is not None:
-            sums.query.add_(_query_gradient(pairs, stage.query, stage.groups))
-    if stage.key is not None and sums.key is not None:
-        sums.key.add_(_key_gradient(out, gradient, maps, stage.key, stage.groups, scratch))
+        if factors.query is not None and sums.query is not None:
+            sums.query.add_(_query_gradient(pairs, factors.query, factors.groups))
+    if factors.key is not None and sums.key is not None:
+        sums.key.add_(_key_gradient(out, gradient, maps, factors.key, factors.groups, scratch))
 
 
-def softmax(out: Tensor, scores: Tensor, sight: Sight) -> None:
-    """Writes the probabilities to `out`; overwrites hidden scores."""
-    sight.hide_by_position(scores)
-    sight.hide_by_mask(scores)
+def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
+    """Writes the probabilities to `out` `[c, H, n]`; overwrites hidden scores."""
+    visibility.hide_by_position(scores)
+    visibility.hide_by_mask(scores)
     torch.softmax(scores, dim=-1, out=out)
-    if sight.has_empty_rows():
+    if visibility.has_empty_rows():
         out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
 
 
-def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, sight: Sight) -> None:
-    """Writes the gradient of the composed scores to `out`."""
+def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, visibility: ChunkVisibility) -> None:
+    """Writes the gradient of the composed scores to `out` `[c, H, n]`."""
     torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
 
 
-STEPWISE = Composer(compose, compose_backward, softmax, softmax_backward, in_place=False)
+STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward, in_place=False)
 
 
-def _mix(out: Tensor, maps: Tensor, stage: Stage, *, transpose: bool) -> None:
-    """The identity, the static and all query-side terms: one matrix `[H, H]`, indexed [in, out], for each query."""
-    if stage.query is None and stage.static is None:
+def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -> None:
+    """Writes the product of `maps` `[c, H, n]` with one matrix for each query to `out` `[c, H, n]`.
+
+    A query's matrix `[H, H]`, indexed [in, out] unless `transpose`, is the sum of the identity, the static matrix and
+    its own low-rank and gate terms.
+    """
+    if factors.query is None and factors.static is None:
         out.copy_(maps)
         return
     heads = maps.shape[1]
     mixing = torch.eye(heads, dtype=maps.dtype, device=maps.device)
-    if stage.static is not None:
-        mixing = mixing + stage.static
-    if stage.query is not None:
-        downs, ups, gate = _split_query(stage.query)
-        mixing = mixing + torch.bmm(downs.transpose(1, 2), ups) * same_group(stage.groups, downs)
+    if factors.static is not None:
+        mixing = mixing + factors.static
+    if factors.query is not None:
+        downs, ups, gate = _split_query(factors.query)
+        mixing = mixing + torch.bmm(downs.transpose(1, 2), ups) * same_group(factors.groups, downs)
         if gate is not None:
             mixing = mixing + torch.diag_embed(gate)
     mixing = mixing.expand(maps.shape[0], heads, heads)
     torch.bmm(mixing if transpose else mixing.transpose(1, 2), maps, out=out)
 
 
-def _query_gradient(pairs: Tensor, rows: Tensor, groups: int) -> Tensor:
-    """From the gradient of each query's mixing matrix to that of its rows `[c, rows, H]`."""
-    downs, ups, gate = _split_query(rows)
+def _query_gradient(pairs: Tensor, terms: Tensor, groups: int) -> Tensor:
+    """From the gradient of each query's matrix, `pairs` `[c, H in, H out]`, to that of its `terms` `[c, terms, H]`."""
+    downs, ups, gate = _split_query(terms)
     inside = pairs * same_group(groups, pairs)
     parts = [torch.bmm(ups, inside.transpose(1, 2)), torch.bmm(downs, inside)]
     if gate is not None:
@@ -81,48 +87,52 @@ def _query_gradient(pairs: Tensor, rows: Tensor, groups: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _key_gradient(out: Tensor, gradient: Tensor, maps: Tensor, rows: Tensor, groups: int, scratch: Tensor) -> Tensor:
-    """Adds the key's terms to `out` and returns the gradient of its rows, `[rows, H, n]`."""
-    downs, ups, gate = split_rows(rows)
-    for_rows = torch.empty_like(rows)
+def _key_gradient(out: Tensor, gradient: Tensor, maps: Tensor, terms: Tensor, groups: int, scratch: Tensor) -> Tensor:
+    """Adds what the keys' `terms` `[terms, H, n]` contribute to the gradient of `maps`, to `out` `[c, H, n]`.
+
+    Returns:
+        The gradient of `terms`.
+    """
+    downs, ups, gate = split_terms(terms)
+    for_terms = torch.empty_like(terms)
     for index, (down, up) in enumerate(zip(downs, ups, strict=True)):
         hidden = _reduce(gradient, up, groups, scratch)
         _expand(out, hidden, down)
-        _sum_over_queries(maps, hidden, scratch, out=for_rows[index])
+        _sum_over_queries(maps, hidden, scratch, out=for_terms[index])
         hidden = _reduce(maps, down, groups, scratch)
-        _sum_over_queries(gradient, hidden, scratch, out=for_rows[len(downs) + index])
+        _sum_over_queries(gradient, hidden, scratch, out=for_terms[len(downs) + index])
     if gate is not None:
         out.addcmul_(gradient, gate)
-        torch.sum(torch.mul(maps, gradient, out=scratch), dim=0, out=for_rows[-1])
-    return for_rows
+        torch.sum(torch.mul(maps, gradient, out=scratch), dim=0, out=for_terms[-1])
+    return for_terms
 
 
 def _reduce(maps: Tensor, weights: Tensor, groups: int, scratch: Tensor) -> Tensor:
-    """Heads weighted by `weights` `[H, n]` and summed inside each group: `[c, G, 1, n]`."""
+    """`maps` `[c, H, n]`, weighted by `weights` `[H, n]` and summed over the heads of each group: `[c, G, 1, n]`."""
     return torch.mul(maps, weights, out=scratch).unflatten(1, (groups, -1)).sum(2, keepdim=True)
 
 
 def _expand(out: Tensor, hidden: Tensor, weights: Tensor) -> None:
-    """Adds each group's hidden map, weighted by `weights` `[H, n]`, to its heads of `out`."""
+    """Adds `hidden` `[c, G, 1, n]`, weighted by `weights` `[H, n]`, to the heads of each group in `out` `[c, H, n]`."""
     groups = hidden.shape[1]
     out.unflatten(1, (groups, -1)).addcmul_(hidden, weights.unflatten(0, (groups, -1)))
 
 
 def _sum_over_queries(maps: Tensor, hidden: Tensor, scratch: Tensor, *, out: Tensor) -> None:
-    """Each head's map times its group's hidden map, summed over the queries, to `out` `[H, n]`."""
+    """Writes `maps` `[c, H, n]` times their group's `hidden` `[c, G, 1, n]`, summed over queries, to `out` `[H, n]`."""
     groups = hidden.shape[1]
     torch.mul(maps.unflatten(1, (groups, -1)), hidden, out=scratch.unflatten(1, (groups, -1)))
     torch.sum(scratch, dim=0, out=out)
 
 
-def _split_query(rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Downs and ups `[c, R, H]`, and the gate `[c, H]`."""
-    rank = rows.shape[1] // 2
-    return rows[:, :rank], rows[:, rank : 2 * rank], rows[:, -1] if rows.shape[1] % 2 else None
+def _split_query(terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`[c, terms, H]` to the down and the up terms, `[c, R, H]` each, and the gate `[c, H]`."""
+    rank = terms.shape[1] // 2
+    return terms[:, :rank], terms[:, rank : 2 * rank], terms[:, -1] if terms.shape[1] % 2 else None
 
 
 def same_group(groups: int, like: Tensor) -> Tensor | int:
-    """`[H, H]`, one where both heads are in one of the groups, else zero; `like` has `H` last."""
+    """`[H, H]`, one where both heads are in the same group, else zero; dtype and `H` are those of `like` `[..., H]`."""
     if groups == 1:
         return 1
     heads = like.shape[-1]
