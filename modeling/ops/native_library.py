@@ -1,4 +1,4 @@
-"""C code that is compiled on the machine where it runs, once, and kept in the user's cache."""
+"""Shared libraries of C code that are compiled once on the machine where they run, and kept in the user's cache."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# What the compiler may use of the processor, and how many float32 numbers one of its registers holds.
+# For each CPU capability that PyTorch reports: the compiler's flags, and the float32 elements in a vector register.
 CAPABILITIES = {
     "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"), 16),
     "AVX2": (("-mavx2", "-mfma"), 8),
@@ -20,29 +20,37 @@ FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trappin
 
 
 def lanes() -> int:
-    """Returns how many float32 numbers a register of this processor holds."""
-    return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))[1]
+    """Returns how many float32 elements a vector register of this processor holds."""
+    return _capability()[1]
+
+
+def _capability() -> tuple[tuple[str, ...], int]:
+    return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))
 
 
 def find_compiler() -> str | None:
-    """Returns the C compiler that the environment variable `CC` or the path names, or None."""
+    """Returns the path of a C compiler, or None: what the environment variable `CC` names, else cc, gcc or clang."""
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 
 
 @functools.cache
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """Returns the compiled `source`, from the cache where this machine has compiled the same before.
+    """Returns the library compiled from `source`, from the cache if this machine has compiled the same before.
 
-    Its OpenMP threads are PyTorch's: the library names no OpenMP runtime, and so finds the one that is loaded. Where
-    that is not the compiler's, everything runs on one thread.
+    The library is linked to no OpenMP runtime, so that it uses PyTorch's, which is loaded already, and its threads. If
+    PyTorch's runtime is not the one that the compiler needs, the library is compiled without OpenMP, for one thread.
+
+    Args:
+        source: text of one C file without local includes.
+        macros: names and values that the compiler defines.
 
     Raises:
-        OSError: there is no compiler, it fails, or what it made cannot be loaded.
+        OSError: there is no compiler, it fails, or its result cannot be loaded.
     """
     compiler = find_compiler()
     if compiler is None:
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
-    flags = (*FLAGS, *CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))[0])
+    flags = (*FLAGS, *_capability()[0])
     command = (compiler, *flags, *(f"-D{name}={value}" for name, value in macros))
     try:
         return _load((*command, "-fopenmp"), source)
@@ -51,6 +59,7 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
 
 
 def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:
+    """Loads the library cached under the hash of `source` and `command`, after compiling it if there is none."""
     name = hashlib.sha256("\n".join((source, *command)).encode()).hexdigest()[:24] + ".so"
     path = _cache_folder() / name
     if not path.exists():
@@ -59,6 +68,7 @@ def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
+    """The user's cache, or a temporary folder where that cannot be written to."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "dynattn"
     try:
@@ -70,12 +80,12 @@ def _cache_folder() -> Path:
 
 @functools.cache
 def _temporary_folder() -> Path:
-    """For a process whose user has no cache to write to."""
+    """One folder for the whole process."""
     return Path(tempfile.mkdtemp(prefix="dynattn-"))
 
 
 def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
-    """Writes the library under another name first, so that no process ever loads half of one."""
+    """Compiles into a temporary folder and then moves the library to `path`, so that no process loads half of one."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder) / "code.o", Path(folder) / path.name
         _call((*command, "-x", "c", "-c", "-", "-o", str(compiled)), source)
@@ -84,6 +94,7 @@ def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
 
 
 def _call(command: tuple[str, ...], text: str) -> None:
+    """Runs `command` with `text` as its standard input; raises OSError with its messages if it fails."""
     result = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
     if result.returncode:
         raise OSError(f"{command[0]} failed with exit code {result.returncode}: {result.stderr.strip()[:2000]}")

@@ -1,7 +1,7 @@
-"""The face of dynamically composable multi-head attention (DCMHA, arXiv 2405.08553).
+"""The entry point of dynamically composable multi-head attention (DCMHA, arXiv 2405.08553).
 
     scores = Q K^T * scaling            [B, H, T, S]
-    scores = compose(scores, pre)       heads are mixed, for every (query, key) pair on its own
+    scores = compose(scores, pre)       mixes the heads of every (query, key) pair on its own
     probs  = softmax(scores over the visible keys)
     probs  = compose(probs, post)
     output = probs V                    [B, T, H, D]
@@ -11,19 +11,17 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
-from .composition import Composition
+from .composition import SIDES, Composition
 from .eager import dcmha_eager
 from .triton.attention import dcmha_triton
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked, "triton": dcmha_triton}
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
@@ -57,16 +55,16 @@ def dcmha_attention(
             causal and the window mask.
         is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
-        first_keys: `[B, T]`, integers: the first key that each query sees. With causality this says which documents are
-            packed into a row. `chunked` and `triton` need no mask of all pairs for it, and skip what it hides where it
-            is on the CPU.
-        implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest that can do what is asked.
+        first_keys: `[B, T]`, integers: the first key that each query sees. With causality it keeps documents apart that
+            are packed into one row. `chunked` and `triton` build no mask of all pairs for it and, if it is on the CPU,
+            skip the keys that it hides.
+        implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest one that supports the call.
 
     Returns:
         `[B, T, H, D]`.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot compose.
+        ValueError: shapes do not fit, or the implementation is unknown or cannot compose heads.
     """
     _check_shapes(query, key, value, pre, post, sliding_window)
     name = resolve_implementation(implementation, composed=pre is not None or post is not None)
@@ -88,7 +86,7 @@ def dcmha_attention(
 
 
 def resolve_implementation(name: str | None, *, composed: bool) -> str:
-    """Returns the implementation to use: `name` where it can do what is asked, the fastest that can for `None`.
+    """Returns the implementation that serves a call: `name` or, for `None`, the fastest one that supports it.
 
     Without composition the op is plain attention and goes to PyTorch's SDPA, so that a baseline is never handicapped.
 
@@ -108,6 +106,7 @@ def resolve_implementation(name: str | None, *, composed: bool) -> str:
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, pre: Composition | None, post: Composition | None, window: int | None
 ) -> None:
+    """Raises ValueError unless query is `[B, H, T, D]`, key and value `[B, H_kv, S, D]`, and the rest fits them."""
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4:
         raise ValueError(
             "query must be [B, H, T, D] and key and value [B, H_kv, S, D], not "
@@ -124,22 +123,21 @@ def _check_shapes(
 
 
 def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
+    """Raises ValueError unless `first_keys` are integers `[B, T]`."""
     expected = (query.shape[0], query.shape[2])
     if first_keys.shape != expected or first_keys.is_floating_point() or first_keys.dtype == torch.bool:
         raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
 
 
 def _check_composition(stage: str, composition: Composition, batch: int, queries: int, keys: int, heads: int) -> None:
-    for side in ("query", "key"):
-        if (getattr(composition, f"{side}_down") is None) != (getattr(composition, f"{side}_up") is None):
+    for side in SIDES:
+        down, up, _ = composition.side(side)
+        if (down is None) != (up is None):
             raise ValueError(f"{stage}: {side}_down and {side}_up come together or not at all")
-    for field in fields(composition):
-        factor = getattr(composition, field.name)
-        if not isinstance(factor, torch.Tensor):
-            continue
-        length = queries if field.name.startswith("query") else keys
-        leading = (heads,) if field.name == "static" else (batch, length)
+    for name, factor in composition.tensors().items():
+        length = queries if name.startswith("query") else keys
+        leading = (heads,) if name == "static" else (batch, length)
         if factor.shape[: len(leading)] != leading or factor.shape[-1] != heads:
             raise ValueError(
-                f"{stage}.{field.name} has shape {tuple(factor.shape)}; expected {leading} first and {heads} heads last"
+                f"{stage}.{name} has shape {tuple(factor.shape)}; expected {leading} first and {heads} heads last"
             )

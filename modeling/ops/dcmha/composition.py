@@ -72,7 +72,8 @@ def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition:
 def pack_factors(composition: Composition | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the packed terms of queries `[B, T, terms, H]` and of keys `[B, S, terms, H]`, and static `[H, H]`.
 
-    The terms of a side are `R` down, `R` up and, if their number is odd, a gate.
+    A packed term is one vector of `H` factors. Each side has `R` down terms, `R` up terms and, if the number of its
+    terms is odd, a gate. A side without terms is None.
     """
     if composition is None:
         return None, None, None

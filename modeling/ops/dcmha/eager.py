@@ -1,4 +1,4 @@
-"""The truth: DCMHA in the order of the paper's equations, with every intermediate in memory."""
+"""The reference implementation: DCMHA in the order of the paper's equations, with every intermediate in memory."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ def dcmha_eager(
     sliding_window: int | None,
     first_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`dcmha_attention` by definition. Softmax runs in at least float32.
+    """`dcmha_attention` by definition, with the same arguments. Softmax runs in at least float32.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key, value: `[B, H_kv, S, D]`.
 
     Returns:
         The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, whose rows need not sum to one.
@@ -41,7 +45,7 @@ def dcmha_eager(
 
 
 def compose(scores: Tensor, composition: Composition) -> Tensor:
-    """Mixes heads for every query and key on their own; all terms read the original scores.
+    """Mixes the heads of every (query, key) pair on its own, as `Composition` defines it.
 
     Args:
         scores: `[B, H, T, S]`.
@@ -64,7 +68,11 @@ def compose(scores: Tensor, composition: Composition) -> Tensor:
 
 
 def _low_rank(scores: Tensor, down: Tensor, up: Tensor, groups: int, axis: str) -> Tensor:
-    """Heads to `R` hidden maps and back, with factors of the query (`axis` "t") or of the key (`axis` "s")."""
+    """The low-rank term that is added to `scores` `[B, H, T, S]`: heads to `R` hidden maps and back, in each group.
+
+    Args:
+        down, up: `[B, T, R, H]` of the query (`axis` "t") or `[B, S, R, H]` of the key (`axis` "s").
+    """
     grouped = scores.unflatten(1, (groups, -1))  # [B, G, H/G, T, S]
     down, up = (factor.unflatten(-1, (groups, -1)) for factor in (down, up))  # [B, T or S, R, G, H/G]
     hidden = torch.einsum(f"bghts,b{axis}rgh->bgrts", grouped, down)

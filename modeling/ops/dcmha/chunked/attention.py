@@ -82,7 +82,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 @_backward_op.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    """Empty gradients in the shapes of the inputs, as `attend_backward` returns them."""
+    """Empty tensors in the shapes of what `attend_backward` returns: `[B, H, T, D]` first, for the query."""
     *tensors, mask, _ = arguments[: len(ChunkedInputs._fields)]
     grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
     if mask is not None:

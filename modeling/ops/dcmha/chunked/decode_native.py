@@ -29,8 +29,8 @@ def serves(
     """Whether `attend` takes these arguments.
 
     It takes plain tensors on a CPU, in float32 or bfloat16 and all in the same dtype, whose last dimension is
-    contiguous. No gradient may be needed, and both stages have to have the same head groups. Shapes are those of
-    `attend`.
+    contiguous. No gradient may be needed, and both stages have to have the same head groups. The query is
+    `[B, H, 1, D]`, and the other shapes are those of `attend`.
     """
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
@@ -94,7 +94,7 @@ def attend_op(
     scaling: float,
     mask: Tensor | None,
 ) -> Tensor:
-    """`attend` as an operator that `torch.compile` leaves as it is; the same shapes."""
+    """`attend` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
     factors = [*list_tensors(pre), *list_tensors(post)]
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     return _attend_op(query, key, value, factors, mask, [pre is not None, post is not None], groups, scaling)
@@ -111,7 +111,12 @@ def _attend_op(
     groups: int,
     scaling: float,
 ) -> Tensor:
-    """`attend`; `factors` are `list_tensors` of both stages, and `composes` says which stages there are."""
+    """`attend`, which returns `[B, 1, H, D]`.
+
+    Args:
+        factors: `list_tensors` of both stages, one after the other.
+        composes: which of the stages there are.
+    """
     count = len(TENSORS)
     pre = from_list(factors[:count], groups) if composes[0] else None
     post = from_list(factors[count:], groups) if composes[1] else None

@@ -43,7 +43,7 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
                 chunk.transform(items),
                 chunk.buffers,
             )
-            output[span, chunk_queries] = out.view(items.number, heads, -1, width).transpose(1, 2)
+            output[span, chunk_queries] = out.view(items.num_items, heads, -1, width).transpose(1, 2)
     return output.to(inputs.query.dtype)
 
 

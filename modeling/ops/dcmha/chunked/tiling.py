@@ -38,7 +38,7 @@ BACKWARD_BUFFERS = ([0, 1, 2, 3, 4], [0, 1, 1, 2, 3])
 class Items(NamedTuple):
     """Some items of the batch in the working dtype. Items and heads are one dimension, for batched products."""
 
-    number: int  # b
+    num_items: int  # b
     query: Tensor  # [bH, T, D]
     key: Tensor  # [bH_kv, S, D]
     value: Tensor  # [bH_kv, S, D]
@@ -153,7 +153,7 @@ def query_chunks(
     except in place.
     """
     heads = items.query.shape[0]  # bH
-    most = _chunk_queries(structure, heads // items.number, composer)
+    most = _chunk_queries(structure, heads // items.num_items, composer)
     starts = range(0, structure.queries, most)
     query_spans = [slice(start, min(start + most, structure.queries)) for start in starts]
     key_spans = [_key_span(structure, span, items.first_keys, composer) for span in query_spans]
@@ -173,7 +173,7 @@ def query_chunks(
             maps = maps.view(-1, count, heads, width)
         mask = None if items.mask is None else mask_of_chunk(items.mask, queries, keys)
         first_keys = None if items.first_keys is None else items.first_keys[:, queries] - keys.start
-        visibility = ChunkVisibility(items.number, structure, queries, keys, mask, first_keys)
+        visibility = ChunkVisibility(items.num_items, structure, queries, keys, mask, first_keys)
         fits = composer.in_place or count == most
         yield QueryChunk(visibility, [maps[index] for index in order], composer if fits else STEPWISE)
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,8 +93,7 @@ def random_composition(
 
 
 def factors_of(composition: Composition | None) -> list[Tensor]:
-    values = [getattr(composition, field.name) for field in fields(Composition)] if composition else []
-    return [value for value in values if isinstance(value, Tensor)]
+    return list(composition.tensors().values()) if composition else []
 
 
 def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
@@ -121,8 +120,7 @@ def in_dtype(
     changed = dict(keywords)
     for stage in ("pre", "post"):
         if stage in keywords:
-            factors = {field.name: getattr(keywords[stage], field.name) for field in fields(Composition)}
-            changed[stage] = Composition(**{name: cast.get(id(value), value) for name, value in factors.items()})
+            changed[stage] = keywords[stage].map(lambda factor: cast[id(factor)])
     mask = keywords.get("attention_mask")
     if mask is not None and mask.dtype != torch.bool:
         changed["attention_mask"] = cast.get(id(mask), mask.detach().clamp(min=torch.finfo(dtype).min).to(dtype))
@@ -186,14 +184,13 @@ def test_an_unknown_compile_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("case", [Case(100, 100, terms=DYNAMIC), Case(1, 100, terms=DYNAMIC)], ids=str)
 def test_bfloat16_is_as_exact_as_the_reference_is(case: Case) -> None:
     tensors, keywords = random_inputs(case)
-    truth = run(tensors, keywords, "eager")
+    expected = run(tensors, keywords, "eager")
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
     factors = iter(low[3:])
-    names = [field.name for field in fields(Composition) if isinstance(getattr(keywords["pre"], field.name), Tensor)]
     for stage in case.stages:
-        keywords[stage] = Composition(**{name: next(factors) for name in names})
+        keywords[stage] = keywords[stage].map(lambda _: next(factors))
     noise = run(low, keywords, "eager")
-    for ours, theirs, true in zip(run(low, keywords, "chunked"), noise, truth, strict=True):
+    for ours, theirs, true in zip(run(low, keywords, "chunked"), noise, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
 
@@ -240,8 +237,8 @@ def test_autocast_gives_its_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         results = run(tensors, keywords, "chunked")
     assert results[0].dtype == torch.bfloat16
-    truth = run(tensors, keywords, "eager")[0]
-    assert (results[0] - truth).abs().max() < 0.03 * truth.abs().max()
+    expected = run(tensors, keywords, "eager")[0]
+    assert (results[0] - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 class Largest(TorchDispatchMode):
@@ -261,8 +258,8 @@ class Largest(TorchDispatchMode):
 def test_no_map_over_all_pairs_is_ever_in_memory(window: int | None) -> None:
     length, heads = 1024, 8
     query, key, value = (torch.randn(1, heads, length, 8) for _ in range(3))
-    rows = [torch.randn(1, length, 5, heads) for _ in range(4)]
-    inputs = ChunkedInputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, None)
+    terms = [torch.randn(1, length, 5, heads) for _ in range(4)]
+    inputs = ChunkedInputs(query, key, value, terms[0], terms[1], None, terms[2], terms[3], None, None, None)
     settings = ChunkedSettings(1.0, True, window, 1, 1)
     with Largest() as largest:
         output = attend(inputs, settings)
@@ -380,21 +377,21 @@ def test_first_keys_say_what_a_mask_of_all_pairs_says(
     first_keys, visible = documents(2, 257)
     given = keywords.get("attention_mask")
     both = visible if given is None else given & visible if mask == "pairs" else torch.where(visible, given, -torch.inf)
-    truth = run(tensors, keywords | {"attention_mask": both}, "eager")
+    expected = run(tensors, keywords | {"attention_mask": both}, "eager")
     exact = dtype == torch.float64
     if not exact:
         tensors, keywords = in_dtype(dtype, tensors, keywords)
     results = run(tensors, keywords | {"first_keys": first_keys}, implementation)
-    for ours, theirs in zip(results, truth, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         tolerance = 1e-11 if exact else 2e-4
         torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
 
 
 def test_first_keys_save_the_work_of_other_documents() -> None:
     query, key, value = (torch.randn(1, 4, 1024, 8) for _ in range(3))
-    rows = [torch.randn(1, 1024, 5, 4) for _ in range(4)]
+    terms = [torch.randn(1, 1024, 5, 4) for _ in range(4)]
     first_keys = (torch.arange(1024) // 64 * 64)[None]
-    inputs = ChunkedInputs(query, key, value, rows[0], rows[1], None, rows[2], rows[3], None, None, first_keys)
+    inputs = ChunkedInputs(query, key, value, terms[0], terms[1], None, terms[2], terms[3], None, None, first_keys)
     with Largest() as largest:
         attend(inputs, ChunkedSettings(1.0, True, None, 1, 1))
     assert largest.elements <= 4 * 60 * 144  # chunks of up to 60 queries reach over two documents at most

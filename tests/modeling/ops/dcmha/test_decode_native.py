@@ -1,7 +1,7 @@
 """A decoding step of the linear-memory op: as exact as the reference op in the same dtype, in C code and without."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from dynattn import Composition, dcmha_attention
+from dynattn import dcmha_attention
 from dynattn.modeling.ops import native_library
 from dynattn.modeling.ops.dcmha.chunked import decode, decode_native
 from dynattn.modeling.ops.dcmha.chunked.composers import native
@@ -101,7 +101,7 @@ def step_inputs(step: Step, dtype: torch.dtype = torch.float32) -> Inputs:
     for stage in step.stages:
         factors = random_composition(step.terms, 3, 1, step.keys + 5, heads, step.rank, groups=step.groups)
         changed = {}
-        for name, factor in tensors_of(factors).items():
+        for name, factor in factors.tensors().items():
             factor = factor.detach().to(dtype)
             in_cache = factor.transpose(1, 2).contiguous().transpose(1, 2) if factor.ndim == 4 else factor
             changed[name] = in_cache[:, : step.keys] if name.startswith("key") else in_cache
@@ -113,18 +113,12 @@ def step_inputs(step: Step, dtype: torch.dtype = torch.float32) -> Inputs:
     return [query, key, value], keywords
 
 
-def tensors_of(composition: Composition) -> dict[str, Tensor]:
-    named = {field.name: getattr(composition, field.name) for field in fields(Composition)}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
 def changed(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The same inputs in a wider dtype."""
     tensors, keywords = inputs
     result = dict(keywords)
     for stage in keywords.keys() & {"pre", "post"}:
-        factors = {name: factor.to(dtype) for name, factor in tensors_of(keywords[stage]).items()}
-        result[stage] = replace(keywords[stage], **factors)
+        result[stage] = keywords[stage].map(lambda factor: factor.to(dtype))
     mask = keywords.get("attention_mask")
     if mask is not None and mask.dtype != torch.bool:
         result["attention_mask"] = mask.to(dtype).masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
@@ -137,11 +131,11 @@ def attend(inputs: Inputs, implementation: str = "chunked") -> Tensor:
 
 
 def assert_as_exact_as_the_reference(inputs: Inputs) -> None:
-    truth = attend(changed(inputs, torch.float64), "eager")
+    expected = attend(changed(inputs, torch.float64), "eager")
     ours, reference = (attend(inputs, implementation) for implementation in ("chunked", "eager"))
     assert ours.dtype == reference.dtype and ours.shape == reference.shape
-    error, noise = ((result - truth).abs().max() for result in (ours, reference))
-    assert error <= 4 * noise + 1e-6 * truth.abs().max()
+    error, noise = ((result - expected).abs().max() for result in (ours, reference))
+    assert error <= 4 * noise + 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("mode", ["0", "auto"])
@@ -272,10 +266,10 @@ def with_other_groups(inputs: Inputs) -> Inputs:
 @pytest.mark.parametrize("change", [with_gradients, with_float32_factors, with_strided_rows, with_other_groups])
 def test_what_c_code_cannot_do_is_done_without(change: Any, in_c: list[Tensor]) -> None:
     inputs = change(step_inputs(Step(100), torch.bfloat16))
-    truth = attend(changed(inputs, torch.float64), "eager")
+    expected = attend(changed(inputs, torch.float64), "eager")
     output = attend(inputs)
     assert in_c == [] and output.requires_grad == (change is with_gradients)
-    assert (output - truth).abs().max() < 0.03 * truth.abs().max()
+    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 def test_float64_is_exact_and_no_work_for_c_code(in_c: list[Tensor]) -> None:
@@ -308,7 +302,7 @@ def test_no_step_holds_a_matrix_of_heads_for_every_key(mode: str, monkeypatch: p
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_step_leaves_its_products_to_the_library_of_products() -> None:
-    """Written as loops, with what made their input inside, they would compose once for every few columns of values."""
+    """As loops, with the producer of their input fused into them, they would compose once for every few columns."""
     inputs = step_inputs(Step(200, heads=(16, 16), terms=DYNAMIC))
     output, (code,) = run_and_get_code(torch.compile(lambda: attend(inputs)))
     assert code.count("extern_kernels.baddbmm(") == 2

@@ -1,7 +1,7 @@
 """The attention op against the matrix form of composition, written out pair by pair."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
+from dynattn.modeling.ops.dcmha.composition import from_list, list_tensors, pack_factors, unpack_factors
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 
@@ -122,15 +123,39 @@ def test_groups_mix_only_inside_themselves(groups: int) -> None:
 def test_gradients_of_every_input_by_finite_differences() -> None:
     query, key, value = random_inputs(1, 4, 2, 3, 4, 2)
     pre, post = (random_composition(set(TERMS), 1, 3, 4, 4, 2) for _ in range(2))
-    names = [field.name for field in fields(Composition) if field.name != "groups"]
 
     def attend(*tensors: Tensor) -> Tensor:
-        before = Composition(**dict(zip(names, tensors[3:10], strict=True)))
-        after = Composition(**dict(zip(names, tensors[10:], strict=True)))
+        before, after = from_list(tensors[3:10], groups=1), from_list(tensors[10:], groups=1)
         return dcmha_attention(*tensors[:3], pre=before, post=after, sliding_window=3)
 
-    inputs = [query, key, value, *(getattr(c, name) for c in (pre, post) for name in names)]
+    inputs = [query, key, value, *(tensor for c in (pre, post) for tensor in list_tensors(c) if tensor is not None)]
     assert torch.autograd.gradcheck(attend, [tensor.requires_grad_() for tensor in inputs])
+
+
+@pytest.mark.parametrize("terms", [set(TERMS), {"query_low_rank", "key_gate"}, {"static"}, set()], ids=sorted)
+def test_what_is_packed_is_unpacked(terms: set[str]) -> None:
+    composition = replace(random_composition(terms, 2, 3, 5, 4, 2), groups=2)
+    *sides, static = pack_factors(composition)
+    packed = {side: tensor for side, tensor in zip(("query", "key"), sides, strict=True) if tensor is not None}
+    unpacked = unpack_factors(packed, static, groups=2)
+    assert unpacked.groups == 2
+    assert_equal_factors(unpacked.tensors(), composition.tensors())
+
+
+def test_narrowing_takes_the_factors_of_some_queries_and_keys() -> None:
+    composition = random_composition(set(TERMS), 2, 3, 5, 4, 2)
+    narrowed = composition.narrow(queries=slice(1, 2), keys=slice(-2, None)).tensors()
+    expected = {
+        name: tensor[:, 1:2] if name.startswith("query") else tensor if name == "static" else tensor[:, 3:]
+        for name, tensor in composition.tensors().items()
+    }
+    assert_equal_factors(narrowed, expected)
+    assert_equal_factors(composition.narrow().tensors(), composition.tensors())
+
+
+def assert_equal_factors(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(ours) == list(expected)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("composed", [True, False])

@@ -53,9 +53,9 @@ def libraries() -> Iterator[None]:
 def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
     tensors, keywords = random_inputs(case)
     keywords |= more
-    truth = run(tensors, keywords, "eager")
+    expected = run(tensors, keywords, "eager")
     low = in_dtype(torch.float32, tensors, keywords)
-    for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), truth, strict=True):
+    for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), expected, strict=True):
         error, noise = ((result - true).abs().max() for result in (ours, reference))
         assert error <= 4 * noise + 1e-6 * true.abs().max()
 
@@ -81,19 +81,19 @@ def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> No
 def test_any_number_of_items_share_a_chunk(
     case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queries, keys = (12, 61) if case.window else (60, 130)  # in the last whole chunk, and in its reach
+    queries, keys = (12, 61) if case.window else (60, 130)  # in the last complete chunk, and that it sees
     monkeypatch.setattr(tiling, "LARGEST_SHARED_MAP", together * 4 * queries * keys)
-    cut: list[int] = []
+    sizes: list[int] = []
     of_span = tiling.read_items
 
     def record(inputs: Any, settings: Any, span: slice, dtype: torch.dtype) -> Any:
-        cut.append(span.stop - span.start)
+        sizes.append(span.stop - span.start)
         return of_span(inputs, settings, span, dtype)
 
     monkeypatch.setattr(passes, "read_items", record)
     first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
     assert_as_exact_as_the_reference(case, **first_keys)
-    assert cut[-2 * len(items) :] == 2 * items  # forward and backward
+    assert sizes[-2 * len(items) :] == 2 * items  # forward and backward
 
 
 @pytest.mark.parametrize("case", [Case(7, 7, batch=0), Case(0, 7), Case(0, 0)], ids=str)
@@ -146,7 +146,7 @@ def test_threads_change_nothing_but_the_order_of_one_sum() -> None:
         torch.set_num_threads(count)
         results.append(run(tensors, keywords, "chunked"))
     torch.set_num_threads(before)
-    names = ["output", "query", "key", "value", *(f for _ in "12" for f in ("qd", "qu", "kd", "ku", "qg", "kg"))]
+    names = ["output", "query", "key", "value", *(f for _ in "12" for f in ("qd", "qu", "qg", "kd", "ku", "kg"))]
     for name, one, two in zip(names, *results, strict=True):
         if name in ("qd", "qu", "qg"):
             torch.testing.assert_close(one, two)
@@ -166,8 +166,8 @@ import torch
 from pathlib import Path
 from dynattn.modeling.ops.dcmha.chunked.composers import native
 from dynattn.modeling.ops.dcmha.attention import Composition, dcmha_attention
-rows = torch.ones(1, 4, 130, 8)
-dcmha_attention(rows, rows, rows, pre=Composition(query_gate=torch.ones(1, 130, 4)))
+heads = torch.ones(1, 4, 130, 8)
+dcmha_attention(heads, heads, heads, pre=Composition(query_gate=torch.ones(1, 130, 4)))
 assert native._load.cache_info().misses == 2
 print(len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}))
 """

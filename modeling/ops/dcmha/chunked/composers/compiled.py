@@ -47,8 +47,8 @@ def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
     """`maps` `[c, H, n]` plus their product with `static` `[H, H]`, indexed [in, out]; uses `scratch` `[c, H, n]`."""
     if static is None:
         return maps
-    mixing = (static + torch.eye(len(static), dtype=static.dtype, device=static.device)).t()
-    return torch.bmm(mixing.expand(maps.shape[0], -1, -1), maps, out=scratch)
+    matrix = (static + torch.eye(len(static), dtype=static.dtype, device=static.device)).t()
+    return torch.bmm(matrix.expand(maps.shape[0], -1, -1), maps, out=scratch)
 
 
 def _compose(out: Tensor, maps: Tensor, base: Tensor, query: Tensor | None, key: Tensor | None, groups: int) -> None:

@@ -65,16 +65,16 @@ def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -
         out.copy_(maps)
         return
     heads = maps.shape[1]
-    mixing = torch.eye(heads, dtype=maps.dtype, device=maps.device)
+    matrices = torch.eye(heads, dtype=maps.dtype, device=maps.device)
     if factors.static is not None:
-        mixing = mixing + factors.static
+        matrices = matrices + factors.static
     if factors.query is not None:
         downs, ups, gate = _split_query(factors.query)
-        mixing = mixing + torch.bmm(downs.transpose(1, 2), ups) * same_group(factors.groups, downs)
+        matrices = matrices + torch.bmm(downs.transpose(1, 2), ups) * same_group(factors.groups, downs)
         if gate is not None:
-            mixing = mixing + torch.diag_embed(gate)
-    mixing = mixing.expand(maps.shape[0], heads, heads)
-    torch.bmm(mixing if transpose else mixing.transpose(1, 2), maps, out=out)
+            matrices = matrices + torch.diag_embed(gate)
+    matrices = matrices.expand(maps.shape[0], heads, heads)
+    torch.bmm(matrices if transpose else matrices.transpose(1, 2), maps, out=out)
 
 
 def _query_gradient(pairs: Tensor, terms: Tensor, groups: int) -> Tensor:
