@@ -42,7 +42,7 @@ def attend_to_cache(
 
 @torch.compiler.assume_constant_result
 def _has_c() -> bool:
-    """Whether C code composes float32 maps on a CPU, as those of all dtypes are here."""
+    """Whether C code composes float32 maps on a CPU. The maps of a decoding step are float32 for every dtype."""
     return choose_composer(torch.device("cpu"), torch.float32, 0) is NATIVE
 
 

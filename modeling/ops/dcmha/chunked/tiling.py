@@ -163,19 +163,25 @@ def query_chunks(
     largest = min(most, structure.queries) * heads * max(map(_length, key_spans), default=0)
     memory = items.query.new_empty(max(order) + 1, largest)
     for queries, keys in zip(query_spans, key_spans, strict=True):
-        count, width = _length(queries), _length(keys)
-        if not width:
+        if not _length(keys):
             continue
-        maps = memory[:, : count * heads * width]
-        if composer.in_place:
-            maps = maps.view(-1, heads, count, width).transpose(1, 2)
-        else:
-            maps = maps.view(-1, count, heads, width)
+        maps = _view_maps(memory, _length(queries), heads, _length(keys), composer.in_place)
         mask = None if items.mask is None else mask_of_chunk(items.mask, queries, keys)
         first_keys = None if items.first_keys is None else items.first_keys[:, queries] - keys.start
         visibility = ChunkVisibility(items.num_items, structure, queries, keys, mask, first_keys)
-        fits = composer.in_place or count == most
+        fits = composer.in_place or _length(queries) == most
         yield QueryChunk(visibility, [maps[index] for index in order], composer if fits else STEPWISE)
+
+
+def _view_maps(memory: Tensor, queries: int, heads: int, keys: int, in_place: bool) -> Tensor:
+    """The start of each row of `memory` `[buffers, elements]` as maps: `[buffers, c, bH, n]`.
+
+    Maps that are worked on in place are `[bH, c, n]` in memory, others `[c, bH, n]`.
+    """
+    maps = memory[:, : queries * heads * keys]
+    if in_place:
+        return maps.view(-1, heads, queries, keys).transpose(1, 2)
+    return maps.view(-1, queries, heads, keys)
 
 
 def _chunk_queries(structure: Structure, heads: int, composer: ChunkComposer) -> int:

@@ -58,8 +58,8 @@ STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward, i
 def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -> None:
     """Writes the product of `maps` `[c, H, n]` with one matrix for each query to `out` `[c, H, n]`.
 
-    A query's matrix `[H, H]`, indexed [in, out] unless `transpose`, is the sum of the identity, the static matrix and
-    its own low-rank and gate terms.
+    A query's matrix `[H, H]`, indexed [in, out], is the sum of the identity, the static matrix and its own low-rank and
+    gate terms. With `transpose` the matrices are applied as [out, in], which gives the gradient.
     """
     if factors.query is None and factors.static is None:
         out.copy_(maps)
