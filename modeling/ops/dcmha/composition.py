@@ -34,7 +34,8 @@ class Composition:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that are present by name, in the order of `TENSORS`."""
-        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
+        named = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def side(self, side: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns down `[B, T or S, R, H]`, up `[B, T or S, R, H]` and gate `[B, T or S, H]` of `query` or `key`."""
@@ -50,11 +51,11 @@ class Composition:
     def narrow(self, queries: slice | None = None, keys: slice | None = None) -> "Composition":
         """Returns views of the factors of some queries and some keys; None takes all."""
         spans = {"query": queries, "key": keys, "static": None}
-        narrowed: dict[str, Any] = {
-            name: tensor[:, span]
-            for name, tensor in self.tensors().items()
-            if (span := spans[name.partition("_")[0]]) is not None
-        }
+        narrowed: dict[str, Any] = {}
+        for name, tensor in self.tensors().items():
+            span = spans[name.partition("_")[0]]
+            if span is not None:
+                narrowed[name] = tensor[:, span]
         return replace(self, **narrowed)
 
 
