@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...common.atomic_folder import write_whole
+from ...common.atomic_file import write_whole
 from ...common.errors import UserError
 from ..arguments import BenchmarkArguments
 from .tables import format_record
