@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from transformers.utils.logging import disable_progress_bar
+
 from ..conftest import _seed  # noqa: F401  (sets one thread, no network, poisoned memory)
 from .harness import Kind, Outcome, as_line, check_apart, check_here
 from .kinds.every import KINDS
@@ -58,6 +60,7 @@ class Tally:
 
 def main() -> int:
     """Returns the exit status."""
+    disable_progress_bar()
     arguments = parse()
     if arguments.repeat:
         return repeat(*arguments.repeat)

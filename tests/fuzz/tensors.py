@@ -14,6 +14,8 @@ from .harness import expect
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Errors may be this many times those of the reference implementation in the same dtype.
 MULTIPLE = 6
+# What soft masks add to the scores of keys that they mean to hide.
+SOFT = -1e4
 LAYOUTS = ("plain", "transposed", "sliced", "wide", "offset", "expanded", "before-guard", "after-guard")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -130,7 +132,7 @@ def make_mask(mask: Mapping[str, Any] | None, dtype: torch.dtype) -> Tensor | No
     if mask["kind"] == "boolean" or (mask["kind"] != "soft" and mask["seed"] % 2):
         return laid_out(visible, mask["layout"])
     lowest = torch.finfo(dtype).min if mask["seed"] % 3 else float("-inf")
-    hidden = -1e4 if mask["kind"] == "soft" else lowest
+    hidden = SOFT if mask["kind"] == "soft" else lowest
     return laid_out(numbers.masked_fill(~visible, hidden).to(dtype), mask["layout"])
 
 
@@ -141,19 +143,25 @@ def mask_in_float64(mask: Tensor | None) -> Tensor | None:
     return mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min, float("-inf"))
 
 
-def expect_within_noise(name: str, actual: Tensor, plain: Tensor, truth: Tensor, unit: float | None = None) -> None:
-    """Finds errors beyond a multiple of those that `plain`, the reference in the same dtype, makes, plus a rounding.
+def rounding_of(name: str, case: Mapping[str, Any], truth: Mapping[str, Tensor]) -> float:
+    """One rounding of a result of a case: of the output, or of a gradient, which is a sum of many terms.
 
-    Args:
-        unit: what one rounding is; by default that of the dtype, times the largest number of the truth.
+    Soft masks make scores as large as they are, and a rounding of those is a relative error of the probabilities.
     """
+    values = [truth[name]] if name == "output" else list(truth.values())
+    largest = max((float(value.abs().max()) for value in values if value.numel()), default=0.0)
+    is_soft = case["mask"] is not None and case["mask"]["kind"] == "soft"
+    factor = (1 if name == "output" else 4) * (-SOFT if is_soft and case["dtype"] == "float64" else 1)
+    return factor * torch.finfo(DTYPES[case["dtype"]]).eps * (largest + 1e-3)
+
+
+def expect_within_noise(name: str, actual: Tensor, plain: Tensor, truth: Tensor, rounding: float) -> None:
+    """Finds errors beyond a multiple of those that `plain`, the reference in the same dtype, makes, or of a rounding."""
     expect(actual.shape == truth.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(truth.shape)}")
     expect(actual.dtype == plain.dtype, f"{name} is {actual.dtype}, not {plain.dtype}")
     if not truth.numel() or not bool(plain.isfinite().all()):
         return
     expect(actual.isfinite().all(), f"{name} is not finite, and that of the reference is")
-    eps = torch.finfo(plain.dtype).eps
-    rounding = eps * (float(truth.abs().max()) + 1e-3) if unit is None else unit
     noise = max(float((plain.double() - truth).abs().max()), rounding)
     error = float((actual.double() - truth).abs().max())
     expect(error <= MULTIPLE * noise, f"{name} is wrong by {error:.1e}, where the reference is by {noise:.1e}")

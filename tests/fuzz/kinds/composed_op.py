@@ -21,6 +21,7 @@ from ..tensors import (
     mask_in_float64,
     random_mask,
     random_values,
+    rounding_of,
 )
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
@@ -82,15 +83,7 @@ def check(case: Case) -> None:
     truth = outcome(call, in_float64(leaves), "eager", case)
     actual = outcome(call, leaves, case["class"], case)
     for name, exact in truth.items():
-        expect_within_noise(name, actual[name], plain[name], exact, unit_of(name, case, truth))
-
-
-def unit_of(name: str, case: Case, truth: Mapping[str, Tensor]) -> float | None:
-    """Gradients are sums of many terms: one rounding is a few of the largest gradient of all."""
-    if name == "output":
-        return None
-    largest = max((float(value.abs().max()) for value in truth.values() if value.numel()), default=0.0)
-    return 4 * torch.finfo(DTYPES[case["dtype"]]).eps * (largest + 1e-3)
+        expect_within_noise(name, actual[name], plain[name], exact, rounding_of(name, case, truth))
 
 
 def build(case: Case) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
