@@ -103,18 +103,18 @@ def check(case: Case) -> None:
         config = config_class(**fields)
     except (ValueError, StrictDataclassError) as error:
         named = [name for name in case["fields"] if any(part in str(error) for part in aliases(name, case))]
-        expect(named, f"{case['class']}: refused without naming the field: {one_line(error)} for {changed}")
+        expect(named, f"{case['class']}: refused without naming the field: {one_line(error)} | {changed}")
         return
     except Exception as error:
-        raise FindingError(f"{case['class']} is not refused properly: {one_line(error)} for {changed}") from error
+        raise FindingError(f"{case['class']} is not refused properly: {one_line(error)} | {changed}") from error
     if not fits(config):
         return
     try:
         run(config, case["class"])
     except FindingError as error:
-        raise FindingError(f"{case['class']} accepted, then {error} for {changed}") from error
+        raise FindingError(f"{case['class']} accepted, then {error} | {changed}") from error
     except Exception as error:
-        raise FindingError(f"{case['class']} accepted, then fails: {one_line(error)} for {changed}") from error
+        raise FindingError(f"{case['class']} accepted, then fails: {one_line(error)} | {changed}") from error
 
 
 def aliases(name: str, case: Case) -> list[str]:
