@@ -1,5 +1,6 @@
 """Running the command line in a forked process, and checkpoints for it to work on."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -7,9 +8,11 @@ import io
 import json
 import os
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 import dynattn
 from dynattn.scripts import cli
 
-from .harness import expect, in_child
+from .harness import expect, in_child, one_line
 
 SMALL = {
     "vocab_size": 300,
@@ -84,8 +87,6 @@ def _run(argv: Sequence[str], prepare: Callable[[], object]) -> Ended:
         except SystemExit as ended:
             status = ended.code
         except BaseException as error:  # what would have been a traceback
-            from .harness import one_line
-
             exception = one_line(error)
     return Ended(status, output.getvalue()[-4000:], errors.getvalue()[-4000:], exception)
 
@@ -115,8 +116,11 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 def checkpoints() -> Path:
     """A folder with small checkpoints of all formats, and a text; made once for all cases."""
     folder = Path(tempfile.mkdtemp(prefix="dynattn-fuzz-base-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for module, _ in cli.JOBS.values():
+        import_module(module)  # once here, instead of in every forked process
     torch.manual_seed(1)
-    for family in ("DCFormer", "DCPythia", "RCMHA"):
+    for family in ("DCFormer", "RCMHA"):
         _save_ours(folder / family.lower(), family)
     wide = {**SMALL, "hidden_size": 32, "head_dim": 8, "tie_word_embeddings": False}
     wide = {name: value for name, value in wide.items() if name not in ("sliding_window", "mem_len")}

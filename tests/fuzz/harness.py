@@ -35,6 +35,7 @@ class Kind:
         check: raises where the product fails the case.
         fast: cases that the ordinary tests run.
         seconds: a case that takes longer hangs.
+        prepare: makes what all cases read; called before the first.
         isolated: a case may crash or hang its process, or change it, so that the ordinary tests need a process for it.
         batch: cases that one process of the long run checks.
     """
@@ -42,6 +43,7 @@ class Kind:
     name: str
     generate: Callable[[Random], Case]
     check: Callable[[Case], None]
+    prepare: Callable[[], object] = lambda: None
     fast: int = 20
     seconds: float = 120
     isolated: bool = True
@@ -108,6 +110,7 @@ def check_here(kind: Kind, case: Case) -> str | None:
 def check_apart(kind: Kind, cases: Iterable[Case]) -> Iterator[Outcome]:
     """Checks cases in forked processes; a process that dies or hangs is the finding of the case that it was at."""
     waiting = list(cases)
+    kind.prepare()
     while waiting:
         for outcome in _check_in_child(kind, tuple(waiting)):
             waiting.pop(0)

@@ -98,6 +98,7 @@ def batches(kinds: list[Kind], seed: int) -> Iterator[tuple[Kind, range]]:
 
 def repeat(name: str, text: str) -> int:
     """Runs one case in this process, where a debugger can see it."""
+    KINDS[name].prepare()
     finding = check_here(KINDS[name], json.loads(text))
     print(finding or "passes")
     return 1 if finding else 0

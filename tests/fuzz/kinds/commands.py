@@ -1,5 +1,6 @@
 """Command lines with hostile options: one line and status 2, or success; never a traceback, nothing left half done."""
 
+import os
 import tempfile
 from pathlib import Path
 from random import Random
@@ -85,7 +86,7 @@ def check(case: Case) -> None:
         argv = command_line(case, folder)
         label = f"{case['class']} | {' '.join(argv)[:300]}"
         try:
-            ended = run_command(argv, KIND.seconds - 5, lambda: __import__("os").chdir(folder))
+            ended = run_command(argv, KIND.seconds - 5, lambda: os.chdir(folder))
         except TimeoutError:
             raise FindingError(f"hangs: {label}") from None
         except EOFError:
@@ -133,4 +134,4 @@ def command_line(case: Case, folder: Path) -> list[str]:
 
 
 
-KIND = Kind("commands", generate, check, fast=8, seconds=90, batch=25)
+KIND = Kind("commands", generate, check, checkpoints, fast=8, seconds=90, batch=25)

@@ -1,5 +1,6 @@
 """All kinds of fuzzing by name."""
 
-from . import commands, composed_op, configurations, models, op_refusals, relative_op
+from . import commands, composed_op, configurations, faults, files, models, op_refusals, processes, relative_op
 
-KINDS = {kind.name: kind for kind in (composed_op.KIND, relative_op.KIND, op_refusals.KIND, models.KIND, configurations.KIND, commands.KIND)}
+MODULES = (composed_op, relative_op, op_refusals, models, configurations, commands, files, faults, processes)
+KINDS = {module.KIND.name: module.KIND for module in MODULES}
