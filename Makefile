@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 # Type checkers cannot follow the import hook of an editable install; links that mirror the package serve them instead.
 TYPES := $(VENV)/types
 WORKERS ?= 2
+FUZZ_SECONDS ?= 1800
 
-.PHONY: test test-slow lint quickstart clean
+.PHONY: test test-slow fuzz lint quickstart clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -16,6 +17,10 @@ test: lint
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# Hostile random cases until the time is over; FUZZ_SEED=7 repeats a run.
+fuzz: $(INSTALLED)
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -W ignore -m tests.fuzz.main
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -147,7 +147,9 @@ def _save_ours(folder: Path, family: str) -> None:
 
 def _save_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(["<e>", *alphabet])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(["<e>", *alphabet])}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>").save_pretrained(folder)
 

@@ -92,7 +92,7 @@ def one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "dynattn" in frame.filename and "fuzz" not in frame.filename]
     place = f" [{Path(ours[-1].filename).name}:{ours[-1].name}]" if ours else ""
-    text = " ".join(str(error).split())[:400]
+    text = re.sub(r"(.)\1{30,}", r"\1...", " ".join(str(error).split()))[:400]
     return text if isinstance(error, FindingError) else f"{type(error).__name__}: {text}{place}"
 
 

@@ -9,17 +9,58 @@ from ..commands import PRETRAIN, as_options, checkpoints, expect_one_line, run_c
 from ..harness import Case, FindingError, Kind, expect
 
 # FOLDER stands for a fresh folder that holds `broken`, BASE for the checkpoints.
-PATHS = ("FOLDER/none.txt", "FOLDER", "/dev/null", "", "FOLDER/" + "x" * 300, "FOLDER/a/b/c", "FOLDER/file", "FOLDER/binary")
+PATHS = (
+    "FOLDER/none.txt",
+    "FOLDER",
+    "/dev/null",
+    "",
+    "FOLDER/" + "x" * 300,
+    "FOLDER/a/b/c",
+    "FOLDER/file",
+    "FOLDER/binary",
+)
 PATHS += ("FOLDER/file/below", "/proc/none", "FOLDER/loop", "FOLDER/empty", "BASE/dcformer", "BASE/text.jsonl", "~")
 NUMBERS = ("-1", "0", "1", "2", "1e400", "nan", "inf", "-inf", "99999999999999999999", "1.5", "x", "", "1e-320", "-0.0")
-WORDS = ("", "x", "none", "auto", "LG", "{}", "[]", "{", '{"hidden_size": -1}', '{"a": NaN}', "\u00e9\u0001", "a/b", "true")
-YAMLS = ("step: 3", "- 3", "seed: [", "seed: -1", "\ufffe", "a: &a [*a]", "output: {}", "!!python/object/apply:os.system ['true']")
+WORDS = (
+    "",
+    "x",
+    "none",
+    "auto",
+    "LG",
+    "{}",
+    "[]",
+    "{",
+    '{"hidden_size": -1}',
+    '{"a": NaN}',
+    "\u00e9\u0001",
+    "a/b",
+    "true",
+)
+YAMLS = (
+    "step: 3",
+    "- 3",
+    "seed: [",
+    "seed: -1",
+    "\ufffe",
+    "a: &a [*a]",
+    "output: {}",
+    "!!python/object/apply:os.system ['true']",
+)
 YAMLS += ("seed: 1e99", "? [a]\n: 1", "overwrite: maybe", "x", "", "output: null")
 
 NAMED: dict[str, dict[str, tuple[str, ...]]] = {
     "pretrain": {
         "numbers": (
-            *("seed", "batch_size", "max_steps", "epochs", "learning_rate", "warmup_steps", "sequence_length", "vocab_size"),
+            *(
+                "seed",
+                "batch_size",
+                "max_steps",
+                "epochs",
+                "learning_rate",
+                "warmup_steps",
+                "sequence_length",
+                "vocab_size",
+            ),
             *("weight_decay", "adam_beta1", "adam_epsilon", "max_grad_norm", "validation_share", "keep_checkpoints"),
             *("min_learning_rate_ratio", "freeze_parent_steps", "log_every", "save_every", "dataloader_workers"),
         ),
@@ -98,7 +139,10 @@ def check(case: Case) -> None:
         expect(base == snapshot(checkpoints()), f"a source was changed: {label}")
         if ended.status == 2:
             new = sorted(path for path in snapshot(folder).keys() - before.keys() if not path.startswith("a/b"))
-            expect(not new, f"{case['class']}: leaves {Path(new[0]).parts[0] if new else ''} after a refusal | {new} {label}")
+            expect(
+                not new,
+                f"{case['class']}: leaves {Path(new[0]).parts[0] if new else ''} after a refusal | {new} {label}",
+            )
 
 
 def prepare(folder: Path) -> None:
@@ -131,7 +175,6 @@ def command_line(case: Case, folder: Path) -> list[str]:
     file = [str(folder / "file.yaml")] if case["yaml"] is not None else []
     switches = ["--no_verify"] if job in ("convert", "publish") else []
     return [job, *sub, *file, *as_options(filled), *switches]
-
 
 
 KIND = Kind("commands", generate, check, checkpoints, fast=8, seconds=90, batch=25)

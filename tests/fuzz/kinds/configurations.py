@@ -33,7 +33,21 @@ SMALL: dict[str, Case] = {
 # JSON has no other numbers than these; "NaN" and the like are read back by Python's parser.
 NUMBERS: tuple[Any, ...] = (0, -1, -7, 1, 2, 3, 5, 10**12, 2**63, 0.0, 0.5, -0.5, 1.5, 1e-30, 1e30)
 NUMBERS += (float("nan"), float("inf"), -float("inf"))
-OTHERS: tuple[Any, ...] = (None, True, False, "", "1", "relu", "gelu", "no-such", "sliding_attention", [], {}, [1], ["a"])
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    "",
+    "1",
+    "relu",
+    "gelu",
+    "no-such",
+    "sliding_attention",
+    [],
+    {},
+    [1],
+    ["a"],
+)
 OTHERS += ({"a": 1}, [None], "\u0000", "x" * 5000)
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "no-such", 3, None)
 ROPE_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -79,7 +93,9 @@ def random_value(random: Random, name: str) -> Any:
         kinds = ("sliding_attention", "full_attention", "chunked_attention", None, 1)
         return [random.choice(kinds[: random.choice((2, 5))]) for _ in range(random.choice((0, 1, 2, 2, 3)))]
     if name.endswith("_act"):
-        return random.choice(("relu", "gelu", "silu", "relu2", "gelu_pytorch_tanh", "tanh", "no-such", "", "GELU", 3, None))
+        return random.choice(
+            ("relu", "gelu", "silu", "relu2", "gelu_pytorch_tanh", "tanh", "no-such", "", "GELU", 3, None)
+        )
     return random.choice(NUMBERS) if random.random() < 0.75 else random.choice(OTHERS)
 
 
@@ -90,7 +106,9 @@ def random_rope(random: Random) -> Any:
     for name in random.sample(sorted(ROPE_FIELDS), random.randint(0, 6)):
         one[name] = random.choice(ROPE_FIELDS[name])
     if random.random() < 0.2:
-        return {kind: random.choice((one, {"rope_type": "default"})) for kind in ("full_attention", "sliding_attention")}
+        return {
+            kind: random.choice((one, {"rope_type": "default"})) for kind in ("full_attention", "sliding_attention")
+        }
     return one
 
 

@@ -26,7 +26,11 @@ TIMED = ("seconds", "per_second", "mfu")
 
 def generate(random: Random) -> Case:
     fault = random.choice(("killed", "killed", "killed", "killed late", "disk is full", "limited files", "two at once"))
-    return {"class": fault, "event": random.randrange(1, EVENTS), "again": random.choice((None, random.randrange(1, EVENTS)))}
+    return {
+        "class": fault,
+        "event": random.randrange(1, EVENTS),
+        "again": random.choice((None, random.randrange(1, EVENTS))),
+    }
 
 
 def check(case: Case) -> None:

@@ -1,0 +1,89 @@
+"""A small part of the fuzzing, with fixed seeds: `make fuzz` does the rest. Known defects stand in `known.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .harness import Case, Kind, as_line, check_apart
+from .kinds.every import KINDS
+from .known import KNOWN, Known
+
+ROOT = Path(__file__).parents[2]
+# Kinds of which even one case takes as long as all other tests here.
+SLOW = ("faults", "commands", "files", "processes")
+SANITIZED = 40
+
+
+def findings(kind: Kind, cases: list[Case]) -> list[str]:
+    """What the product does wrong, each with the command that repeats it."""
+    return [
+        f"{outcome.finding}\n    {as_line(kind.name, outcome.case)}"
+        for outcome in check_apart(kind, cases)
+        if outcome.finding is not None
+    ]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS])
+def test_hostile_cases_find_nothing_new(name: str) -> None:
+    kind = KINDS[name]
+    found = findings(kind, [kind.case(seed) for seed in range(kind.fast)])
+    new = [finding for finding in found if not any(known.explains(name, finding) for known in KNOWN)]
+    assert not new, "\n".join(new)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param(
+            known,
+            id=known.reason,
+            marks=[pytest.mark.xfail(strict=True, reason=known.reason), *[pytest.mark.slow] * (known.kind in SLOW)],
+        )
+        for known in KNOWN
+    ],
+)
+def test_known_defects_are_mended(known: Known) -> None:
+    assert not findings(KINDS[known.kind], [known.case])
+
+
+def test_a_seed_always_gives_the_same_case() -> None:
+    for kind in KINDS.values():
+        assert kind.case(7) == kind.case(7)
+        assert as_line(kind.name, kind.case(7)).startswith(f"python -m tests.fuzz.main --repeat {kind.name} '")
+
+
+@pytest.mark.parametrize(("status", "says"), [(9, "status 9"), (-11, "killed by SIGSEGV")])
+def test_a_process_that_dies_is_a_finding_of_its_case_alone(status: int, says: str) -> None:
+    def die(case: Case) -> None:
+        if case["dies"]:
+            os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
+
+    kind = Kind("dying", lambda random: {}, die, seconds=20)
+    outcomes = list(check_apart(kind, [{"dies": False}, {"dies": True}, {"dies": False}]))
+    assert [outcome.finding for outcome in outcomes] == [None, f"the process ends: {says}", None]
+
+
+@pytest.mark.slow
+def test_c_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
+    """Address and undefined behaviour sanitizers watch the compiled C code; the interpreter needs their library first."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$@"\n')
+    compiler.chmod(0o755)
+    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "CC": str(compiler),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "LD_PRELOAD": library.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TRITON_INTERPRET": "1",
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.sanitized", str(SANITIZED)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    assert list((tmp_path / "cache").rglob("*.so"))
