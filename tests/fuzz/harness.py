@@ -63,15 +63,17 @@ class Known:
         says: a regular expression that its findings match, and no others.
         case: an example, which must fail.
         reason: what is wrong, and where.
+        of: whether a case can come upon it.
     """
 
     kind: str
     says: str
     case: Case
     reason: str
+    of: Callable[[Case], bool] = lambda case: True
 
-    def explains(self, kind: str, finding: str) -> bool:
-        return kind == self.kind and re.search(self.says, finding, re.DOTALL) is not None
+    def explains(self, kind: str, case: Case, finding: str) -> bool:
+        return kind == self.kind and self.of(case) and re.search(self.says, finding, re.DOTALL) is not None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from itertools import count
 
 from transformers.utils.logging import disable_progress_bar
 
-from ..conftest import _seed  # noqa: F401  (sets one thread, no network, poisoned memory)
+from .. import conftest  # noqa: F401  (one thread, no network, poisoned memory)
 from .harness import Kind, Outcome, as_line, check_apart, check_here
 from .kinds.every import KINDS
 from .known import KNOWN
@@ -42,7 +42,7 @@ class Tally:
         self.cases[f"{kind.name} / {outcome.case['class']}"] += 1
         if outcome.finding is None:
             return
-        explanations = [known for known in KNOWN if known.explains(kind.name, outcome.finding)]
+        explanations = [known for known in KNOWN if known.explains(kind.name, outcome.case, outcome.finding)]
         if explanations:
             self.known[explanations[0].reason] += 1
             return

@@ -144,19 +144,19 @@ def mask_in_float64(mask: Tensor | None) -> Tensor | None:
 
 
 def rounding_of(name: str, case: Mapping[str, Any], truth: Mapping[str, Tensor]) -> float:
-    """One rounding of a result of a case: of the output, or of a gradient, which is a sum of many terms.
+    """A few roundings of a result of a case: of the output, or of a gradient; both are sums of many terms.
 
     Soft masks make scores as large as they are, and a rounding of those is a relative error of the probabilities.
     """
     values = [truth[name]] if name == "output" else list(truth.values())
     largest = max((float(value.abs().max()) for value in values if value.numel()), default=0.0)
     is_soft = case["mask"] is not None and case["mask"]["kind"] == "soft"
-    factor = (1 if name == "output" else 4) * (-SOFT if is_soft and case["dtype"] == "float64" else 1)
+    factor = 4 * (-SOFT if is_soft and case["dtype"] == "float64" else 1)
     return factor * torch.finfo(DTYPES[case["dtype"]]).eps * (largest + 1e-3)
 
 
 def expect_within_noise(name: str, actual: Tensor, plain: Tensor, truth: Tensor, rounding: float) -> None:
-    """Finds errors beyond a multiple of those that `plain`, the reference in the same dtype, makes, or of a rounding."""
+    """Finds errors beyond a multiple of those of `plain`, the reference in the same dtype, or of a rounding."""
     expect(actual.shape == truth.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(truth.shape)}")
     expect(actual.dtype == plain.dtype, f"{name} is {actual.dtype}, not {plain.dtype}")
     if not truth.numel() or not bool(plain.isfinite().all()):

@@ -136,7 +136,7 @@ def check(case: Case) -> None:
 
 
 def aliases(name: str, case: Case) -> list[str]:
-    """What a message may call a field: rotary parameters also by their own names, a head's width by what it follows from."""
+    """What a message may call a field: rotary parameters also by their own names."""
     rotary = case["fields"].get("rope_parameters")
     inner = list(rotary) if name == "rope_parameters" and isinstance(rotary, dict) else []
     return [name, *(["rope", *inner] if name == "rope_parameters" else [])]
@@ -169,4 +169,4 @@ def run(config: PreTrainedConfig, family: str) -> None:
     expect(repr(before) == repr(after), "the saved configuration is another")
 
 
-KIND = Kind("configurations", generate, check, fast=80, seconds=30, batch=150)
+KIND = Kind("configurations", generate, check, fast=60, seconds=30, batch=150)

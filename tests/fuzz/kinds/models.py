@@ -292,4 +292,4 @@ WAYS: dict[str, Callable[[PreTrainedModel, Tensor, Case], Tensor]] = {
         embedded,
     )
 } | {"beams": alone}
-KIND = Kind("models", generate, check, fast=25, batch=40)
+KIND = Kind("models", generate, check, fast=12, batch=40)

@@ -21,9 +21,7 @@ SECONDS = 90
 
 def generate(random: Random) -> Case:
     return {
-        "class": random.choice(
-            ("processes", "threads", "fork after use", "cache that cannot be written", "broken cache")
-        ),
+        "class": random.choice(list(WAYS)),
         "count": random.choice((2, 3, 4)),
         "heads": random.choice((2, 3, 4, 6, 8)),
         "queries": random.choice((1, 5, 40)),
