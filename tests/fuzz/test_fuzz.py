@@ -73,12 +73,16 @@ def test_c_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$@"\n')
     compiler.chmod(0o755)
-    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # The sanitizer catches exceptions of C++ only where it finds the library that throws them.
+    libraries = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     environment = {
         **os.environ,
         "CC": str(compiler),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "LD_PRELOAD": library.stdout.strip(),
+        "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",
         "TRITON_INTERPRET": "1",
     }
