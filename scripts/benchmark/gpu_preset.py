@@ -117,7 +117,7 @@ TILING = (
     TunableConstant("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
     TunableConstant("ROWS", (64, 256, 512)),
     TunableConstant("BLOCK", (32, 128)),
-    TunableConstant("BAND_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
+    TunableConstant("WINDOW_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
 )
 HEAD_BY_HEAD_CONSTANTS = (*TILING, *(TunableConstant("TILES", TILES, name) for name in kernel_tuning.TILES))
 TENSOR_CORE_CONSTANTS = (

@@ -14,8 +14,8 @@ class MapInputs(NamedTuple):
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
     value: Tensor  # [B, H_kv, S, D]
-    pre_query: Tensor | None  # [B, T, rows, H]
-    pre_key: Tensor | None  # [B, S, rows, H]
+    pre_query: Tensor | None  # [B, T, terms, H]
+    pre_key: Tensor | None  # [B, S, terms, H]
     post_query: Tensor | None
     post_key: Tensor | None
     pre_static: Tensor | None  # [heads, heads] of all groups
@@ -24,7 +24,7 @@ class MapInputs(NamedTuple):
     first_keys: Tensor | None  # [rows of the batch, T], integers
 
     @property
-    def rows(self) -> list[Tensor | None]:
+    def terms(self) -> list[Tensor | None]:
         return [self.pre_query, self.pre_key, self.post_query, self.post_key]
 
 
@@ -43,8 +43,8 @@ class Factors(NamedTuple):
     They lie in panels of a few positions each, float32.
     """
 
-    pre_query: Tensor | None  # [items, H, panels of c of T, rows, PANEL]
-    pre_key: Tensor | None  # [items, H, panels of n of S, rows, PANEL]
+    pre_query: Tensor | None  # [items, H, panels of c of T, terms, PANEL]
+    pre_key: Tensor | None  # [items, H, panels of n of S, terms, PANEL]
     post_query: Tensor | None
     post_key: Tensor | None
 
@@ -65,16 +65,17 @@ class Visibility(NamedTuple):
     `behind` positions back are visible, if they are real and nothing else here hides them. A row of the batch is
     `groups` items.
 
-    Triton compiles a kernel again for numbers that are 1 or multiples of 16. Those that depend on lengths are `opaque`.
+    Triton compiles a kernel again for numbers that are 1 or multiples of 16. Those that depend on lengths are
+    `unspecialized`.
     """
 
-    position: int  # of the chunk's first query among the keys, opaque
-    start: int  # the chunk's first key, opaque; below zero if padding comes before the real ones
+    position: int  # of the chunk's first query among the keys, unspecialized
+    start: int  # the chunk's first key, unspecialized; below zero if padding comes before the real ones
     behind: int
     ahead: int
     step: int | None  # queries of each block of a band; None where a chunk is none
-    real_queries: int  # from the chunk's first one on, opaque
-    real_keys: int  # S, opaque
+    real_queries: int  # from the chunk's first one on, unspecialized
+    real_keys: int  # S, unspecialized
     first_real_key: int | None  # 0 where padding comes before it; None otherwise
     groups: int
     mask: Tensor | None  # [rows of the batch, c, S], 8 bits
@@ -89,8 +90,8 @@ class Visibility(NamedTuple):
     row_of_first_keys: int  # T
 
 
-def opaque(number: int) -> int:
-    """Returns a number that is neither 1 nor a multiple of 16; `dcmha_triton_tiles.opened` is the way back."""
+def unspecialized(number: int) -> int:
+    """Returns a number that is neither 1 nor a multiple of 16; `dcmha_triton_tiles.original` is the way back."""
     return 4 * number + 2
 
 
@@ -106,18 +107,18 @@ class Matrices(NamedTuple):
     post_key: Tensor | None
 
 
-class StageRows(NamedTuple):
+class StageTerms(NamedTuple):
     """Packed rows of one stage of a chunk; None where a side has none."""
 
-    query: Tensor | None  # [items, c of T, rows, H]
-    key: Tensor | None  # [items, n of S, rows, H]
+    query: Tensor | None  # [items, c of T, terms, H]
+    key: Tensor | None  # [items, n of S, terms, H]
 
 
-class RowGradients(NamedTuple):
+class TermGradients(NamedTuple):
     """What programs add to the gradients of one stage's rows and static matrix; None where nothing is."""
 
-    query: Tensor | None  # [items, blocks of n, c, rows, H]
-    key: Tensor | None  # [items, programs along c, n, rows, H], float32
+    query: Tensor | None  # [items, blocks of n, c, terms, H]
+    key: Tensor | None  # [items, programs along c, n, terms, H], float32
     static: Tensor | None  # [patches, padded, padded], float32; zero before
 
 
@@ -129,7 +130,7 @@ class Statics(NamedTuple):
     plain: Tensor | None = None  # to be mixed: probabilities, or gradients of the composed scores
 
 
-class Chunk(NamedTuple):
+class MapChunk(NamedTuple):
     """Some items of the batch, some of their queries, and the keys in their reach."""
 
     items: slice

@@ -108,8 +108,8 @@ def _attend(
     query, key, value = (split_heads(rows, groups) for rows in (query, key, value))
     packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))
     (*pre_sides, pre_static), (*post_sides, post_static) = packed
-    rows = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
-    output, _ = _forward_op(query, key, value, *rows, pre_static, post_static, attention_mask, first_keys, *settings)
+    terms = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
+    output, _ = _forward_op(query, key, value, *terms, pre_static, post_static, attention_mask, first_keys, *settings)
     return join_groups(output, groups)
 
 
@@ -131,8 +131,8 @@ def _forward_op(
     sliding_window: int | None,
     groups: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = (pre_query, pre_key, post_query, post_key)
-    inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
+    terms = (pre_query, pre_key, post_query, post_key)
+    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         return attend(inputs, settings)
@@ -158,8 +158,8 @@ def _backward_op(
     sliding_window: int | None,
     groups: int,
 ) -> list[Tensor]:
-    rows = (pre_query, pre_key, post_query, post_key)
-    inputs = MapInputs(query, key, value, *rows, pre_static, post_static, mask, first_keys)
+    terms = (pre_query, pre_key, post_query, post_key)
+    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         grads = attend_backward(grad_output, lse, inputs, settings)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...masking import split_mask
 from ..composition import Composition
-from .arguments import opaque
+from .arguments import unspecialized
 from .kernels.registry import load_kernels
 
 # Programs that the splits of all items are to make together: two for each multiprocessor of an H100.
@@ -24,7 +24,7 @@ LARGEST_KEYS = 16384  # bytes
 WARPS, STAGES = 4, 4
 
 
-class Side(NamedTuple):
+class DecodeSide(NamedTuple):
     """One stage's factors of queries or of keys, with the strides that all of them share; heads are contiguous."""
 
     down: Tensor | None  # [B, 1 or S, R, H]
@@ -39,15 +39,15 @@ class Side(NamedTuple):
         return 0 if self.down is None else self.down.shape[2]
 
 
-class StageFactors(NamedTuple):
+class DecodeStage(NamedTuple):
     """All factors of one stage."""
 
-    query: Side
-    key: Side
+    query: DecodeSide
+    key: DecodeSide
     static: Tensor | None  # [H, H]
 
 
-class Hidden(NamedTuple):
+class DecodeMask(NamedTuple):
     """What hides or biases keys; strides are those of items and keys."""
 
     mask: Tensor | None  # [B, S], 8 bits
@@ -58,7 +58,7 @@ class Hidden(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Keys from `first` up to `keys` count, both opaque for kernels; each of `splits` has `blocks` blocks of them."""
+    """Keys from `first` up to `keys` count, both `unspecialized`; each of `splits` has `blocks` blocks of them."""
 
     first: int
     keys: int
@@ -121,9 +121,9 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    stages: tuple[StageFactors, StageFactors],
+    stages: tuple[DecodeStage, DecodeStage],
     groups: tuple[int, int],
-    where: Hidden,
+    where: DecodeMask,
     scaling: float,
     sliding_window: int | None,
 ) -> Tensor:
@@ -134,7 +134,7 @@ def _attend(
     first = 0 if sliding_window is None else max(0, keys - sliding_window)
     sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize)
     sizes, block_s = plan(batch, first, keys, fitting)
-    splits, sizes = sizes.splits, sizes._replace(first=opaque(first), keys=opaque(keys))
+    splits, sizes = sizes.splits, sizes._replace(first=unspecialized(first), keys=unspecialized(keys))
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
     common |= {"num_warps": WARPS, "num_stages": STAGES}
     constants = [
@@ -185,31 +185,33 @@ def _tensors(composition: Composition | None) -> list[Tensor | None]:
     return [getattr(composition, name, None) for name in (*names, "static")]
 
 
-def _stage(tensors: list[Tensor | None]) -> StageFactors:
+def _stage(tensors: list[Tensor | None]) -> DecodeStage:
     static = tensors[6]
-    return StageFactors(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
+    return DecodeStage(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
 
 
-def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Side:
+def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> DecodeSide:
     """Factors where they lie, if all of them have the strides that those in a cache have in common; else a copy."""
     if gate is not None:
         gate = gate.unsqueeze(2)
     parts = [part for part in (down, up, gate) if part is not None]
     if not parts:
-        return Side(None, None, None, 0, 0, 0)
+        return DecodeSide(None, None, None, 0, 0, 0)
     alike = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
     if not alike or (down is not None and up is not None and down.stride(2) != up.stride(2)):
         copies = iter(torch.cat(parts, dim=2).split([part.shape[2] for part in parts], dim=2))
         down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))
         return _side(down, up, None if gate is None else gate.squeeze(2))
-    return Side(down, up, gate, *parts[0].stride()[:3])
+    return DecodeSide(down, up, gate, *parts[0].stride()[:3])
 
 
-def _hidden(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> Hidden:
+def _hidden(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> DecodeMask:
     visible, bias = (None if part is None else part.expand(batch, 1, 1, keys)[:, 0, 0] for part in split_mask(mask))
     visible = None if visible is None else visible.view(torch.uint8)
     strides = [(0, 0) if part is None else part.stride() for part in (visible, bias)]
-    return Hidden(visible, strides[0], bias, strides[1], None if first_keys is None else first_keys[:, 0].contiguous())
+    return DecodeMask(
+        visible, strides[0], bias, strides[1], None if first_keys is None else first_keys[:, 0].contiguous()
+    )
 
 
 def _with_contiguous_rows(rows: Tensor) -> Tensor:

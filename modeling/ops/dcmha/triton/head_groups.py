@@ -45,11 +45,11 @@ def split_heads(rows: Tensor, groups: int) -> Tensor:
     return rows.unflatten(1, (groups, -1)).flatten(0, 1)
 
 
-def split_factors(rows: Tensor | None, groups: int) -> Tensor | None:
-    """`[B, T or S, rows, H]` to `[B * groups, T or S, rows, H / groups]`."""
-    if rows is None:
+def split_factors(terms: Tensor | None, groups: int) -> Tensor | None:
+    """`[B, T or S, terms, H]` to `[B * groups, T or S, terms, H / groups]`."""
+    if terms is None:
         return None
-    return rows.unflatten(-1, (groups, -1)).movedim(-2, 1).flatten(0, 1)
+    return terms.unflatten(-1, (groups, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def join_groups(output: Tensor, groups: int) -> Tensor:

@@ -1,15 +1,15 @@
-"""The matrix products of `dcmha_triton`'s passes: all that a `Composer` does not do."""
+"""The matrix products of `dcmha_triton`'s passes: all that a `KernelComposer` does not do."""
 
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from .arguments import Chunk, MapInputs
+from .arguments import MapChunk, MapInputs
 from .workspace import Workspace, padded
 
 
-class Products(ABC):
+class Matmuls(ABC):
     """Makes maps `[items, H, c, n]` of rows, and rows of maps, one chunk after the other.
 
     Args:
@@ -25,23 +25,23 @@ class Products(ABC):
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None: ...
 
     @abstractmethod
-    def scores(self, chunk: Chunk) -> Tensor:
+    def scores(self, chunk: MapChunk) -> Tensor:
         """Leaves the scaled scores in a buffer."""
 
     @abstractmethod
-    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+    def attend(self, chunk: MapChunk, probs: Tensor) -> None:
         """Sets the output of the chunk's queries."""
 
     @abstractmethod
-    def grad_composed(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: MapChunk) -> Tensor:
         """Leaves the gradients of composed probabilities in a buffer."""
 
     @abstractmethod
-    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+    def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
         """Adds to the gradients of values, given composed probabilities."""
 
     @abstractmethod
-    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+    def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
         """Sets the gradients of queries and adds to those of keys, given the gradients of scores."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Products(ABC):
         """Returns the gradients of `query`, `key` and `value`."""
 
 
-class VendorProducts(Products):
+class CublasMatmuls(Matmuls):
     """The vendor's products, for chunks of whole rows."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
@@ -68,25 +68,25 @@ class VendorProducts(Products):
                 torch.zeros_like(rows, dtype=torch.float32) for rows in (self.key, self.value)
             )
 
-    def scores(self, chunk: Chunk) -> Tensor:
+    def scores(self, chunk: MapChunk) -> Tensor:
         scores = self.work.map("scores", chunk, self.work.score_dtype)
         query, key = self._of_queries(self.score_query, chunk), self._of_keys(self.score_key, chunk)
         _multiply(query, key.transpose(1, 2), out=self._grouped(scores), scaling=self.work.scaling)
         return scores
 
-    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+    def attend(self, chunk: MapChunk, probs: Tensor) -> None:
         rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
         self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
 
-    def grad_composed(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: MapChunk) -> Tensor:
         grads, value = self.work.map("grad_composed", chunk), self._of_keys(self.value, chunk)
         _multiply(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
         return grads
 
-    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+    def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
         self._add(self.grad_value, chunk, self._grouped(probs), self._of_queries(self.grad_output, chunk))
 
-    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+    def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
         grads, scaling = self._grouped(grads), self.work.scaling
         self._add(self.grad_key, chunk, grads, self._of_queries(self.query, chunk), scaling)
         total = self.grad_query[chunk.items, :, chunk.queries]
@@ -105,15 +105,15 @@ class VendorProducts(Products):
         """`[items, H, c, D or n]` to what a product with keys takes, `[items * H_kv, H / H_kv * c, D or n]`."""
         return rows.reshape(rows.shape[0] * self.kv_heads, -1, rows.shape[-1])
 
-    def _of_queries(self, rows: Tensor, chunk: Chunk) -> Tensor:
+    def _of_queries(self, rows: Tensor, chunk: MapChunk) -> Tensor:
         """`[B, H, T, D]` to grouped rows of the chunk's queries."""
         return self._grouped(rows[chunk.items, :, chunk.queries])
 
-    def _of_keys(self, rows: Tensor, chunk: Chunk) -> Tensor:
+    def _of_keys(self, rows: Tensor, chunk: MapChunk) -> Tensor:
         """`[B * H_kv, S, D]` to `[items * H_kv, n, D]`, a view."""
         return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
 
-    def _add(self, total: Tensor, chunk: Chunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
+    def _add(self, total: Tensor, chunk: MapChunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
         """Adds `maps^T @ rows * scaling` to the gradients of the chunk's keys."""
         total, maps = self._of_keys(total, chunk), maps.transpose(1, 2)
         if maps.is_cuda and maps.dtype != total.dtype:

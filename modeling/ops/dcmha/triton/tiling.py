@@ -1,8 +1,8 @@
 """How the passes of `dcmha_triton` cut the pairs of queries and keys into chunks, and where these lie in memory.
 
 A chunk is some queries and a rectangle `[c, n]` of maps for each head of some items. It holds whole rows of the map
-(`RowCut`), or a band of it (`BandCut`): blocks of `step` queries, each with the `n` keys that end where it ends. There
-column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key, so that a band of any length is
+(`RowTiling`), or a band of it (`WindowTiling`): blocks of `step` queries, each with the `n` keys that end where it ends.
+There column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key, so that a band of any length is
 one chunk, and no input is copied.
 
 Lengths are those of whole patches, so that kernels need no bounds on maps. Padding is zero and adds nothing to
@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class RowCut:
+class RowTiling:
     """Chunks of `rows` queries with all keys that they can reach.
 
     Attributes:
@@ -50,7 +50,7 @@ class RowCut:
 
 
 @dataclass(frozen=True)
-class BandCut:
+class WindowTiling:
     """Chunks of `blocks` blocks of a causal window; keys before the first one are padding too."""
 
     real_queries: int  # T
@@ -100,7 +100,7 @@ class BandCut:
         return slice(first + start * self.step, first + (stop - 1) * self.step + self.reach)
 
 
-def cut(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowCut | BandCut:
+def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:
     """Returns how to cut a problem.
 
     Args:
@@ -112,10 +112,10 @@ def cut(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> Row
         step = aligned(block_of(settings.sliding_window), max(patch[0], ALIGNMENT))
         reach = aligned(settings.sliding_window - 1 + step, max(patch[1], ALIGNMENT))
         if queries >= 2 * step and keys >= reach:
-            return BandCut(queries, keys, step, reach, blocks_of_a_chunk(heads * settings.groups * step * reach))
+            return WindowTiling(queries, keys, step, reach, blocks_of_a_chunk(heads * settings.groups * step * reach))
     rows = _rows_of_a_chunk(structure, batch * heads, patch[0])
     lengths = aligned(queries, patch[0]), aligned(keys, patch[1])
-    return RowCut(*lengths, rows, tuple(_spans(structure, lengths[0], rows, patch[1], inputs.first_keys)))
+    return RowTiling(*lengths, rows, tuple(_spans(structure, lengths[0], rows, patch[1], inputs.first_keys)))
 
 
 def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:

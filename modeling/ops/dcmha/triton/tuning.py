@@ -20,8 +20,8 @@ LARGEST_MAP = 1 << 26
 BLOCK = 64
 # Queries and keys of a tile in the matrix products of a window, and warps of a program; in float32, which has no tensor
 # cores, registers leave room for a quarter.
-BAND_TILE = (64, 64, 4)
-BAND_TILE_OF_FLOAT32 = (32, 32, 4)
+WINDOW_TILE = (64, 64, 4)
+WINDOW_TILE_OF_FLOAT32 = (32, 32, 4)
 
 # Heads of an item from here to there compose on the tensor cores, in half precision. Their number is filled up to 16 or
 # 32, which costs these kernels as much as real heads: for each real one of 11 they need as many instructions forward as
@@ -38,7 +38,7 @@ FEWEST_HEADS, MOST_HEADS = 11, 32
 # with little traffic of factors and partial sums. More than 5 rows on a side (rank 2 and a gate), or a static matrix in
 # float32, leave registers for 8 entries.
 TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
-TILES_OF_MANY_ROWS = dict.fromkeys(TILES, (16, 64, 4))
+TILES_OF_MANY_TERMS = dict.fromkeys(TILES, (16, 64, 4))
 # The same in the kernels that hold all heads, and stages of loading. Products need 8 queries and keys forward, 16 of
 # both backward. Forward there is room for two programs on a multiprocessor or more, backward for one, which with 16
 # heads loads for its next turn while it computes, and spills 48 bytes of a thread and more for that. With 32 heads the
@@ -88,24 +88,24 @@ def blocks_of_a_chunk(elements: int) -> int:
     return max(1, LARGEST_MAP // max(1, elements))
 
 
-def tile_of_band(dtype: torch.dtype) -> tuple[int, int, int]:
+def tile_of_window(dtype: torch.dtype) -> tuple[int, int, int]:
     """Returns the queries and keys of a tile of a window's matrix products, and the warps of a program."""
-    return BAND_TILE_OF_FLOAT32 if dtype == torch.float32 else BAND_TILE
+    return WINDOW_TILE_OF_FLOAT32 if dtype == torch.float32 else WINDOW_TILE
 
 
-def composes_by_matrices(heads: int, dtype: torch.dtype) -> bool:
+def composes_on_tensor_cores(heads: int, dtype: torch.dtype) -> bool:
     """Whether kernels of the tensor cores compose these heads of an item."""
     return dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
-def tiles_for(rows: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
+def tiles_for(terms: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each kernel that goes through the heads.
 
     Args:
-        rows: the number of packed rows on each side of each stage.
+        terms: the number of terms on each side of each stage.
         wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
     """
-    return TILES_OF_MANY_ROWS if max(rows) > 5 or wide_static else TILES
+    return TILES_OF_MANY_TERMS if max(terms) > 5 or wide_static else TILES
 
 
 def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:

@@ -6,25 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Chunk, MapInputs
-from .matmuls import Products
-from .tiling import BandCut
-from .tuning import tile_of_band
+from .arguments import MapChunk, MapInputs
+from .matmuls import Matmuls
+from .tiling import WindowTiling
+from .tuning import tile_of_window
 from .workspace import Workspace
 
 
-class BandProducts(Products):
+class WindowMatmuls(Matmuls):
     """Rows are read where they lie; gradients of keys are summed in float32 where several chunks add to them."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
-        assert isinstance(work.cut, BandCut)
-        self.work, self.cut = work, work.cut
+        assert isinstance(work.tiling, WindowTiling)
+        self.work, self.tiling = work, work.tiling
         self.query, self.key, self.value = map(_in_place, (inputs.query, inputs.key, inputs.value))
-        block_t, block_s, self.warps = tile_of_band(work.dtype)
+        block_t, block_s, self.warps = tile_of_window(work.dtype)
         # Whole tiles make a block, and what it reaches.
-        self.tile = math.gcd(self.cut.step, block_t), math.gcd(self.cut.step, self.cut.reach, block_s)
+        self.tile = math.gcd(self.tiling.step, block_t), math.gcd(self.tiling.step, self.tiling.reach, block_s)
         self.share = work.heads // self.key.shape[1]
-        self.is_added = len(self.cut.spans) > 1
+        self.is_added = len(self.tiling.spans) > 1
         if grad_output is None:
             batch, heads, queries, width = self.query.shape
             self.output = self.query.new_empty(batch, queries, heads, width)
@@ -36,27 +36,27 @@ class BandProducts(Products):
                 torch.zeros(rows.shape, dtype=dtype, device=work.device) for rows in (self.key, self.value)
             )
 
-    def scores(self, chunk: Chunk) -> Tensor:
+    def scores(self, chunk: MapChunk) -> Tensor:
         scores = self.work.map("scores", chunk, self.work.score_dtype)
         return self._maps(chunk, self.query, self.key, scores, self.work.scaling)
 
-    def attend(self, chunk: Chunk, probs: Tensor) -> None:
+    def attend(self, chunk: MapChunk, probs: Tensor) -> None:
         self._queries(chunk, probs, self.value, self.output.transpose(1, 2), 1.0)
 
-    def grad_composed(self, chunk: Chunk) -> Tensor:
+    def grad_composed(self, chunk: MapChunk) -> Tensor:
         return self._maps(chunk, self.grad_output, self.value, self.work.map("grad_composed", chunk), 1.0)
 
-    def add_to_values(self, chunk: Chunk, probs: Tensor) -> None:
+    def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
         self._keys(chunk, probs, self.grad_output, self.grad_value, 1.0)
 
-    def add_to_queries_and_keys(self, chunk: Chunk, grads: Tensor) -> None:
+    def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
         self._queries(chunk, grads, self.key, self.grad_query, self.work.scaling)
         self._keys(chunk, grads, self.query, self.grad_key, self.work.scaling)
 
     def gradients(self) -> dict[str, Tensor]:
         return {"query": self.grad_query, "key": self.grad_key, "value": self.grad_value}
 
-    def _maps(self, chunk: Chunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:
+    def _maps(self, chunk: MapChunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:
         """Sets maps to products of rows of queries and of keys."""
         left, right = left[chunk.items, :, chunk.queries], right[chunk.items]
         block_t, block_s = self.tile
@@ -65,23 +65,23 @@ class BandProducts(Products):
         self._launch("dcmha_band_maps", grid, chunk, left, right, maps, _strides(left), _strides(right), scaling)
         return maps
 
-    def _queries(self, chunk: Chunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
+    def _queries(self, chunk: MapChunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
         """Sets rows of the chunk's queries to sums over keys."""
         right, rows = right[chunk.items], rows[chunk.items, :, chunk.queries]
         grid = chunk.counts[1] // self.tile[0], chunk.counts[0] * self.work.heads
         tensors = maps, right, rows, _strides(right), _strides(rows)
-        self._launch("dcmha_band_queries", grid, chunk, *tensors, scaling, reach=self.cut.reach)
+        self._launch("dcmha_band_queries", grid, chunk, *tensors, scaling, reach=self.tiling.reach)
 
-    def _keys(self, chunk: Chunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
+    def _keys(self, chunk: MapChunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
         """Adds sums over queries to rows of the chunk's keys."""
         left, rows = left[chunk.items, :, chunk.queries], rows[chunk.items]
         keys = chunk.keys.stop - chunk.keys.start
         grid = keys // self.tile[1], chunk.counts[0] * rows.shape[1]
-        constants = {"step": self.cut.step, "reach": self.cut.reach, "is_added": self.is_added}
+        constants = {"step": self.tiling.step, "reach": self.tiling.reach, "is_added": self.is_added}
         tensors = maps, left, rows, _strides(left), _strides(rows)
         self._launch("dcmha_band_keys", grid, chunk, *tensors, scaling, **constants)
 
-    def _launch(self, name: str, grid: tuple[int, ...], chunk: Chunk, *arguments: Any, **constants: int) -> None:
+    def _launch(self, name: str, grid: tuple[int, ...], chunk: MapChunk, *arguments: Any, **constants: int) -> None:
         *tensors_and_strides, scaling = arguments
         block_t, block_s = self.tile
         self.work.kernels[name][grid](

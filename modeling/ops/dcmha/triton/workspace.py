@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...masking import Structure, split_mask
-from .arguments import Chunk, MapInputs, MapSettings, Sizes, Visibility, opaque
+from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import add_blocks, cut
+from .tiling import add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
 # Farther than any two positions are apart.
@@ -40,44 +40,44 @@ class Workspace:
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
-        self.cut = cut(inputs, settings, patch)
-        self.queries, self.keys = self.cut.queries, self.cut.keys
+        self.tiling = choose_tiling(inputs, settings, patch)
+        self.queries, self.keys = self.tiling.queries, self.tiling.keys
         self.mask, self.bias = self._masks(inputs.mask)
         self.first_keys = None
         if inputs.first_keys is not None:
             first_keys = inputs.first_keys.to(self.device, torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
-        item = self.heads * self.cut.largest
+        item = self.heads * self.tiling.largest
         rows = max(1, min(self.batch // self.groups, items_of_a_chunk(item * self.groups)))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * item), strict=True))
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[MapChunk]:
         """Yields all chunks but those whose queries see no key."""
-        for queries, keys in self.cut.spans:
-            shape = queries.stop - queries.start, self.cut.columns(keys)
+        for queries, keys in self.tiling.spans:
+            shape = queries.stop - queries.start, self.tiling.columns(keys)
             sizes = Sizes(*shape, self.queries, self.keys)
             for first in range(0, self.batch, self.items):
                 items = slice(first, min(first + self.items, self.batch))
                 where = self._visibility(slice(items.start // self.groups, None), queries, keys)
-                yield Chunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
+                yield MapChunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
 
     def with_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
         """Returns rows of all positions with zeros for padding."""
-        return padded(rows, axis, self.keys, self.cut.before) if of_keys else padded(rows, axis, self.queries)
+        return padded(rows, axis, self.keys, self.tiling.before) if of_keys else padded(rows, axis, self.queries)
 
     def without_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
         """Returns a view of what `with_padding` was given."""
-        first, length = (self.cut.before, self.structure.keys) if of_keys else (0, self.structure.queries)
+        first, length = (self.tiling.before, self.structure.keys) if of_keys else (0, self.structure.queries)
         return rows.narrow(axis, first, length)
 
-    def add_keys(self, total: Tensor, partial: Tensor, chunk: Chunk) -> None:
+    def add_keys(self, total: Tensor, partial: Tensor, chunk: MapChunk) -> None:
         """Adds what programs along the queries, `[items, programs, n, ..]`, say about keys to `[items, keys, ..]`."""
         step = chunk.where.step or chunk.sizes.queries
         parts = partial.unflatten(1, (chunk.sizes.queries // step, -1)).sum(2, dtype=torch.float32)
         add_blocks(total[chunk.items, chunk.keys], parts, step)
 
-    def map(self, name: str, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
+    def map(self, name: str, chunk: MapChunk, dtype: torch.dtype | None = None) -> Tensor:
         """Returns one of the shared buffers as `[items, H, c, n]`; in the dtype of the values if in no other."""
         items, queries, keys = chunk.counts
         shape = (items, self.heads, queries, keys)
@@ -93,7 +93,7 @@ class Workspace:
         torch.baddbmm(base, static.to(maps.dtype).expand(maps.shape[0], -1, -1), maps, out=product)
         return out
 
-    def merge(self, chunk: Chunk, partial_lse: Tensor, lse: Tensor) -> None:
+    def merge(self, chunk: MapChunk, partial_lse: Tensor, lse: Tensor) -> None:
         """Sets the log-sum-exp of whole rows, `[items, H, c of T]`, from that of their patches."""
         items, queries, _ = chunk.counts
         block_t, warps = tile_of_merge()
@@ -107,7 +107,7 @@ class Workspace:
             num_warps=warps,
         )
 
-    def partial_of_queries(self, chunk: Chunk, block: int) -> Tensor:
+    def partial_of_queries(self, chunk: MapChunk, block: int) -> Tensor:
         """Room for a number of each head and query from each block of keys: `[items, blocks, H, c]`."""
         items, queries, keys = chunk.counts
         shape = items, -(-keys // block), self.heads, queries
@@ -117,15 +117,15 @@ class Workspace:
         structure = self.structure
         window = structure.sliding_window or UNBOUNDED
         mask, bias = (None if part is None else part[rows, queries] for part in (self.mask, self.bias))
-        start = keys.start - self.cut.before
+        start = keys.start - self.tiling.before
         return Visibility(
-            position=opaque(queries.start + structure.keys - structure.queries),
-            start=opaque(start),
+            position=unspecialized(queries.start + structure.keys - structure.queries),
+            start=unspecialized(start),
             behind=window - 1,
             ahead=0 if structure.is_causal else window - 1,
-            step=self.cut.step,
-            real_queries=opaque(structure.queries - queries.start),
-            real_keys=opaque(structure.keys),
+            step=self.tiling.step,
+            real_queries=unspecialized(structure.queries - queries.start),
+            real_keys=unspecialized(structure.keys),
             first_real_key=0 if start < 0 else None,
             groups=self.groups,
             **_strided("mask", mask),

@@ -17,8 +17,8 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import decode, passes, tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
-from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import LoopComposer
-from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import MatrixComposer
+from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
+from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side, _tensors
 from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
@@ -103,7 +103,7 @@ def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "ROWS", 8)
     monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     monkeypatch.setattr(tuning, "TILES", tiles)
-    monkeypatch.setattr(tuning, "TILES_OF_MANY_ROWS", tiles)
+    monkeypatch.setattr(tuning, "TILES_OF_MANY_TERMS", tiles)
     matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
     monkeypatch.setattr(tuning, "MATRIX_TILES_16", matrix_tiles)
     monkeypatch.setattr(tuning, "TURNS", 2)
@@ -196,10 +196,10 @@ def assert_equal_to_the_reference(case: Case) -> None:
         torch.testing.assert_close(ours.double(), true, atol=2e-5, rtol=1e-5)
 
 
-@pytest.fixture(params=["loops", "matrices"])
+@pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: request.param == "matrices")
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
     return str(request.param)
 
 
@@ -220,7 +220,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, 18])
 def test_the_shipped_patches_of_all_heads_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: True)
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
 
 
@@ -240,14 +240,14 @@ def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: to
 @pytest.mark.parametrize(
     ("expected", "dtype", "heads", "groups", "parts"),
     [
-        (MatrixComposer, torch.bfloat16, 16, 1, {"pre_key", "post_query"}),
-        (MatrixComposer, torch.float16, 32, 2, {"pre_key"}),
-        (MatrixComposer, torch.bfloat16, 12, 1, {"post_static"}),
-        (LoopComposer, torch.float32, 16, 1, {"pre_key"}),
-        (LoopComposer, torch.bfloat16, 8, 1, {"pre_key"}),
-        (LoopComposer, torch.bfloat16, 64, 1, {"pre_key"}),
-        (LoopComposer, torch.bfloat16, 16, 2, {"pre_key", "pre_static"}),
-        (LoopComposer, torch.bfloat16, 16, 1, set()),
+        (TensorCoreComposer, torch.bfloat16, 16, 1, {"pre_key", "post_query"}),
+        (TensorCoreComposer, torch.float16, 32, 2, {"pre_key"}),
+        (TensorCoreComposer, torch.bfloat16, 12, 1, {"post_static"}),
+        (HeadByHeadComposer, torch.float32, 16, 1, {"pre_key"}),
+        (HeadByHeadComposer, torch.bfloat16, 8, 1, {"pre_key"}),
+        (HeadByHeadComposer, torch.bfloat16, 64, 1, {"pre_key"}),
+        (HeadByHeadComposer, torch.bfloat16, 16, 2, {"pre_key", "pre_static"}),
+        (HeadByHeadComposer, torch.bfloat16, 16, 1, set()),
     ],
 )
 def test_tensor_cores_compose_what_they_can(

@@ -1,6 +1,6 @@
 """What the Triton path launches, compiled for GPUs that need not be there from the arguments that it really gets.
 
-`python tests/modeling/test_triton_launch.py 90 bfloat16 0 3` does so for some of the cases of `test_triton`.
+`python tests/modeling/ops/dcmha/test_triton_launch.py 90 bfloat16 0 3` does so for some of the cases of `test_triton`.
 """
 
 import json
@@ -16,11 +16,11 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-MATRICES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
-MATRICES |= {"dcmha_matrices", "dcmha_merge"}
+TENSOR_CORES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
+TENSOR_CORES |= {"dcmha_matrices", "dcmha_merge"}
 BACKWARD = {"dcmha_matrix_backward_post", "dcmha_matrix_backward_pre", "dcmha_band_keys"}
-BAND = {f"dcmha_band_{name}" for name in ("maps", "queries", "keys")}
-LOOPS = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
+WINDOW = {f"dcmha_band_{name}" for name in ("maps", "queries", "keys")}
+HEAD_BY_HEAD = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
 DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
 
 
@@ -66,13 +66,13 @@ def run_elsewhere(capability: int, dtype: str, *cases: int | str) -> list[Any]:
 
 
 def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
-    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [MATRICES | BAND, LOOPS, DECODING]
+    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
 
 
 def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
     variants, of_decoding = run_elsewhere(90, "bfloat16", "variants")
     # Rows of chunks with one, two, four or eight turns; bands with padding before them or not.
-    assert set(variants) == (MATRICES | BAND) - BACKWARD
+    assert set(variants) == (TENSOR_CORES | WINDOW) - BACKWARD
     assert max(variants.values()) <= 4 + 2
     # One block of keys in a split or several, one split or several.
     assert set(of_decoding) == DECODING
@@ -85,9 +85,9 @@ def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
 def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: str) -> None:
     launched = compile_elsewhere(capability, dtype)
     assert {frozenset(names) for names in launched} == (
-        {frozenset(kernels) for kernels in (LOOPS, LOOPS | BAND, DECODING)}
+        {frozenset(kernels) for kernels in (HEAD_BY_HEAD, HEAD_BY_HEAD | WINDOW, DECODING)}
         if dtype == "float32"
-        else {frozenset(kernels) for kernels in (LOOPS, MATRICES, MATRICES | BAND, DECODING)}
+        else {frozenset(kernels) for kernels in (HEAD_BY_HEAD, TENSOR_CORES, TENSOR_CORES | WINDOW, DECODING)}
     )
 
 

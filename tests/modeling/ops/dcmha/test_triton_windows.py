@@ -11,7 +11,7 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
-from dynattn.modeling.ops.dcmha.triton.tiling import BandCut, RowCut, add_blocks, cut
+from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, choose_tiling
 
 from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, interpreted, random_inputs, run
 
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
     for name, value in {"BLOCK": 16, "TILES": tiles, "MATRIX_TILES_16": matrix_tiles}.items():
         monkeypatch.setattr(tuning, name, value)
-    monkeypatch.setattr(tuning, "TILES_OF_MANY_ROWS", tiles)
+    monkeypatch.setattr(tuning, "TILES_OF_MANY_TERMS", tiles)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
 
@@ -82,10 +82,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return record(monkeypatch, run=True)
 
 
-@pytest.fixture(params=["loops", "matrices"])
+@pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_by_matrices", lambda *_: request.param == "matrices")
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
     return str(request.param)
 
 
@@ -204,8 +204,8 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
 @pytest.mark.parametrize(("queries", "keys", "window"), [(32, 32, 5), (100, 120, 60), (35, 80, 6), (42, 32, 4)])
 @pytest.mark.parametrize("room", [1, 2, 100])
 def test_a_band_has_all_keys_of_all_windows(queries: int, keys: int, window: int, room: int) -> None:
-    band = cut_of(queries, keys, window, room)
-    assert isinstance(band, BandCut)
+    band = tiling_of(queries, keys, window, room)
+    assert isinstance(band, WindowTiling)
     seen = [(t, s) for rows, columns in band.spans for t, s in pairs_of(band, rows, columns)]
     visible = {(t, s) for t in range(queries) for s in range(keys) if 0 <= t + keys - queries - s < window}
     assert len(seen) == len(set(seen)) and visible <= set(seen)
@@ -213,7 +213,7 @@ def test_a_band_has_all_keys_of_all_windows(queries: int, keys: int, window: int
     assert band.largest == max((rows.stop - rows.start) * band.reach for rows, _ in band.spans)
 
 
-def pairs_of(band: BandCut, rows: slice, columns: slice) -> list[tuple[int, int]]:
+def pairs_of(band: WindowTiling, rows: slice, columns: slice) -> list[tuple[int, int]]:
     """The queries and keys of a chunk, as they lie in its maps."""
     first = columns.start - band.before
     return [
@@ -223,24 +223,26 @@ def pairs_of(band: BandCut, rows: slice, columns: slice) -> list[tuple[int, int]
     ]
 
 
-def cut_of(queries: int, keys: int, window: int | None, room: int = 100, *, is_causal: bool = True) -> RowCut | BandCut:
+def tiling_of(
+    queries: int, keys: int, window: int | None, room: int = 100, *, is_causal: bool = True
+) -> RowTiling | WindowTiling:
     query, key = torch.empty(1, 2, queries, 4), torch.empty(1, 2, keys, 4)
     inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 32)
-        return cut(inputs, MapSettings(1.0, is_causal, window, groups=1), (8, 16))
+        return choose_tiling(inputs, MapSettings(1.0, is_causal, window, groups=1), (8, 16))
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "window", "is_causal", "expected"),
     [
-        (32, 32, 5, True, BandCut),
-        (100, 120, 60, True, BandCut),
-        (31, 31, 5, True, RowCut),  # a single block
-        (32, 32, 24, True, RowCut),  # blocks that reach back to before the first key
-        (32, 32, None, True, RowCut),
-        (32, 32, 5, False, RowCut),
+        (32, 32, 5, True, WindowTiling),
+        (100, 120, 60, True, WindowTiling),
+        (31, 31, 5, True, RowTiling),  # a single block
+        (32, 32, 24, True, RowTiling),  # blocks that reach back to before the first key
+        (32, 32, None, True, RowTiling),
+        (32, 32, 5, False, RowTiling),
     ],
 )
 def test_what_is_a_band(queries: int, keys: int, window: int | None, is_causal: bool, expected: type) -> None:
-    assert isinstance(cut_of(queries, keys, window, is_causal=is_causal), expected)
+    assert isinstance(tiling_of(queries, keys, window, is_causal=is_causal), expected)

@@ -6,17 +6,17 @@ They take any number of heads and any dtype.
 import torch
 from torch import Tensor
 
-from ..arguments import Chunk, Factors, MapInputs, Statics
+from ..arguments import Factors, MapChunk, MapInputs, Statics
 from ..tuning import tiles_for
 from ..workspace import Workspace
-from .interface import Composer
+from .interface import KernelComposer
 
 # Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
 PANEL = 8
 
 
-class LoopComposer(Composer):
-    """Factors as panels of rows; a static matrix is a product over whole maps, before or after a kernel."""
+class HeadByHeadComposer(KernelComposer):
+    """Factors as panels of terms; a static matrix is a product over whole maps, before or after a kernel."""
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
@@ -31,17 +31,17 @@ class LoopComposer(Composer):
 
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
         self.work, self.pre_static, self.post_static = work, inputs.pre_static, inputs.post_static
-        self.rows, self.tiles = _counts(inputs), _tiles(inputs)
-        named = zip(Factors._fields, inputs.rows, strict=True)
+        self.terms, self.tiles = _counts(inputs), _tiles(inputs)
+        named = zip(Factors._fields, inputs.terms, strict=True)
         self.factors = Factors(
             *(
-                None if rows is None else _as_panels(work.with_padding(rows, 1, of_keys="key" in name))
-                for name, rows in named
+                None if terms is None else _as_panels(work.with_padding(terms, 1, of_keys="key" in name))
+                for name, terms in named
             )
         )
         self.sums, self.statics = self._sums() if backward else ({}, {})
 
-    def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
+    def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
         work, probs = self.work, self.work.map("scores", chunk)
         plain = None if self.post_static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), plain=plain)
@@ -54,7 +54,7 @@ class LoopComposer(Composer):
         return probs
 
     def backward_post(
-        self, chunk: Chunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
+        self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
         work, static, name = self.work, self.post_static, "dcmha_backward_post"
         probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
@@ -71,7 +71,7 @@ class LoopComposer(Composer):
             self._add_static("post", plain, grad_composed)
         return probs, grad_probs
 
-    def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         work, static, name = self.work, self.pre_static, "dcmha_backward_pre"
         grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         mixed = None if static is None else work.map("mixed_scores", chunk, scores.dtype)  # since `backward_post`
@@ -84,21 +84,21 @@ class LoopComposer(Composer):
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
-        rows = {
+        terms = {
             name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
             for name, total in self.sums.items()
         }
-        return rows | self.statics
+        return terms | self.statics
 
     def _factors(self) -> list[tuple[str, Tensor | None]]:
         return list(zip(Factors._fields, self.factors, strict=True))
 
     def _sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros for packed rows, `[B, length, H, rows]`, and for static matrices."""
+        """Zeros for packed terms, `[B, length, H, terms]`, and for static matrices."""
         sums = {
-            name: rows.new_zeros(rows.shape[0], rows.shape[2] * rows.shape[4], rows.shape[1], rows.shape[3])
-            for name, rows in self._factors()
-            if rows is not None
+            name: terms.new_zeros(terms.shape[0], terms.shape[2] * terms.shape[4], terms.shape[1], terms.shape[3])
+            for name, terms in self._factors()
+            if terms is not None
         }
         statics = {"pre_static": self.pre_static, "post_static": self.post_static}
         return sums, {
@@ -107,11 +107,11 @@ class LoopComposer(Composer):
             if static is not None
         }
 
-    def _launch(self, name: str, chunk: Chunk, statics: Statics, *tensors: Tensor | None) -> None:
+    def _launch(self, name: str, chunk: MapChunk, statics: Statics, *tensors: Tensor | None) -> None:
         """Runs a kernel on all patches of a chunk."""
         block_t, block_s, warps = self.tiles[name]
         sides = zip(self.factors, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
-        factors = Factors(*(None if rows is None else _panels_of(rows, side)[chunk.items] for rows, side in sides))
+        factors = Factors(*(None if terms is None else _panels_of(terms, side)[chunk.items] for terms, side in sides))
         self.work.kernels[name][self._grid(name, chunk)](
             *tensors,
             factors,
@@ -119,22 +119,22 @@ class LoopComposer(Composer):
             chunk.where,
             statics,
             heads=self.work.heads,
-            rows=self.rows,
+            terms=self.terms,
             block_t=block_t,
             block_s=block_s,
             num_warps=warps,
         )
 
-    def _grid(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
+    def _grid(self, name: str, chunk: MapChunk) -> tuple[int, int, int]:
         """Returns the number of patches along the keys, along the queries, and of items."""
         items, queries, keys = chunk.counts
         block_t, block_s, _ = self.tiles[name]
         return -(-keys // block_s), -(-queries // block_t), items
 
-    def _partial(self, name: str, chunk: Chunk, stage: str) -> list[Tensor | None]:
-        """Room for what each patch adds to the gradients of a stage's rows of queries and of keys.
+    def _partial(self, name: str, chunk: MapChunk, stage: str) -> list[Tensor | None]:
+        """Room for what each patch adds to the gradients of a stage's terms of queries and of keys.
 
-        It is `[items, patches along the queries, patches along the keys, H, rows, queries or keys of a patch]`.
+        It is `[items, patches along the queries, patches along the keys, H, terms, queries or keys of a patch]`.
         """
         patches = self._grid(name, chunk)[::-1]
         partial: list[Tensor | None] = []
@@ -143,7 +143,7 @@ class LoopComposer(Composer):
             partial.append(None if sums is None else sums.new_empty(*patches, *sums.shape[2:], block))
         return partial
 
-    def _add_factors(self, chunk: Chunk, stage: str, partial: list[Tensor | None]) -> None:
+    def _add_factors(self, chunk: MapChunk, stage: str, partial: list[Tensor | None]) -> None:
         """Adds the sums of `partial`."""
         of_queries, of_keys = partial
         if of_queries is not None:
@@ -165,21 +165,21 @@ class LoopComposer(Composer):
         for left, right in pairs:
             self.statics[f"{stage}_static"] += _product(left, right.transpose(1, 2)).sum(0)
 
-    def _mixed_scores(self, chunk: Chunk, scores: Tensor) -> Tensor | None:
+    def _mixed_scores(self, chunk: MapChunk, scores: Tensor) -> Tensor | None:
         if self.pre_static is None:
             return None
         return self.work.mix(
             self.pre_static.t(), scores, scores, out=self.work.map("mixed_scores", chunk, scores.dtype)
         )
 
-    def _mixed_grads(self, chunk: Chunk, grads: Tensor) -> Tensor | None:
+    def _mixed_grads(self, chunk: MapChunk, grads: Tensor) -> Tensor | None:
         if self.post_static is None:
             return None
         return self.work.mix(self.post_static, grads, grads, out=self.work.map("mixed_grads", chunk))
 
 
 def _counts(inputs: MapInputs) -> tuple[int, ...]:
-    return tuple(0 if rows is None else rows.shape[2] for rows in inputs.rows)
+    return tuple(0 if terms is None else terms.shape[2] for terms in inputs.terms)
 
 
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
@@ -187,19 +187,19 @@ def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
     return tiles_for(_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
 
 
-def _as_panels(rows: Tensor) -> Tensor:
-    """`[B, T or S, rows, H]` to panels `[B, H, length / PANEL, rows, PANEL]` in the float32 that kernels compute in.
+def _as_panels(terms: Tensor) -> Tensor:
+    """`[B, T or S, terms, H]` to panels `[B, H, length / PANEL, terms, PANEL]` in the float32 that kernels compute in.
 
-    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All rows
+    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All terms
     of a panel lie at fixed distances, so that a kernel keeps one address for a side.
     """
-    panels = rows.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
+    panels = terms.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
     return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
-def _panels_of(rows: Tensor, positions: slice) -> Tensor:
+def _panels_of(terms: Tensor, positions: slice) -> Tensor:
     """The panels of these positions, which start and stop at one."""
-    return rows[:, :, positions.start // PANEL : positions.stop // PANEL]
+    return terms[:, :, positions.start // PANEL : positions.stop // PANEL]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

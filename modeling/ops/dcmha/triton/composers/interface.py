@@ -4,11 +4,11 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from ..arguments import Chunk, MapInputs
+from ..arguments import MapChunk, MapInputs
 from ..workspace import Workspace
 
 
-class Composer(ABC):
+class KernelComposer(ABC):
     """Composes the maps of one chunk after the other, and adds up the gradients of what composes them.
 
     Maps are `[items, H, c, n]`; those of `scores` stay as they are in a backward pass. `lse` and `delta` are
@@ -29,17 +29,17 @@ class Composer(ABC):
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None: ...
 
     @abstractmethod
-    def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
+    def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
         """Sets the log-sum-exp of composed scores, and returns composed probabilities in their memory."""
 
     @abstractmethod
     def backward_post(
-        self, chunk: Chunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
+        self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns composed probabilities and the gradients of probabilities, and sets `delta`, their product's sums."""
 
     @abstractmethod
-    def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         """Returns the gradients of the scores, in the memory of the composed probabilities."""
 
     @abstractmethod

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Chunk, Factors, MapInputs, Matrices, RowGradients, StageRows
+from ..arguments import Factors, MapChunk, MapInputs, Matrices, StageTerms, TermGradients
 from ..tuning import matrix_tiles_for, most_turns, tile_of_matrices
 from ..workspace import Workspace
-from .interface import Composer
+from .interface import KernelComposer
 
 
-class MatrixComposer(Composer):
+class TensorCoreComposer(KernelComposer):
     """Up to 32 heads of an item; a static matrix is part of the queries' matrices."""
 
     @staticmethod
@@ -33,16 +33,16 @@ class MatrixComposer(Composer):
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
         self.work, self.padded = work, _filled_up(work.heads)
         self.tiles = matrix_tiles_for(self.padded)
-        named = dict(zip(Factors._fields, inputs.rows, strict=True))
-        self.rows = {
-            name: None if rows is None else work.with_padding(rows, 1, of_keys="key" in name).contiguous()
-            for name, rows in named.items()
+        named = dict(zip(Factors._fields, inputs.terms, strict=True))
+        self.terms = {
+            name: None if terms is None else work.with_padding(terms, 1, of_keys="key" in name).contiguous()
+            for name, terms in named.items()
         }
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
         self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
         self.sums = self._sums() if backward else {}
 
-    def probs(self, chunk: Chunk, scores: Tensor, lse: Tensor) -> Tensor:
+    def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
         probs = self.work.map("scores", chunk)
         partial_lse = self.work.partial_of_queries(chunk, self.tiles["dcmha_matrix_statistics"][1])
         self._launch("dcmha_matrix_statistics", chunk, scores, partial_lse)
@@ -51,7 +51,7 @@ class MatrixComposer(Composer):
         return probs
 
     def backward_post(
-        self, chunk: Chunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
+        self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
         partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
@@ -59,7 +59,7 @@ class MatrixComposer(Composer):
         torch.sum(partial_delta, dim=1, out=delta)
         return probs, grad_composed
 
-    def backward_pre(self, chunk: Chunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
         self._launch_backward(name, "pre", chunk, scores, grad_probs, grads, delta, lse=lse)
         return grads
@@ -71,14 +71,14 @@ class MatrixComposer(Composer):
         }
 
     def _sums(self) -> dict[str, Tensor]:
-        """Zeros for the gradients of packed rows and of static matrices."""
-        of_rows = {name: rows for name, rows in self.rows.items() if rows is not None}
+        """Zeros for the gradients of packed terms and of static matrices."""
+        of_terms = {name: terms for name, terms in self.terms.items() if terms is not None}
         statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
-        return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_rows | statics).items()}
+        return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
 
     def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
         """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
-        static, (query, key) = self.statics[stage], (self.rows[f"{stage}_{side}"] for side in ("query", "key"))
+        static, (query, key) = self.statics[stage], (self.terms[f"{stage}_{side}"] for side in ("query", "key"))
         constant = torch.eye(self.work.heads, device=self.work.device)
         of_queries = of_keys = None
         if static is not None:
@@ -89,7 +89,7 @@ class MatrixComposer(Composer):
             of_keys = self._side(key, constant if of_queries is None else None, self.work.keys)
         return of_queries, of_keys
 
-    def _side(self, rows: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
+    def _side(self, terms: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
         """`[B, length, padded, padded]`, in the dtype of the scores."""
         work = self.work
         shape = work.batch, length, self.padded, self.padded
@@ -97,18 +97,18 @@ class MatrixComposer(Composer):
         block, warps = tile_of_matrices()
         work.kernels["dcmha_matrices"][length // block, work.batch](
             matrices,
-            rows,
+            terms,
             constant,
             length,
             heads=work.heads,
             padded=self.padded,
-            count=_count(rows),
+            count=_count(terms),
             block=block,
             num_warps=warps,
         )
         return matrices
 
-    def _launch(self, name: str, chunk: Chunk, *arguments: Any, **constants: int) -> None:
+    def _launch(self, name: str, chunk: MapChunk, *arguments: Any, **constants: int) -> None:
         """Runs a kernel on all patches of a chunk."""
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
@@ -131,17 +131,17 @@ class MatrixComposer(Composer):
             num_stages=stages,
         )
 
-    def _turns(self, name: str, chunk: Chunk) -> int:
+    def _turns(self, name: str, chunk: MapChunk) -> int:
         """How many blocks of queries a program goes through: as many as divide those of a step."""
         return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
 
-    def _launch_backward(self, name: str, stage: str, chunk: Chunk, *maps: Tensor, lse: Tensor) -> None:
-        """Runs a kernel of the backward pass, and adds what it says about the rows and the static matrix of a stage."""
+    def _launch_backward(self, name: str, stage: str, chunk: MapChunk, *maps: Tensor, lse: Tensor) -> None:
+        """Runs a kernel of the backward pass, and adds its gradients of a stage's terms and static matrix."""
         sides = ("query", chunk.queries), ("key", chunk.keys)
-        rows = StageRows(*(_of_chunk(self.rows[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
-        partial = self._partial(name, chunk, rows, has_static=self.statics[stage] is not None)
-        counts = {"query_rows": _count(rows.query), "key_rows": _count(rows.key)}
-        self._launch(name, chunk, *maps, partial, rows, lse, **counts)
+        terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
+        partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
+        counts = {"query_terms": _count(terms.query), "key_terms": _count(terms.key)}
+        self._launch(name, chunk, *maps, partial, terms, lse, **counts)
         if partial.query is not None:
             self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
         if partial.key is not None:
@@ -150,7 +150,7 @@ class MatrixComposer(Composer):
             heads = self.work.heads
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
 
-    def _partial(self, name: str, chunk: Chunk, rows: StageRows, *, has_static: bool) -> RowGradients:
+    def _partial(self, name: str, chunk: MapChunk, terms: StageTerms, *, has_static: bool) -> TermGradients:
         """Room for what each program adds.
 
         Those of queries, of which there are as many as patches, are bfloat16 where the maps are.
@@ -161,19 +161,19 @@ class MatrixComposer(Composer):
         patches = items * blocks * (queries // block_t)
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
-        return RowGradients(
-            None if rows.query is None else new(items, blocks, queries, *rows.query.shape[2:], dtype=dtype),
-            None if rows.key is None else new(items, programs, keys, *rows.key.shape[2:], dtype=torch.float32),
+        return TermGradients(
+            None if terms.query is None else new(items, blocks, queries, *terms.query.shape[2:], dtype=dtype),
+            None if terms.key is None else new(items, programs, keys, *terms.key.shape[2:], dtype=torch.float32),
             torch.zeros(patches, self.padded, self.padded, device=self.work.device) if has_static else None,
         )
 
 
-def _count(rows: Tensor | None) -> int:
-    return 0 if rows is None else rows.shape[2]
+def _count(terms: Tensor | None) -> int:
+    return 0 if terms is None else terms.shape[2]
 
 
-def _of_chunk(rows: Tensor | None, items: slice, positions: slice) -> Tensor | None:
-    return None if rows is None else rows[items, positions]
+def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:
+    return None if terms is None else terms[items, positions]
 
 
 def _filled_up(heads: int) -> int:

@@ -24,7 +24,7 @@ the 16 rows that a matrix instruction has with the heads that share a key head, 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
-from .tiles import PARTS, bound, finite, log_sum_exp, opened, product
+from .tiles import PARTS, bound, finite, log_sum_exp, original, product
 
 try:
     import triton
@@ -69,11 +69,11 @@ def dcmha_decode_scores(
         row = _rows_of(query, query_strides, item, head)[:, None] + column[None, :]
         rows = tl.load(row, mask=(members[:, None] < repeats) & (column[None, :] < width), other=0.0)
         s = _keys_of(split, block, sizes, block_s)
-        inside = (column[:, None] < width) & (s[None, :] < opened(sizes.keys))
+        inside = (column[:, None] < width) & (s[None, :] < original(sizes.keys))
         here = _rows_of(key, key_strides, item, kv_head) + s[None, :] * key_strides[2] + column[:, None]
         score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
         place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
-        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)))
+        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < original(sizes.keys)))
     # What follows reads what other threads have written.
     tl.debug_barrier()
     every = tl.arange(0, block_h)
@@ -82,7 +82,7 @@ def dcmha_decode_scores(
     for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
-        inside = (s[:, None] < opened(sizes.keys)) & (every[None, :] < heads)
+        inside = (s[:, None] < original(sizes.keys)) & (every[None, :] < heads)
         composed = _compose(
             tl.load(at, mask=inside, other=0.0), pre, item, s, every, sizes, heads, query_rank, key_rank, groups
         )
@@ -124,7 +124,7 @@ def dcmha_decode_outputs(
     for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
-        inside = (s[:, None] < opened(sizes.keys)) & (head[None, :] < heads)
+        inside = (s[:, None] < original(sizes.keys)) & (head[None, :] < heads)
         probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
         tl.store(at, _compose(probs, post, item, s, head, sizes, heads, query_rank, key_rank, groups), mask=inside)
     # What follows reads what other threads have written.
@@ -140,9 +140,9 @@ def dcmha_decode_outputs(
         member = kv_head * repeats + members
         s = _keys_of(split, block, sizes, block_s)
         place = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
-        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < opened(sizes.keys)), other=0.0)
+        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < original(sizes.keys)), other=0.0)
         row = _rows_of(value, value_strides, item, kv_head) + s[:, None] * value_strides[2]
-        real = (s[:, None] < opened(sizes.keys)) & (column[None, :] < width)
+        real = (s[:, None] < original(sizes.keys)) & (column[None, :] < width)
         rows = tl.load(row + column[None, :], mask=real, other=0.0)
         output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
         result = partial + ((item * sizes.splits + split) * heads + member)[:, None] * width + column[None, :]
@@ -180,19 +180,19 @@ def _rows_of(rows, strides, item, head):
 @triton.jit
 def _keys_of(split, block, sizes, block_s: tl.constexpr):
     """`[block_s]` positions in the cache."""
-    return opened(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
+    return original(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
 
 
 @triton.jit
 def _place(scores, item, s, sizes, heads: tl.constexpr):
     """Where the scores of each key start, `[block_s]`."""
-    return scores + (item * (opened(sizes.keys) - opened(sizes.first)) + s - opened(sizes.first)) * heads
+    return scores + (item * (original(sizes.keys) - original(sizes.first)) + s - original(sizes.first)) * heads
 
 
 @triton.jit
 def _hide(composed, where, item, s, sizes):
     """Biases scores `[block_s, heads]` and sets those of hidden keys to minus infinity."""
-    visible = s < opened(sizes.keys)
+    visible = s < original(sizes.keys)
     if where.mask is not None:
         mask = tl.load(where.mask + item * where.mask_strides[0] + s * where.mask_strides[1], mask=visible, other=0)
         visible = visible & (mask != 0)
@@ -219,16 +219,16 @@ def _compose(
 ):
     """The composition of all heads `[block_s, heads]` of some keys."""
     composed = maps
-    in_keys = s[:, None] < opened(sizes.keys)
+    in_keys = s[:, None] < original(sizes.keys)
     of_query = item * stage.query.item + head[None, :]
     of_key = item * stage.key.item + s[:, None] * stage.key.token + head[None, :]
     for group in tl.static_range(groups):
         inside = (head[None, :] < heads) & (head[None, :] // (heads // groups) == group)
         for rank in tl.static_range(query_rank):
-            at = of_query + rank * stage.query.row
+            at = of_query + rank * stage.query.term
             composed += _low_rank(maps, stage.query.down + at, stage.query.up + at, inside)
         for rank in tl.static_range(key_rank):
-            at = of_key + rank * stage.key.row
+            at = of_key + rank * stage.key.term
             composed += _low_rank(maps, stage.key.down + at, stage.key.up + at, inside & in_keys)
     inside = head[None, :] < heads
     if stage.query.gate is not None:

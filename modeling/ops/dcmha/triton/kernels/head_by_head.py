@@ -100,13 +100,13 @@ def dcmha_statistics(
     where,
     statics,
     heads: tl.constexpr,
-    rows: tl.constexpr,
+    terms: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over one patch; minus infinity where it hides all keys."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
     penalty = make_penalty(where, patch)
     hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     for head in range(heads):
@@ -173,14 +173,14 @@ def dcmha_probs(
     where,
     statics,
     heads: tl.constexpr,
-    rows: tl.constexpr,
+    terms: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
-    post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, terms[2], terms[3])
     hidden = hidden_probabilities(scores, scores, lse, pre, post, where, statics, patch, heads, block_t, block_s)
     for head in range(heads):
         prob = load(scores, patch, head)
@@ -199,22 +199,22 @@ def dcmha_backward_post(
     probs,  # [items, H, c, n], written: the composed probabilities
     grad_probs,  # [items, H, c, n], written; may be the memory of `grad_composed`, or of `statics.grads`
     partial_delta,  # [items, n / block_s, H, c], float32
-    partial_query,  # [items, c / block_t, n / block_s, H, rows, block_t], float32
-    partial_key,  # [items, c / block_t, n / block_s, H, rows, block_s], float32
+    partial_query,  # [items, c / block_t, n / block_s, H, terms, block_t], float32
+    partial_key,  # [items, c / block_t, n / block_s, H, terms, block_s], float32
     lse,  # [items, H, c of T], float32
     factors,
     sizes,
     where,
     statics,
     heads: tl.constexpr,
-    rows: tl.constexpr,
+    terms: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
-    post = make_stage(factors.post_query, factors.post_key, patch, rows[2], rows[3])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, terms[2], terms[3])
     hidden_probs = hidden_probabilities(scores, kept, lse, pre, post, where, statics, patch, heads, block_t, block_s)
     hidden_grads = hidden_maps(grad_composed, transposed(post), patch, heads, block_t, block_s)
     for head in range(heads):
@@ -229,7 +229,7 @@ def dcmha_backward_post(
         delta = tl.sum(prob * grad_prob, axis=1)
         store_of_queries(partial_delta, delta, head, heads, patch)
         store_of_factors(
-            partial_query, partial_key, prob, grad, hidden_probs, hidden_grads, patch, head, rows[2], rows[3]
+            partial_query, partial_key, prob, grad, hidden_probs, hidden_grads, patch, head, terms[2], terms[3]
         )
 
 
@@ -239,21 +239,21 @@ def dcmha_backward_pre(
     grad_probs,  # [items, H, c, n], of the probabilities
     grad_scores,  # [items, H, c, n], written
     delta,  # [items, H, c of T], float32
-    partial_query,  # [items, c / block_t, n / block_s, H, rows, block_t], float32
-    partial_key,  # [items, c / block_t, n / block_s, H, rows, block_s], float32
+    partial_query,  # [items, c / block_t, n / block_s, H, terms, block_t], float32
+    partial_key,  # [items, c / block_t, n / block_s, H, terms, block_s], float32
     lse,  # [items, H, c of T], float32
     factors,
     sizes,
     where,
     statics,
     heads: tl.constexpr,
-    rows: tl.constexpr,
+    terms: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """Second sweep of the backward pass: gradients of the scores and of the factors before the softmax."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, rows[0], rows[1])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
     softmax = (lse, make_penalty(where, patch))
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     for head in range(heads):
@@ -270,11 +270,11 @@ def dcmha_backward_pre(
         if statics.plain is not None:
             store(statics.plain, grad, patch, head)
         store_of_factors(
-            partial_query, partial_key, score, grad, hidden_scores, hidden_grads, patch, head, rows[0], rows[1]
+            partial_query, partial_key, score, grad, hidden_scores, hidden_grads, patch, head, terms[0], terms[1]
         )
 
 
-KERNELS = {
+HEAD_BY_HEAD_KERNELS = {
     "dcmha_statistics": dcmha_statistics,
     "dcmha_merge": dcmha_merge,
     "dcmha_probs": dcmha_probs,

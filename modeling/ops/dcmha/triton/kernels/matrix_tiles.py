@@ -3,7 +3,7 @@
 One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
 """
 
-from .tiles import LOG2_E, Patch, exp2, make_penalty, opened, product, rounded, shift_of
+from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -29,8 +29,8 @@ def make_patch(
 @triton.jit
 def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
     """The first turn whose queries may see a key of the program, and the one after the last, by distance alone."""
-    key = tl.program_id(0) * block_s + patch.shift + opened(where.start)
-    query = tl.program_id(1) * turns * block_t + opened(where.position)
+    key = tl.program_id(0) * block_s + patch.shift + original(where.start)
+    query = tl.program_id(1) * turns * block_t + original(where.position)
     first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
     last = tl.minimum(tl.cdiv(tl.maximum(key + block_s + where.behind - query, 0), block_t), turns)
     return first, tl.maximum(first, last)
@@ -171,46 +171,46 @@ def gradients_of_keys(grad, tiles):
 
 
 @triton.jit
-def rows_of(rows, part, length, positions, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
-    """`[block, 1, padded]`, where these positions' row 0 lies in `[.., length, count, H]`, and which heads are real."""
+def terms_of(terms, part, length, positions, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
+    """Pointers `[block, 1, padded]` to positions' first terms in `[.., length, count, H]`, and which heads are real."""
     head = tl.arange(0, padded)[None, None, :]
-    return rows + part * length * (count * heads) + (positions[:, None, None] * (count * heads) + head), head < heads
+    return terms + part * length * (count * heads) + (positions[:, None, None] * (count * heads) + head), head < heads
 
 
 @triton.jit
-def load_row(places, index: tl.constexpr, heads: tl.constexpr):
+def load_term(places, index: tl.constexpr, heads: tl.constexpr):
     """`[block, 1, padded]` in float32; zero for heads that only fill up."""
     return tl.load(places[0] + index * heads, mask=places[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_row(places, index: tl.constexpr, row, heads: tl.constexpr):
+def store_term(places, index: tl.constexpr, term, heads: tl.constexpr):
     """Writes `[block, 1, padded]`."""
-    tl.store(places[0] + index * heads, rounded(row, places[0].dtype.element_ty), mask=places[1])
+    tl.store(places[0] + index * heads, rounded(term, places[0].dtype.element_ty), mask=places[1])
 
 
 @triton.jit
-def store_row_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
-    """Writes what the gradients of matrices, `[block, padded, padded]`, are for the rows that these are made of.
+def store_term_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
+    """Writes what the gradients of matrices, `[block, padded, padded]`, are for the terms that these are made of.
 
-    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `rows_of`. Products
-    have the precision of `dtype`, whatever the rows have.
+    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `terms_of`. Products
+    have the precision of `dtype`, whatever the terms have.
     """
     padded: tl.constexpr = gradients.shape[2]
     if count > 1:
-        # Both kinds of rows in one factor, of which products need 16.
+        # Both kinds of terms in one factor, of which products need 16.
         rank: tl.constexpr = count // 2
-        row = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
-        real = (row < 2 * rank) & source[1]
-        factors = tl.load(source[0] + row * heads, mask=real, other=0.0)
+        term = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
+        real = (term < 2 * rank) & source[1]
+        factors = tl.load(source[0] + term * heads, mask=real, other=0.0)
         of_up = _factors_product(factors, tl.permute(gradients, (0, 2, 1)), dtype)
         of_down = _factors_product(factors, gradients, dtype)
-        place = target[0] + tl.where(row < rank, row + rank, row - rank) * heads
-        tl.store(place, rounded(tl.where(row < rank, of_up, of_down), target[0].dtype.element_ty), mask=real)
+        place = target[0] + tl.where(term < rank, term + rank, term - rank) * heads
+        tl.store(place, rounded(tl.where(term < rank, of_up, of_down), target[0].dtype.element_ty), mask=real)
     if count % 2:
         head = tl.arange(0, padded)
         diagonal = tl.where((head[:, None] == head[None, :])[None, :, :], gradients, 0.0)
-        store_row(target, count - 1, tl.sum(diagonal, axis=2)[:, None, :], heads)
+        store_term(target, count - 1, tl.sum(diagonal, axis=2)[:, None, :], heads)
 
 
 @triton.jit
@@ -227,40 +227,40 @@ def _factors_product(factors, gradients, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_gradients_of_query_rows(partial, rows, grad, tiles, patch, padded: tl.constexpr, count: tl.constexpr):
-    """Writes what a patch says about its queries' rows, if they have any."""
-    if rows is not None:
-        source = rows_of(rows, patch.item, patch.sizes.all_queries, patch.t, patch.heads, padded, count)
+def store_gradients_of_query_terms(partial, terms, grad, tiles, patch, padded: tl.constexpr, count: tl.constexpr):
+    """Writes what a patch says about its queries' terms, if they have any."""
+    if terms is not None:
+        source = terms_of(terms, patch.item, patch.sizes.all_queries, patch.t, patch.heads, padded, count)
         target = _places_of_queries(partial, patch, padded, count)
-        store_row_gradients(target, source, gradients_of_queries(grad, tiles), patch.heads, count, grad.dtype)
+        store_term_gradients(target, source, gradients_of_queries(grad, tiles), patch.heads, count, grad.dtype)
 
 
 @triton.jit
-def store_no_gradients_of_query_rows(partial, patch, padded: tl.constexpr, count: tl.constexpr):
+def store_no_gradients_of_query_terms(partial, patch, padded: tl.constexpr, count: tl.constexpr):
     """The same for a patch of hidden keys."""
     if partial is not None:
         target = _places_of_queries(partial, patch, padded, count)
-        for row in tl.static_range(count):
-            store_row(target, row, tl.zeros([patch.t.shape[0], 1, padded], tl.float32), patch.heads)
+        for term in tl.static_range(count):
+            store_term(target, term, tl.zeros([patch.t.shape[0], 1, padded], tl.float32), patch.heads)
 
 
 @triton.jit
 def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr):
-    """Where a patch writes gradients of its queries' rows."""
+    """Where a patch writes gradients of its queries' terms."""
     block = patch.item * tl.num_programs(0) + tl.program_id(0)
-    return rows_of(partial, block, patch.sizes.queries, patch.t, patch.heads, padded, count)
+    return terms_of(partial, block, patch.sizes.queries, patch.t, patch.heads, padded, count)
 
 
 @triton.jit
-def store_gradients_of_key_rows(
-    partial, rows, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
+def store_gradients_of_key_terms(
+    partial, terms, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
 ):
-    """Writes what a program says about its keys' rows, if they have any."""
-    if rows is not None:
+    """Writes what a program says about its keys' terms, if they have any."""
+    if terms is not None:
         program = patch.item * tl.num_programs(1) + tl.program_id(1)
-        source = rows_of(rows, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
-        target = rows_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
-        store_row_gradients(target, source, gradients, patch.heads, count, dtype)
+        source = terms_of(terms, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
+        target = terms_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
+        store_term_gradients(target, source, gradients, patch.heads, count, dtype)
 
 
 @triton.jit

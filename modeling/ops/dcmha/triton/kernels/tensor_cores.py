@@ -8,7 +8,7 @@ with `[H, H]` matrices, `Q[t] = 1 + static + diag(gate[t]) + up[t] down[t]^T`, a
 For all heads of a patch of `block_t` queries by `block_s` keys that is a product `[H, H] @ [H, block_s]` for each query
 and a product `[H, H] @ [H, block_t]` for each key: `2 H` multiplications for each (head, query, key), where low rank
 needs about 10, on units that do 12 times as many. The gradients of matrices are products of the same size, and those of
-the rows that a matrix `M` is made of follow from them, for queries as for keys:
+the terms that a matrix `M` is made of follow from them, for queries as for keys:
 
     dz[t, :, s] = (Q[t] + K[s])^T dy[t, :, s]
     dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T        dK[s] = sum_t dy[t, :, s] z[t, :, s]^T
@@ -16,15 +16,15 @@ the rows that a matrix `M` is made of follow from them, for queries as for keys:
 
 One kernel makes the matrices, and four have their counterparts in `dcmha_triton_kernels`:
 
-    dcmha_matrices              Q or K of one side, from its packed rows
+    dcmha_matrices              Q or K of one side, from its packed terms
     dcmha_matrix_statistics     x = pre(s); the log-sum-exp of a row over a block of keys
     dcmha_matrix_probs          p = exp(x - lse); a = post(p), written over s
-    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's rows
-    dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's rows
+    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's terms
+    dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's terms
 
 A program holds a patch of all heads in registers, 16 or 32 of them; zeros make up for what is missing. It goes through
 `turns` blocks of queries for one block of keys, whose matrices and their gradients stay with it, and passes over
-patches that a causal mask or a window hides. The gradients of queries' rows leave as one partial sum for each patch,
+patches that a causal mask or a window hides. The gradients of queries' terms leave as one partial sum for each patch,
 those of keys' as one for each program, and are added up in a fixed order.
 
 Instructions: a thread's for each (head, query, key) of a turn, at 16 and 32 heads in bfloat16 without a mask, compiled
@@ -40,8 +40,8 @@ kernels that go through the heads, whatever the rank here:
 
 At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.8 ps
 backward if nothing waits: less than the memory's time. Between the product for queries and that for keys a patch turns
-through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with rows of queries
-alone, 16 heads need 15, 14, 24 and 25.
+through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with terms of
+queries alone, 16 heads need 15, 14, 24 and 25.
 
 Loading ahead: where `loads_ahead`, a loop over turns has no branches, so that the compiler can load what the next one
 needs while this one computes. With branches it holds fewer registers from turn to turn, which serves better where
@@ -49,7 +49,7 @@ several programs share a multiprocessor, and hide each other's waiting.
 
 Memory: each kernel reads and writes a map once, as in `dcmha_triton_kernels`: 2 + 4 bytes for each (head, query, key)
 forward and 8 + 6 backward in half precision. Matrices come from the second-level cache, `2 H / block_s` bytes of
-queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage. Of `R` packed rows, 5 at rank 2
+queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage. Of `R` packed terms, 5 at rank 2
 with a gate, `2 R / block_s` bytes leave in a backward pass for queries, `4 R / (block_t turns)` for keys: 0.3 and 0.2
 with 16 heads, where gradients of matrices would be 1 and 0.5.
 
@@ -64,19 +64,19 @@ from .matrix_tiles import (
     load,
     load_matrices,
     load_of_queries,
-    load_row,
+    load_term,
     make_patch,
     no_gradients,
     probabilities,
     reached_turns,
-    rows_of,
     store,
     store_gradient_of_static,
-    store_gradients_of_key_rows,
-    store_gradients_of_query_rows,
+    store_gradients_of_key_terms,
+    store_gradients_of_query_terms,
     store_matrices,
-    store_no_gradients_of_query_rows,
+    store_no_gradients_of_query_terms,
     store_of_queries,
+    terms_of,
     transposed,
 )
 from .tiles import LOG2_E, bound, exp2, finite, rounded
@@ -163,8 +163,8 @@ def dcmha_matrix_backward_post(
     grad_composed,  # [items, H, c, n], of the composed probabilities; written: those of the probabilities
     probs,  # [items, H, c, n], written: the composed probabilities
     partial_delta,  # [items, n / block_s, H, c], float32
-    partial,  # `RowGradients`, written
-    rows,  # `StageRows` of what comes after the softmax
+    partial,  # `TermGradients`, written
+    terms,  # `StageTerms` of what comes after the softmax
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -175,15 +175,15 @@ def dcmha_matrix_backward_post(
     block_s: tl.constexpr,
     turns: tl.constexpr,
     loads_ahead: tl.constexpr,
-    query_rows: tl.constexpr,
-    key_rows: tl.constexpr,
+    query_terms: tl.constexpr,
+    key_terms: tl.constexpr,
 ):
     """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
     post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
-    grad_key = no_gradients(rows.key, block_s, padded)
+    grad_key = no_gradients(terms.key, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
@@ -198,7 +198,7 @@ def dcmha_matrix_backward_post(
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
             prob = rounded(prob, dtype)
-            store_gradients_of_query_rows(partial.query, rows.query, grad, prob, patch, padded, query_rows)
+            store_gradients_of_query_terms(partial.query, terms.query, grad, prob, patch, padded, query_terms)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, prob)
             store_gradient_of_static(partial.static, grad, prob, turn, turns, padded)
@@ -206,9 +206,9 @@ def dcmha_matrix_backward_post(
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
-            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
+            store_no_gradients_of_query_terms(partial.query, patch, padded, query_terms)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
+    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_terms, dtype)
 
 
 @triton.jit
@@ -217,8 +217,8 @@ def dcmha_matrix_backward_pre(
     grad_probs,  # [items, H, c, n], of the probabilities
     grad_scores,  # [items, H, c, n], written
     delta,  # [items, H, c of T], float32
-    partial,  # `RowGradients`, written
-    rows,  # `StageRows` of what comes before the softmax
+    partial,  # `TermGradients`, written
+    terms,  # `StageTerms` of what comes before the softmax
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -229,14 +229,14 @@ def dcmha_matrix_backward_pre(
     block_s: tl.constexpr,
     turns: tl.constexpr,
     loads_ahead: tl.constexpr,
-    query_rows: tl.constexpr,
-    key_rows: tl.constexpr,
+    query_terms: tl.constexpr,
+    key_terms: tl.constexpr,
 ):
     """Second sweep of the backward pass: gradients of the scores and of what composes them."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
-    grad_key = no_gradients(rows.key, block_s, padded)
+    grad_key = no_gradients(terms.key, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
@@ -248,7 +248,7 @@ def dcmha_matrix_backward_pre(
             grad = rounded(prob * (load(grad_probs, patch, padded) - mean[:, :, None]), dtype)
             store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
             score = rounded(score.to(tl.float32), dtype)
-            store_gradients_of_query_rows(partial.query, rows.query, grad, score, patch, padded, query_rows)
+            store_gradients_of_query_terms(partial.query, terms.query, grad, score, patch, padded, query_terms)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, score)
             store_gradient_of_static(partial.static, grad, score, turn, turns, padded)
@@ -256,14 +256,14 @@ def dcmha_matrix_backward_pre(
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
-            store_no_gradients_of_query_rows(partial.query, patch, padded, query_rows)
-    store_gradients_of_key_rows(partial.key, rows.key, grad_key, here, padded, key_rows, dtype)
+            store_no_gradients_of_query_terms(partial.query, patch, padded, query_terms)
+    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_terms, dtype)
 
 
 @triton.jit
 def dcmha_matrices(
     matrices,  # [items, length, padded, padded], written
-    rows,  # [items, length, count, H], packed; None are none
+    terms,  # [items, length, count, H], packed; None are none
     constant,  # [H, H], float32, [out, in]: what is the same for all positions; None is zero
     length,
     heads: tl.constexpr,
@@ -276,20 +276,20 @@ def dcmha_matrices(
     rank: tl.constexpr = count // 2
     head = tl.arange(0, padded)
     matrix = tl.zeros([block, padded, padded], tl.float32)
-    if rows is not None:
-        places = rows_of(rows, item, length, positions, heads, padded, count)
+    if terms is not None:
+        places = terms_of(terms, item, length, positions, heads, padded, count)
         for index in tl.static_range(rank):
-            down, up = load_row(places, index, heads), load_row(places, rank + index, heads)
+            down, up = load_term(places, index, heads), load_term(places, rank + index, heads)
             matrix += tl.permute(up, (0, 2, 1)) * down
         if count % 2:
-            matrix += tl.where((head[:, None] == head[None, :])[None, :, :], load_row(places, count - 1, heads), 0.0)
+            matrix += tl.where((head[:, None] == head[None, :])[None, :, :], load_term(places, count - 1, heads), 0.0)
     if constant is not None:
         inside = (head < heads)[:, None] & (head < heads)[None, :]
         matrix += tl.load(constant + head[:, None] * heads + head[None, :], mask=inside, other=0.0)[None, :, :]
     store_matrices(matrices, matrix, item, positions, length, padded)
 
 
-MATRIX_KERNELS = {
+TENSOR_CORE_KERNELS = {
     "dcmha_matrices": dcmha_matrices,
     "dcmha_matrix_statistics": dcmha_matrix_statistics,
     "dcmha_matrix_probs": dcmha_matrix_probs,

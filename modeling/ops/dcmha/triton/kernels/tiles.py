@@ -40,8 +40,8 @@ def make_patch(sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s
 
 
 @triton.jit
-def opened(number):
-    """What `opaque` was given."""
+def original(number):
+    """What `unspecialized` was given."""
     return number >> 2
 
 
@@ -65,16 +65,16 @@ def shift_of(where, query):
 @triton.jit
 def is_reached(where, query, key, block_t: tl.constexpr, block_s: tl.constexpr):
     """Whether distance alone lets any query from this one of the chunk on see any key from this one on."""
-    back = query + opened(where.position) - key
+    back = query + original(where.position) - key
     return (back + block_t > -where.ahead) & (back - block_s < where.behind)
 
 
 @triton.jit
 def make_penalty(where, patch):
     """`[block_t, block_s]`, what to add to scores in base 2: an additive mask; minus infinity hides a key."""
-    t, key = patch.t[:, None], (patch.s + (patch.shift + opened(where.start)))[None, :]
-    back, is_real = t + opened(where.position) - key, t < opened(where.real_queries)
-    visible = (back <= where.behind) & (back >= -where.ahead) & (key < opened(where.real_keys)) & is_real
+    t, key = patch.t[:, None], (patch.s + (patch.shift + original(where.start)))[None, :]
+    back, is_real = t + original(where.position) - key, t < original(where.real_queries)
+    visible = (back <= where.behind) & (back >= -where.ahead) & (key < original(where.real_keys)) & is_real
     if where.first_real_key is not None:
         visible = visible & (key >= where.first_real_key)
     if where.first_keys is not None:
@@ -93,28 +93,28 @@ def make_penalty(where, patch):
 
 
 @triton.jit
-def make_stage(query_side, key_side, patch, query_rows: tl.constexpr, key_rows: tl.constexpr):
+def make_stage(query_side, key_side, patch, query_terms: tl.constexpr, key_terms: tl.constexpr):
     """One stage as (down, up, gate), each of them (rows of queries, rows of keys)."""
     query, key = tl.program_id(1) * patch.t.shape[0], tl.program_id(0) * patch.s.shape[0] + patch.shift
-    queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_rows)
-    keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_rows)
-    query_rank: tl.constexpr = query_rows // 2
-    key_rank: tl.constexpr = key_rows // 2
-    down = (_rows(queries, 0, query_rank), _rows(keys, 0, key_rank))
-    up = (_rows(queries, query_rank, 2 * query_rank), _rows(keys, key_rank, 2 * key_rank))
-    gate = (_rows(queries, 2 * query_rank, query_rows), _rows(keys, 2 * key_rank, key_rows))
+    queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_terms)
+    keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_terms)
+    query_rank: tl.constexpr = query_terms // 2
+    key_rank: tl.constexpr = key_terms // 2
+    down = (_terms(queries, 0, query_rank), _terms(keys, 0, key_rank))
+    up = (_terms(queries, query_rank, 2 * query_rank), _terms(keys, key_rank, 2 * key_rank))
+    gate = (_terms(queries, 2 * query_rank, query_terms), _terms(keys, 2 * key_rank, key_terms))
     return (down, up, gate)
 
 
 @triton.jit
-def _side(panels, patch, position, block: tl.constexpr, length, rows: tl.constexpr):
+def _side(panels, patch, position, block: tl.constexpr, length, terms: tl.constexpr):
     """Panels of one side from a position on: those of the item's first head, offsets of positions, heads' distance."""
     side = ()
-    if rows > 0:
+    if terms > 0:
         positions = tl.arange(0, block)
-        offsets = positions // PANEL * (rows * PANEL) + positions % PANEL
-        first = (patch.item * patch.heads * length + position) * rows
-        side = (panels + first, offsets, rows * length)
+        offsets = positions // PANEL * (terms * PANEL) + positions % PANEL
+        first = (patch.item * patch.heads * length + position) * terms
+        side = (panels + first, offsets, terms * length)
     return side
 
 
@@ -125,18 +125,18 @@ def transposed(stage):
 
 
 @triton.jit
-def _rows(side, first: tl.constexpr, last: tl.constexpr):
+def _terms(side, first: tl.constexpr, last: tl.constexpr):
     """Rows `first` up to `last` of a side, each of them the side and the row's place in a panel."""
-    rows = ()
-    for row in tl.static_range(first, last):
-        rows += ((side, row * PANEL),)
-    return rows
+    terms = ()
+    for index in tl.static_range(first, last):
+        terms += ((side, index * PANEL),)
+    return terms
 
 
 @triton.jit
-def _factor(row, head):
+def _factor(term, head):
     """One head's number for each query, `[block_t]`, or for each key, `[block_s]`."""
-    side, place = row
+    side, place = term
     return tl.load(side[0] + head * side[2] + side[1] + place)
 
 
@@ -273,38 +273,38 @@ def store_of_factors(
     hidden_grads,
     patch,
     head,
-    query_rows: tl.constexpr,
-    key_rows: tl.constexpr,
+    query_terms: tl.constexpr,
+    key_terms: tl.constexpr,
 ):
     """One head's part of the gradients of a stage's rows: `tile` is what was composed, `grad` that of what came out."""
-    query_rank: tl.constexpr = query_rows // 2
-    key_rank: tl.constexpr = key_rows // 2
+    query_rank: tl.constexpr = query_terms // 2
+    key_rank: tl.constexpr = key_terms // 2
     for rank in tl.static_range(query_rank):
         pair = tl.sum(tl.join(tile * hidden_grads[rank], grad * hidden[rank]), axis=1)
-        _store_pair(partial_query, pair, patch, head, rank, query_rank, query_rows)
+        _store_pair(partial_query, pair, patch, head, rank, query_rank, query_terms)
     for rank in tl.static_range(key_rank):
         pair = tl.sum(tl.join(tile * hidden_grads[query_rank + rank], grad * hidden[query_rank + rank]), axis=0)
-        _store_pair(partial_key, pair, patch, head, rank, key_rank, key_rows)
-    if query_rows % 2:
-        _store_gate(partial_query, tl.sum(tile * grad, axis=1), patch, head, query_rows)
-    if key_rows % 2:
-        _store_gate(partial_key, tl.sum(tile * grad, axis=0), patch, head, key_rows)
+        _store_pair(partial_key, pair, patch, head, rank, key_rank, key_terms)
+    if query_terms % 2:
+        _store_gate(partial_query, tl.sum(tile * grad, axis=1), patch, head, query_terms)
+    if key_terms % 2:
+        _store_gate(partial_key, tl.sum(tile * grad, axis=0), patch, head, key_terms)
 
 
 @triton.jit
-def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, rows: tl.constexpr):
-    """Writes `[block, 2]` as the rows `down` and `up` of a rank in this patch's `[H, rows, block]`: one exchange."""
+def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, terms: tl.constexpr):
+    """Writes `[block, 2]` as the terms `down` and `up` of a rank in this patch's `[H, terms, block]`: one exchange."""
     block: tl.constexpr = pair.shape[0]
-    row = _patch_index(patch) * (patch.heads * rows * block) + head * (rows * block)
-    tl.store(partial + row + tl.arange(0, block)[:, None] + (rank + ranks * tl.arange(0, 2)[None, :]) * block, pair)
+    first = _patch_index(patch) * (patch.heads * terms * block) + head * (terms * block)
+    tl.store(partial + first + tl.arange(0, block)[:, None] + (rank + ranks * tl.arange(0, 2)[None, :]) * block, pair)
 
 
 @triton.jit
-def _store_gate(partial, gate, patch, head, rows: tl.constexpr):
-    """Writes `[block]` as the last row of this patch's `[H, rows, block]`."""
+def _store_gate(partial, gate, patch, head, terms: tl.constexpr):
+    """Writes `[block]` as the last term of this patch's `[H, terms, block]`."""
     block: tl.constexpr = gate.shape[0]
-    row = _patch_index(patch) * (patch.heads * rows * block) + head * (rows * block)
-    tl.store(partial + row + tl.arange(0, block) + (rows - 1) * block, gate)
+    first = _patch_index(patch) * (patch.heads * terms * block) + head * (terms * block)
+    tl.store(partial + first + tl.arange(0, block) + (terms - 1) * block, gate)
 
 
 @triton.jit

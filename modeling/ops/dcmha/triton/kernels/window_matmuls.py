@@ -21,7 +21,7 @@ bytes of rows for each entry, 7.5: 20 bytes. That is about as many, from memory 
 programs; one kernel would save launches, but the backward pass has four maps at once and no room for 16 queries.
 """
 
-from .tiles import is_reached, opened, product, rounded, shift_of
+from .tiles import is_reached, original, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -56,7 +56,7 @@ def store_rows(places, rows):
 @triton.jit
 def is_key(positions, where):
     """Which of these are positions of real keys."""
-    return (positions >= 0) & (positions < opened(where.real_keys))
+    return (positions >= 0) & (positions < original(where.real_keys))
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def dcmha_band_maps(
     """A tile of one head's map: scaled products of its queries' rows with its keys' rows."""
     item, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
     t, s = tl.program_id(1) * block_t + tl.arange(0, block_t), tl.program_id(0) * block_s + tl.arange(0, block_s)
-    key = s + shift_of(where, tl.program_id(1) * block_t) + opened(where.start)
-    of_queries = load_rows(places_of(left, left_strides, item, head, t, t < opened(where.real_queries), width))
+    key = s + shift_of(where, tl.program_id(1) * block_t) + original(where.start)
+    of_queries = load_rows(places_of(left, left_strides, item, head, t, t < original(where.real_queries), width))
     of_keys = load_rows(places_of(right, right_strides, item, head // share, key, is_key(key, where), width))
     tile = product(of_queries, tl.trans(of_keys)) * scaling
     tl.store(tile_of(maps, tl.program_id(2), t, s, sizes), rounded(tile, maps.dtype.element_ty))
@@ -111,7 +111,7 @@ def dcmha_band_queries(
     """Rows of one head's queries: scaled sums over the keys of their block."""
     plane, first = tl.program_id(1), tl.program_id(0) * block_t
     item, head, t = (plane // heads).to(tl.int64), plane % heads, first + tl.arange(0, block_t)
-    start = shift_of(where, first) + opened(where.start)
+    start = shift_of(where, first) + original(where.start)
     total = tl.zeros([block_t, triton.next_power_of_2(width)], tl.float32)
     for column in range(0, reach, block_s):
         if is_reached(where, first, start + column, block_t, block_s):
@@ -119,7 +119,7 @@ def dcmha_band_queries(
             key = start + s
             of_keys = load_rows(places_of(right, right_strides, item, head // share, key, is_key(key, where), width))
             total += product(tl.load(tile_of(maps, plane, t, s, sizes)), of_keys)
-    store_rows(places_of(rows, strides, item, head, t, t < opened(where.real_queries), width), total * scaling)
+    store_rows(places_of(rows, strides, item, head, t, t < original(where.real_queries), width), total * scaling)
 
 
 @triton.jit
@@ -153,12 +153,14 @@ def dcmha_band_keys(
             if (block >= 0) & (block * step < sizes.queries) & (column < reach):
                 for inside in range(0, step, block_t):
                     query = block * step + inside
-                    if is_reached(where, query, opened(where.start) + first, block_t, block_s):
+                    if is_reached(where, query, original(where.start) + first, block_t, block_s):
                         t = query + tl.arange(0, block_t)
                         tile = tl.load(tile_of(maps, item * heads + head, t, column + tl.arange(0, block_s), sizes))
-                        of_queries = places_of(left, left_strides, item, head, t, t < opened(where.real_queries), width)
+                        of_queries = places_of(
+                            left, left_strides, item, head, t, t < original(where.real_queries), width
+                        )
                         total += product(tl.trans(tile), load_rows(of_queries))
-    key = opened(where.start) + first + tl.arange(0, block_s)
+    key = original(where.start) + first + tl.arange(0, block_s)
     places = places_of(rows, strides, item, kv_head, key, is_key(key, where), width)
     total *= scaling
     if is_added:
@@ -166,7 +168,7 @@ def dcmha_band_keys(
     store_rows(places, total)
 
 
-BAND_KERNELS = {
+WINDOW_KERNELS = {
     "dcmha_band_maps": dcmha_band_maps,
     "dcmha_band_queries": dcmha_band_queries,
     "dcmha_band_keys": dcmha_band_keys,

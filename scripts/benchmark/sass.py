@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-# By the name up to the first dot. What is in none of them is arithmetic on integers and addresses, and control.
+# Instructions by their name up to the first dot. All others are arithmetic on integers and addresses, and control flow.
 CLASSES = {
     "float": {"FADD", "FFMA", "FMUL", "FMNMX", "FSEL", "FSET", "FSETP", "HFMA2", "HMUL2"},
     "exponential": {"MUFU"},
@@ -15,7 +15,7 @@ CLASSES = {
     "memory": {"LDG", "STG"},
     "shared": {"BAR", "LDS", "LDSM", "STS", "STSM"},
     "shuffle": {"SHFL"},
-    # One for a warp, not for each of its threads, but it takes a slot all the same.
+    # A uniform instruction is executed once for a warp, but takes an issue slot like one of each thread.
     "uniform": {"UIADD3", "UIMAD", "ULDC", "ULEA", "ULOP3", "UMOV", "USHF", "R2UR", "S2UR"},
 }
 OTHER = "integer"
@@ -28,6 +28,8 @@ STEP = re.compile(r"-(0x[0-9a-f]+)")
 
 
 class Instruction(NamedTuple):
+    """One line of assembly."""
+
     name: str  # without modifiers
     operands: str
 
@@ -39,7 +41,7 @@ class Loop(NamedTuple):
 
     @property
     def unrolled(self) -> int:
-        """How many turns of the loop in the source are one of this loop: what its counter goes down by, or 1."""
+        """The unrolling factor: by how much the loop's counter goes down in a turn, or 1 if it has no such counter."""
         counters = {
             match[1]
             for name, operands in self.instructions
@@ -54,6 +56,8 @@ class Loop(NamedTuple):
 
 
 class Program(NamedTuple):
+    """A kernel's instructions in order, and its innermost loops."""
+
     instructions: list[Instruction]
     loops: list[Loop]
 
@@ -68,11 +72,12 @@ class Program(NamedTuple):
 
     @property
     def straight(self) -> int:
-        """Instructions outside of loops; what a compiler did not put into an unrolled loop is among them."""
+        """The number of instructions outside of loops, including the remainder turns of unrolled loops."""
         return len(self.instructions) - sum(len(loop.instructions) for loop in self.loops)
 
 
 def class_of(name: str) -> str:
+    """Returns the key of `CLASSES` that an instruction belongs to, or `OTHER`."""
     return next((kind for kind, names in CLASSES.items() if name in names), OTHER)
 
 

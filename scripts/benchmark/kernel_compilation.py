@@ -1,0 +1,278 @@
+"""Compiles the Triton kernels for a GPU that need not be there.
+
+Arguments are described by kinds: the type of a tensor's elements or of a number as Triton writes it (`"*bf16"`,
+`"i32"`), or a key of `CONSTANTS` for an argument that Triton compiles in. Tuples of kinds describe the named tuples of
+`dynattn.modeling.ops.dcmha.triton.arguments`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from dynattn.modeling.ops.dcmha.triton.arguments import (
+    Factors,
+    Matrices,
+    Sizes,
+    StageTerms,
+    Statics,
+    TermGradients,
+    Visibility,
+)
+from dynattn.modeling.ops.dcmha.triton.decode import (
+    STAGES,
+    WARPS,
+    CacheSizes,
+    DecodeMask,
+    DecodeSide,
+    DecodeStage,
+    tile_sides,
+)
+from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
+from dynattn.modeling.ops.dcmha.triton.tuning import (
+    block_of,
+    matrix_tiles_for,
+    most_turns,
+    tile_of_matrices,
+    tile_of_merge,
+    tile_of_window,
+    tiles_for,
+)
+
+from .kernel_configurations import (
+    Configuration,
+    DecodeConfiguration,
+    HeadByHeadConfiguration,
+    TensorCoreConfiguration,
+    WindowConfiguration,
+)
+
+# Kinds of arguments that Triton compiles in: those that are absent, and numbers that are one.
+CONSTANTS = {"none": None, "one": 1}
+SIZES = Sizes("i32", "i32", "i32", "i32")  # type: ignore[arg-type]
+STRIDES = ("i32", "i32", "i32")
+# Strides of a mask whose keys are contiguous.
+MASK_STRIDES = ("i32", "i32", "one")
+# Kinds of the arguments before those that all kernels of a family take: scores, other maps, float32.
+HEAD_BY_HEAD = {
+    "dcmha_statistics": ("scores", "fp32"),
+    "dcmha_probs": ("scores", "map", "fp32"),
+    "dcmha_backward_post": ("scores", "map", "scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
+    "dcmha_backward_pre": ("scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
+}
+TENSOR_CORES = {
+    "dcmha_matrix_statistics": ("fp16", "fp32"),
+    "dcmha_matrix_probs": ("fp16", "map", "fp32"),
+    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
+    "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
+}
+# Terms of each side of a tensor core configuration: rank 2 and a gate.
+TERMS = 5
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel and, if it loops over heads or turns, what one of its programs works on."""
+
+    kernel: Any
+    entries: float = 0  # of a thread in each turn of the loop
+    turns: int = 1
+
+
+@triton.jit
+def axpy(x, y, factor, stride, rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`y += factor * x` for `rows` rows of `block` elements: a loop whose instructions are known."""
+    for row in range(rows):
+        places = row * stride + tl.arange(0, block)
+        tl.store(y + places, tl.load(x + places) * factor + tl.load(y + places))
+
+
+def compile_axpy(capability: int) -> dict[str, Compiled]:
+    """Compiles `axpy`, which tests the counting of instructions."""
+    source = triton.compiler.ASTSource(
+        axpy,
+        {"x": "*fp32", "y": "*fp32", "factor": "fp32", "stride": "i32", "rows": "constexpr", "block": "constexpr"},
+        {(4,): 1024, (5,): 512},
+        {(index,): [["tt.divisibility", 16]] for index in (0, 1, 3)},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    return {"axpy": Compiled(kernel, entries=4, turns=1024)}
+
+
+def compile_configuration(configuration: Configuration, capability: int) -> dict[str, Compiled]:
+    """Compiles a configuration's kernels with the specializations that Triton would choose for aligned tensors."""
+    match configuration:
+        case HeadByHeadConfiguration():
+            return _compile_head_by_head(configuration, capability)
+        case TensorCoreConfiguration():
+            return _compile_tensor_cores(configuration, capability)
+        case WindowConfiguration():
+            return _compile_window(configuration, capability)
+        case DecodeConfiguration():
+            return _compile_decode(configuration, capability)
+
+
+def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: int) -> dict[str, Compiled]:
+    heads, dtype, terms, has_static, *_ = configuration
+    common, element = _head_by_head_arguments(configuration), {"scores": _dtype_of_scores(dtype), "map": dtype}
+    compiled = {}
+    for name, own in HEAD_BY_HEAD.items():
+        block_t, block_s, warps = tiles_for(terms, wide_static=has_static and dtype == "fp32")[name]
+        kinds = (*(f"*{element.get(kind, kind)}" for kind in own), *common)
+        constants = {"heads": heads, "terms": terms, "block_t": block_t, "block_s": block_s}
+        # Lengths of maps are multiples of 16; what is visible starts and ends anywhere.
+        kernel = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
+        compiled[name] = Compiled(kernel, block_t * block_s / (32 * warps), heads)
+    block_t, warps = tile_of_merge()
+    kinds = ("*fp32", "*fp32", "i32", "i32", "i32")
+    merge = compile_kernel("dcmha_merge", kinds, {"block_t": block_t}, capability, {2}, num_warps=warps)
+    return compiled | {"dcmha_merge": Compiled(merge)}
+
+
+def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any, ...]:
+    """Kinds of the arguments that all of these kernels take."""
+    _, dtype, terms, has_static, is_additive, has_documents, is_window = configuration
+    masks = ("*u8", *MASK_STRIDES, "*fp32" if is_additive else "none", *MASK_STRIDES)
+    statics = (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
+    factors: Any = ("*fp32" if count else "none" for count in terms)
+    where = _visibility(masks, "*i32" if has_documents else "none", is_window=is_window)
+    return Factors(*factors), SIZES, where, Statics(*statics)  # type: ignore[arg-type]
+
+
+def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
+    heads, padded, turns = configuration.heads, configuration.padded, most_turns()
+    common = _tensor_core_arguments(configuration)
+    constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS}
+    compiled = {}
+    for name, own in TENSOR_CORES.items():
+        block_t, block_s, warps, stages = matrix_tiles_for(padded)[name]
+        has_query, has_key = configuration.sides[2:] if name.endswith("post") else configuration.sides[:2]
+        given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
+        kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)
+        tile = constants | {"block_t": block_t, "block_s": block_s, "loads_ahead": stages > 1}
+        tile |= {"query_terms": TERMS if has_query else 0, "key_terms": TERMS if has_key else 0}
+        kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
+        compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns)
+    block, warps = tile_of_matrices()
+    name, kinds = "dcmha_matrices", ("*fp16", f"*{configuration.dtype_of_terms}", "*fp32", "i32")
+    kernel = compile_kernel(name, kinds, constants | {"block": block}, capability, set(), num_warps=warps)
+    return compiled | {name: Compiled(kernel)}
+
+
+def _tensor_core_arguments(configuration: TensorCoreConfiguration) -> tuple[Any, ...]:
+    """Kinds of the arguments that all of these kernels take."""
+    has_mask = configuration.has_mask
+    masks = ("*u8" if has_mask else "none", *MASK_STRIDES, "*fp32" if has_mask else "none", *MASK_STRIDES)
+    matrices: Any = ("*fp16" if side else "none" for side in configuration.sides)
+    where = _visibility(masks, "*i32" if has_mask else "none", is_window=configuration.is_window)
+    return Matrices(*matrices), SIZES, where
+
+
+def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool, has_key: bool) -> dict[str, Any]:
+    """Kinds of the arguments that depend on which sides of a stage there are."""
+    dtype, sides = configuration.dtype, (has_query, has_key)
+    partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32")
+    is_there = (*sides, configuration.has_static)
+    gradients: Any = (kind if is_given else "none" for kind, is_given in zip(partial, is_there, strict=True))
+    terms: Any = (f"*{configuration.dtype_of_terms}" if side else "none" for side in sides)
+    return {"partial": TermGradients(*gradients), "terms": StageTerms(*terms), "map": f"*{dtype}"}
+
+
+def _compile_window(configuration: WindowConfiguration, capability: int) -> dict[str, Compiled]:
+    width, dtype, share, is_added, window = configuration
+    block_t, block_s, warps = tile_of_window(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    step = block_of(window)
+    constants = {"heads": 16, "share": share, "width": width, "step": step, "reach": window + step}
+    constants |= {"is_added": is_added, "block_t": block_t, "block_s": block_s}
+    where = _visibility(("none", *STRIDES, "none", *STRIDES), "none", is_window=True)
+    common = (STRIDES, STRIDES, SIZES, where, "fp32")
+    tensors = {
+        "dcmha_band_maps": (*(f"*{dtype}",) * 2, f"*{_dtype_of_scores(dtype)}"),
+        "dcmha_band_queries": (f"*{dtype}",) * 3,
+        "dcmha_band_keys": (*(f"*{dtype}",) * 2, "*fp32" if is_added else f"*{dtype}"),
+    }
+    return {
+        name: Compiled(compile_kernel(name, (*own, *common), constants, capability, {6}, num_warps=warps))
+        for name, own in tensors.items()
+    }
+
+
+def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict[str, Compiled]:
+    heads, kv_heads, width, dtype, rank, groups, _, is_short = configuration
+    sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2)
+    constants = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": blocks[-1 if is_short else 0]}
+    constants |= {**sides, "query_rank": rank, "key_rank": rank, "groups": groups}
+    kinds = _decode_arguments(configuration)
+    # Neither the number of keys nor that of splits is divisible by 16.
+    unaligned = {"dcmha_decode_scores": {6}, "dcmha_decode_outputs": {5}, "dcmha_decode_sum": {2}}
+    options = {"num_warps": WARPS, "num_stages": STAGES}
+    return {
+        name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
+        for name in kinds
+    }
+
+
+def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any, ...]]:
+    """Kinds of each kernel's arguments."""
+    element = f"*{configuration.dtype}"
+    side: Any = DecodeSide(*(element,) * 3, "i32", "i32", "i32")  # type: ignore[arg-type]
+    stage: Any = DecodeStage(side, side, element if configuration.has_static else "none")  # type: ignore[arg-type]
+    where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
+    # The last two are the number of a split's blocks and that of splits.
+    sizes: Any = CacheSizes("i32", "i32", *("one" if configuration.is_short else "i32",) * 2)  # type: ignore[arg-type]
+    return {
+        "dcmha_decode_scores": (element, element, "*fp32", "*fp32", stage, where, sizes, STRIDES, STRIDES, "fp32"),
+        "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, sizes, STRIDES),
+        "dcmha_decode_sum": ("*fp32", element, "i32"),
+    }
+
+
+def _dtype_of_scores(dtype: str) -> str:
+    return "fp32" if dtype == "fp32" else "fp16"
+
+
+def _visibility(masks: tuple[str, ...], first_keys: str, *, is_window: bool) -> Any:
+    """Kinds of `Visibility`, where `masks` are those from `mask` to `bias_of_key`."""
+    window = "i32" if is_window else "none"
+    kinds: Any = (*("i32",) * 4, window, "i32", "i32", window, "one", *masks, first_keys, "i32")
+    return Visibility(*kinds)
+
+
+def compile_kernel(
+    name: str, kinds: tuple[Any, ...], constants: dict[str, Any], capability: int, unaligned: set[int], **options: int
+) -> Any:
+    """Compiles a kernel for arguments of these kinds, all of them divisible by 16 but those at `unaligned` positions.
+
+    Args:
+        constants: values of `tl.constexpr` parameters; those that the kernel does not have are ignored.
+        options: Triton's `num_warps` and `num_stages`.
+    """
+    kernel = load_kernels(torch.device("cuda"))[name]
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    named = dict(zip(kernel.arg_names, [*_signature(kinds), *("constexpr" for _ in constants)], strict=True))
+    values: dict[tuple[int, ...], Any] = {
+        (kernel.arg_names.index(constant),): value for constant, value in constants.items()
+    }
+    values |= {path: CONSTANTS[kind] for path, kind in _leaves(kinds) if kind in CONSTANTS}
+    aligned = [path for path, kind in _leaves(kinds) if kind[0] in "*i" and path[0] not in unaligned]
+    source = triton.compiler.ASTSource(kernel, named, values, {path: [["tt.divisibility", 16]] for path in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _signature(kinds: Any) -> Any:
+    """The same kinds as Triton names them, in the same tuples."""
+    if isinstance(kinds, str):
+        return "constexpr" if kinds in CONSTANTS else kinds
+    parts = map(_signature, kinds)
+    return type(kinds)(*parts) if hasattr(kinds, "_fields") else tuple(parts)
+
+
+def _leaves(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yields each kind in nested tuples and the indices that lead to it."""
+    for index, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, (*path, index))
+        else:
+            yield (*path, index), kind
