@@ -1,4 +1,8 @@
-"""What `dcmha_triton` and its kernels are called with. Kernels take these tuples as they are."""
+"""The arguments of the op for several queries and of its kernels, which take these tuples as they are.
+
+An item is one head group of one row of the batch: the kernels see it as a batch entry of its own, with `H` heads. In
+the shapes below `B` counts items, `c` the queries and `n` the keys of a chunk.
+"""
 
 from typing import NamedTuple
 
@@ -6,51 +10,46 @@ from torch import Tensor
 
 
 class MapInputs(NamedTuple):
-    """What the op is called with; rows are packed: `R` down, `R` up and, if they are odd, a gate.
-
-    `B` counts items: each row of the batch is as many of them as there are head groups, with `H` heads of one group.
-    """
+    """All tensors of the op. Terms are packed: `R` down, `R` up and, if their number is odd, a gate."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
     value: Tensor  # [B, H_kv, S, D]
     pre_query: Tensor | None  # [B, T, terms, H]
     pre_key: Tensor | None  # [B, S, terms, H]
-    post_query: Tensor | None
-    post_key: Tensor | None
-    pre_static: Tensor | None  # [heads, heads] of all groups
-    post_static: Tensor | None
+    post_query: Tensor | None  # [B, T, terms, H]
+    post_key: Tensor | None  # [B, S, terms, H]
+    pre_static: Tensor | None  # [heads, heads] of all groups, indexed [in, out]
+    post_static: Tensor | None  # [heads, heads] of all groups, indexed [in, out]
     mask: Tensor | None  # boolean or additive, four dimensions that broadcast to [rows of the batch, 1, T, S]
     first_keys: Tensor | None  # [rows of the batch, T], integers
 
     @property
     def terms(self) -> list[Tensor | None]:
+        """The packed terms `[B, T or S, terms, H]` of queries and keys before the softmax, then those after it."""
         return [self.pre_query, self.pre_key, self.post_query, self.post_key]
 
 
 class MapSettings(NamedTuple):
-    """All else."""
+    """All arguments of the op that are no tensors."""
 
     scaling: float
     is_causal: bool
     sliding_window: int | None
-    groups: int
+    groups: int  # items per row of the batch
 
 
 class Factors(NamedTuple):
-    """Packed rows of one chunk: `R` down, `R` up and, if they are odd, a gate; None where a side has none.
-
-    They lie in panels of a few positions each, float32.
-    """
+    """The packed terms of one chunk in float32, in panels of `PANEL` positions; None where a side has none."""
 
     pre_query: Tensor | None  # [items, H, panels of c of T, terms, PANEL]
     pre_key: Tensor | None  # [items, H, panels of n of S, terms, PANEL]
-    post_query: Tensor | None
-    post_key: Tensor | None
+    post_query: Tensor | None  # [items, H, panels of c of T, terms, PANEL]
+    post_key: Tensor | None  # [items, H, panels of n of S, terms, PANEL]
 
 
 class Sizes(NamedTuple):
-    """Lengths, all of them of whole patches."""
+    """Lengths with padding, all of them multiples of a patch's side."""
 
     queries: int  # c
     keys: int  # n
@@ -59,27 +58,24 @@ class Sizes(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which key a column is, and which keys are visible.
+    """Which key each column of a chunk's maps is, and which keys are visible.
 
-    Column `s` of row `t` is key `s + t // step * step` from `start` on (`dcmha_triton_cut`). Keys from `-ahead` to
-    `behind` positions back are visible, if they are real and nothing else here hides them. A row of the batch is
-    `groups` items.
-
-    Triton compiles a kernel again for numbers that are 1 or multiples of 16. Those that depend on lengths are
-    `unspecialized`.
+    Column `s` of row `t` is key `start + s + t // step * step`. A real key is visible if it lies at most `behind`
+    positions before the query and at most `ahead` after it, and neither the mask nor `first_keys` hides it. The strides
+    of masks are separate fields because Triton 3.6 may lose constants in nested tuples.
     """
 
-    position: int  # of the chunk's first query among the keys, unspecialized
-    start: int  # the chunk's first key, unspecialized; below zero if padding comes before the real ones
+    position: int  # of the chunk's first query among the keys, `unspecialized`
+    start: int  # the chunk's first key, `unspecialized`; negative if padding comes before the real keys
     behind: int
     ahead: int
-    step: int | None  # queries of each block of a band; None where a chunk is none
-    real_queries: int  # from the chunk's first one on, unspecialized
-    real_keys: int  # S, unspecialized
+    step: int | None  # queries of each block of a window's chunk; None in other chunks
+    real_queries: int  # the number of real queries from the chunk's first one on, `unspecialized`
+    real_keys: int  # S, `unspecialized`
     first_real_key: int | None  # 0 where padding comes before it; None otherwise
-    groups: int
+    groups: int  # items per row of the batch
     mask: Tensor | None  # [rows of the batch, c, S], 8 bits
-    mask_of_row: int  # strides, one by one: Triton 3.6 may lose constants in nested tuples
+    mask_of_row: int
     mask_of_query: int
     mask_of_key: int
     bias: Tensor | None  # [rows of the batch, c, S]
@@ -87,55 +83,59 @@ class Visibility(NamedTuple):
     bias_of_query: int
     bias_of_key: int
     first_keys: Tensor | None  # [rows of the batch, c of T]
-    row_of_first_keys: int  # T
+    row_of_first_keys: int  # T with padding, the stride between rows of the batch
 
 
 def unspecialized(number: int) -> int:
-    """Returns a number that is neither 1 nor a multiple of 16; `dcmha_triton_tiles.original` is the way back."""
+    """Returns `4 * number + 2`, which is neither 1 nor a multiple of 16; `kernels.tiles.original` is the inverse.
+
+    Triton compiles a kernel anew for integers that are 1 or multiples of 16, and would do so for every other length.
+    """
     return 4 * number + 2
 
 
 class Matrices(NamedTuple):
-    """What composes the heads, one matrix [out, in] for each position of one chunk; None where a side composes nothing.
+    """A matrix [out, in] that mixes the heads for each position of a chunk; None where a side has no terms.
 
-    Heads are filled up with zeros to 16 or 32. The identity and a static matrix are in those of a stage's queries.
+    Heads are filled up with zeros to `padded`, 16 or 32. The matrices of a stage's queries include the identity and the
+    static matrix; without them, those of its keys include the identity.
     """
 
     pre_query: Tensor | None  # [items, c of T, padded, padded]
     pre_key: Tensor | None  # [items, n of S, padded, padded]
-    post_query: Tensor | None
-    post_key: Tensor | None
+    post_query: Tensor | None  # [items, c of T, padded, padded]
+    post_key: Tensor | None  # [items, n of S, padded, padded]
 
 
 class StageTerms(NamedTuple):
-    """Packed rows of one stage of a chunk; None where a side has none."""
+    """The packed terms of one stage of a chunk; None where a side has none."""
 
     query: Tensor | None  # [items, c of T, terms, H]
     key: Tensor | None  # [items, n of S, terms, H]
 
 
 class TermGradients(NamedTuple):
-    """What programs add to the gradients of one stage's rows and static matrix; None where nothing is."""
+    """Each program's part of the gradients of a stage's terms and static matrix; None where there are none."""
 
     query: Tensor | None  # [items, blocks of n, c, terms, H]
     key: Tensor | None  # [items, programs along c, n, terms, H], float32
-    static: Tensor | None  # [patches, padded, padded], float32; zero before
+    static: Tensor | None  # [patches, padded, padded], float32; zero before the kernel runs
 
 
 class Statics(NamedTuple):
     """Maps `[items, H, c, n]` between the kernels and the products with static matrices; None without a matrix."""
 
-    scores: Tensor | None = None  # mixed already
-    grads: Tensor | None = None  # mixed already: gradients of the composed probabilities
-    plain: Tensor | None = None  # to be mixed: probabilities, or gradients of the composed scores
+    scores: Tensor | None = None  # the product with the scores
+    grads: Tensor | None = None  # the product with the gradients of the composed probabilities
+    plain: Tensor | None = None  # factor of a later product: probabilities, or gradients of the composed scores
 
 
 class MapChunk(NamedTuple):
-    """Some items of the batch, some of their queries, and the keys in their reach."""
+    """Some items, some of their queries, and the keys in their reach."""
 
     items: slice
     queries: slice
     keys: slice
-    counts: tuple[int, int, int]  # of items, queries and keys
+    counts: tuple[int, int, int]  # of items, queries and columns: the shape of maps without heads
     sizes: Sizes
     where: Visibility

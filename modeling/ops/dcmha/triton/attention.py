@@ -1,6 +1,6 @@
-"""DCMHA on CUDA devices: the vendor's matrix products around Triton kernels that mix the heads.
+"""DCMHA on CUDA devices: matrix products with Triton kernels between them that mix the heads.
 
-A single query without gradients, a decoding step, has kernels of its own; with gradients it is left to `dcmha_chunked`.
+A single query without gradients, a decoding step, has kernels of its own; one with gradients goes to `dcmha_chunked`.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from .kernels.registry import load_kernels
 from .passes import attend, attend_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# How many of the inputs, from the first one, have gradients.
+# The number of the first inputs that have gradients.
 DIFFERENTIABLE = MapInputs._fields.index("mask")
 
 
@@ -36,22 +36,32 @@ def dcmha_triton(
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
-    Queries, keys, values and all factors have exact gradients, which are the same in every run; an additive mask has
-    none. Scores are kept in float16 for several queries of half precision, so that their magnitude has to stay below
-    65504. Under `torch.compile` the op is one node of the graph. With `TRITON_INTERPRET=1` in the environment before
-    the first call it runs, slowly, on the CPU.
+    It computes what `dcmha_eager` does (arXiv 2405.08553). Queries, keys, values and all factors have exact gradients,
+    which are the same in every run; an additive mask has none. In half precision the scores of several queries are kept
+    in float16, so that their magnitude has to stay below 65504. Under `torch.compile` the op is one node of the graph.
+    With `TRITON_INTERPRET=1` in the environment before the first call it runs, slowly, on the CPU.
+
+    Args:
+        query: `[B, H, T, D]` in float16, bfloat16 or float32.
+        key, value: `[B, H_kv, S, D]`.
+        pre, post: the composition of scores and of probabilities.
+        scaling: factor of the scores.
+        attention_mask: boolean or additive, two to four dimensions that broadcast to `[B, 1, T, S]`.
+        is_causal: whether a query sees no later keys; the last query is aligned to the last key.
+        sliding_window: number of keys that a query sees, itself included.
+        first_keys: `[B, T]` integers, the first key that each query sees.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.
 
     Raises:
         ImportError: Triton is not installed.
-        ValueError: a dtype, device or mask that the kernels do not know.
+        ValueError: a dtype, device or mask that the kernels do not support.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    _refuse_unknown(query, attention_mask)
+    _check_supported(query, attention_mask)
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] > 1:
@@ -59,7 +69,7 @@ def dcmha_triton(
         return _attend(query, key, value, pre, post, attention_mask, first_keys, settings), None
     if not _needs_gradients((query, key, value), pre, post):
         return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window), None
-    load_kernels(query.device)  # refuses what the other calls refuse
+    load_kernels(query.device)  # raises on the devices on which the other calls raise
     return dcmha_chunked(
         query,
         key,
@@ -74,7 +84,8 @@ def dcmha_triton(
     )
 
 
-def _refuse_unknown(query: Tensor, attention_mask: Tensor | None) -> None:
+def _check_supported(query: Tensor, attention_mask: Tensor | None) -> None:
+    """Raises ValueError for a query `[B, H, T, D]` or a mask `[.., T, S]` that the kernels do not support."""
     if query.dtype not in DTYPES:
         raise ValueError(f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'")
     if attention_mask is not None and attention_mask.requires_grad:
@@ -87,6 +98,7 @@ def _refuse_unknown(query: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -> bool:
+    """Whether autograd follows one of the tensors, of any shape, or a factor of a stage."""
     if not torch.is_grad_enabled():
         return False
     factors = [factor for stage in stages if stage is not None for factor in stage.tensors().values()]
@@ -103,7 +115,7 @@ def _attend(
     first_keys: Tensor | None,
     settings: MapSettings,
 ) -> Tensor:
-    """The kernels for several queries; they see one head group of one row of the batch as an item."""
+    """Returns `[B, T, H, D]` for several queries `[B, H, T, D]`, whose head groups become items of the batch."""
     groups = settings.groups
     query, key, value = (split_heads(rows, groups) for rows in (query, key, value))
     packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))

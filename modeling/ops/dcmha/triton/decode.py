@@ -1,7 +1,7 @@
-"""`dcmha_triton` for a single query, a decoding step: a cache is read once, where it lies.
+"""`dcmha_triton` for a single query, a decoding step: the cache is read in place, once.
 
-Keys are split over programs, each of which has all heads of its keys (`dcmha_triton_decode_kernels` says why); nothing
-depends on values, so that a step may be captured in a CUDA graph.
+Keys are split over programs, each of which has all heads of its keys. Launches depend on shapes alone, so that a step
+may be captured in a CUDA graph. `DESIGN.md`, "Decoding", has the reasons.
 """
 
 from typing import NamedTuple
@@ -14,41 +14,43 @@ from ..composition import Composition
 from .arguments import unspecialized
 from .kernels.registry import load_kernels
 
-# Programs that the splits of all items are to make together: two for each multiprocessor of an H100.
+# The number of programs that the splits of all items should give together.
 PROGRAMS = 264
-# Keys of a block: the largest that leaves `PROGRAMS` programs something to do. Larger ones keep more loads in flight;
-# they are bounded by the registers of a tile of all heads, and by the shared memory that holds keys of `STAGES` blocks.
+# The number of a block's keys: the largest that gives `PROGRAMS` programs. A tile of all heads has at most
+# `LARGEST_TILE` elements, for its registers, and the keys of a block have at most `LARGEST_KEYS` bytes, for the shared
+# memory that holds those of `STAGES` blocks.
 BLOCKS = (64, 32, 16)
 LARGEST_TILE = 2048
-LARGEST_KEYS = 16384  # bytes
+LARGEST_KEYS = 16384
 WARPS, STAGES = 4, 4
 
 
 class DecodeSide(NamedTuple):
-    """One stage's factors of queries or of keys, with the strides that all of them share; heads are contiguous."""
+    """One stage's factors of queries or of keys, and the strides that all of them share; heads are contiguous."""
 
     down: Tensor | None  # [B, 1 or S, R, H]
     up: Tensor | None  # [B, 1 or S, R, H]
     gate: Tensor | None  # [B, 1 or S, H]
-    item: int
-    token: int
-    row: int
+    item_stride: int
+    token_stride: int
+    term_stride: int
 
     @property
     def rank(self) -> int:
+        """The rank of the low-rank term, 0 without one."""
         return 0 if self.down is None else self.down.shape[2]
 
 
 class DecodeStage(NamedTuple):
-    """All factors of one stage."""
+    """All terms of one stage."""
 
     query: DecodeSide
     key: DecodeSide
-    static: Tensor | None  # [H, H]
+    static: Tensor | None  # [H, H], indexed [in, out]
 
 
 class DecodeMask(NamedTuple):
-    """What hides or biases keys; strides are those of items and keys."""
+    """A mask as visibility and bias; strides are those between items and between keys."""
 
     mask: Tensor | None  # [B, S], 8 bits
     mask_strides: tuple[int, ...]
@@ -58,10 +60,10 @@ class DecodeMask(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Keys from `first` up to `keys` count, both `unspecialized`; each of `splits` has `blocks` blocks of them."""
+    """The range of visible keys, and how programs split it: each of `splits` has `blocks` blocks."""
 
-    first: int
-    keys: int
+    first: int  # the first key that counts, `unspecialized` for kernels
+    keys: int  # the end of the range, S, `unspecialized` for kernels
     blocks: int
     splits: int
 
@@ -81,8 +83,11 @@ def decode(
 
     Args:
         key, value: `[B, H_kv, S, D]`.
+        pre, post: the composition of scores and of probabilities.
+        scaling: factor of the scores.
         mask: boolean or additive, four dimensions that broadcast to `[B, 1, 1, S]`.
-        first_keys: `[B, 1]` integers.
+        first_keys: `[B, 1]` integers, the first key that each query sees.
+        sliding_window: number of keys that the query sees.
     """
     factors = [_tensors(stage) for stage in (pre, post)]
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
@@ -107,7 +112,7 @@ def _decode_op(
 ) -> Tensor:
     with torch.no_grad(), torch.cuda.device_of(query):
         stages = _stage(pre), _stage(post)
-        where = _hidden(mask, first_keys, query.shape[0], key.shape[2])
+        where = _mask(mask, first_keys, query.shape[0], key.shape[2])
         return _attend(query, key, value, stages, (pre_groups, post_groups), where, scaling, sliding_window)
 
 
@@ -127,6 +132,7 @@ def _attend(
     scaling: float,
     sliding_window: int | None,
 ) -> Tensor:
+    """Launches the kernels for `[B, H, 1, D]` and `[B, H_kv, S, D]`, and returns `[B, 1, H, D]`."""
     kernels = load_kernels(query.device)
     query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
     batch, heads, _, width = query.shape
@@ -161,7 +167,7 @@ def _attend(
 
 
 def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[CacheSizes, int]:
-    """Returns the sizes and which of `blocks`, largest first, has the keys of a block: from shapes alone."""
+    """Returns how to split `keys - first` keys of `batch` items, and the number of a block's keys, one of `blocks`."""
     counts = {block: -(-(keys - first) // block) for block in blocks}
     block_s = next((block for block in blocks if batch * counts[block] >= PROGRAMS), blocks[-1])
     of_split = -(-counts[block_s] // max(1, PROGRAMS // batch))
@@ -169,9 +175,10 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
 
 
 def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the sides of tiles for all heads, heads that share a key head, and widths; and what fits beside them.
+    """Returns the sides of tiles by the name of their constant, and the block sizes that fit with them, largest first.
 
-    Sides are powers of two that are at least what matrix instructions take; what fits are numbers of keys.
+    Sides are those of all heads, of the heads that share a key head, and of channels: powers of two that are at least
+    16, which is what matrix instructions take.
     """
     counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
     sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
@@ -180,32 +187,37 @@ def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[di
 
 
 def _tensors(composition: Composition | None) -> list[Tensor | None]:
-    """What `_stage` takes."""
+    """A stage's factors as `_stage` takes them: queries' down, up and gate, keys', `[.., H]`, and static `[H, H]`."""
     names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("down", "up", "gate")]
     return [getattr(composition, name, None) for name in (*names, "static")]
 
 
 def _stage(tensors: list[Tensor | None]) -> DecodeStage:
+    """The inverse of `_tensors`: factors `[B, 1 or S, R, H]`, gates `[B, 1 or S, H]`, a static matrix `[H, H]`."""
     static = tensors[6]
     return DecodeStage(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
 
 
 def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> DecodeSide:
-    """Factors where they lie, if all of them have the strides that those in a cache have in common; else a copy."""
+    """Uses `down`, `up` `[B, T, R, H]` and `gate` `[B, T, H]` in place if they share strides, as views of a cache do.
+
+    Otherwise copies them into one tensor.
+    """
     if gate is not None:
         gate = gate.unsqueeze(2)
     parts = [part for part in (down, up, gate) if part is not None]
     if not parts:
         return DecodeSide(None, None, None, 0, 0, 0)
-    alike = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
-    if not alike or (down is not None and up is not None and down.stride(2) != up.stride(2)):
+    share_strides = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
+    if not share_strides or (down is not None and up is not None and down.stride(2) != up.stride(2)):
         copies = iter(torch.cat(parts, dim=2).split([part.shape[2] for part in parts], dim=2))
         down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))
         return _side(down, up, None if gate is None else gate.squeeze(2))
     return DecodeSide(down, up, gate, *parts[0].stride()[:3])
 
 
-def _hidden(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> DecodeMask:
+def _mask(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> DecodeMask:
+    """A mask that broadcasts to `[B, 1, 1, S]` and first keys `[B, 1]`, as views for the kernels."""
     visible, bias = (None if part is None else part.expand(batch, 1, 1, keys)[:, 0, 0] for part in split_mask(mask))
     visible = None if visible is None else visible.view(torch.uint8)
     strides = [(0, 0) if part is None else part.stride() for part in (visible, bias)]
@@ -215,4 +227,5 @@ def _hidden(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: in
 
 
 def _with_contiguous_rows(rows: Tensor) -> Tensor:
+    """`[B, H, T, D]` with contiguous channels; a copy only if they are not."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

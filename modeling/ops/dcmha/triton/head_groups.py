@@ -1,4 +1,4 @@
-"""Head groups for `dcmha_triton`: low-rank terms mix no heads of different groups, so that a group is a batch item."""
+"""Head groups as items: low-rank terms mix no heads of different groups, so that kernels see each group on its own."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from ..composition import LOW_RANK, Composition
 
 
 def common_groups(*stages: Composition | None) -> int:
-    """Returns the number of groups that heads fall into for all stages together."""
+    """Returns the largest number of groups that divides the number of groups of every stage with low-rank terms."""
     low_rank = [
         stage.groups
         for stage in stages
@@ -20,7 +20,14 @@ def common_groups(*stages: Composition | None) -> int:
 
 
 def within_groups(composition: Composition | None, groups: int) -> Composition | None:
-    """Returns the same composition in `groups` groups, a divisor of its own number; of a higher rank if they differ."""
+    """Returns the same composition in `groups` groups, of a higher rank if it has more groups.
+
+    Low-rank factors `[B, T or S, R, H]` become `[B, T or S, R * composition.groups / groups, H]`.
+
+    Args:
+        composition: the factors of a stage.
+        groups: a divisor of `composition.groups`.
+    """
     if composition is None or composition.groups == groups:
         return composition
     factors = {name: getattr(composition, name) for name in LOW_RANK}
@@ -33,25 +40,25 @@ def within_groups(composition: Composition | None, groups: int) -> Composition |
 
 
 def _spread(factor: Tensor, groups: int, parts: int) -> Tensor:
-    """`[B, T or S, R, H]` to `[B, T or S, R * parts, H]`: a row for each part of every group, zero outside of it."""
+    """`[B, T or S, R, H]` to `[B, T or S, R * parts, H]`: one factor for each part of a group, zero outside of it."""
     own = torch.eye(parts, dtype=factor.dtype, device=factor.device)[:, None, :, None]
     split = factor.unflatten(-1, (groups, parts, -1)).unsqueeze(3)  # [B, T or S, R, 1, groups, parts, heads]
     return (split * own).flatten(4).flatten(2, 3)
 
 
 def split_heads(rows: Tensor, groups: int) -> Tensor:
-    """`[B, H, T, D]` to `[B * groups, H / groups, T, D]`; heads are repeated where groups share one."""
+    """Returns `[B, H, T, D]` as `[B * groups, H / groups, T, D]`; heads are repeated where groups share one."""
     rows = rows.repeat_interleave(groups // math.gcd(groups, rows.shape[1]), dim=1)
     return rows.unflatten(1, (groups, -1)).flatten(0, 1)
 
 
 def split_factors(terms: Tensor | None, groups: int) -> Tensor | None:
-    """`[B, T or S, terms, H]` to `[B * groups, T or S, terms, H / groups]`."""
+    """Returns `[B, T or S, terms, H]` as `[B * groups, T or S, terms, H / groups]`."""
     if terms is None:
         return None
     return terms.unflatten(-1, (groups, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def join_groups(output: Tensor, groups: int) -> Tensor:
-    """`[B * groups, T, H / groups, D]` to `[B, T, H, D]`."""
+    """Returns `[B * groups, T, H / groups, D]` as `[B, T, H, D]`."""
     return output.unflatten(0, (-1, groups)).transpose(1, 2).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""The matrix products of `dcmha_triton`'s passes: all that a `KernelComposer` does not do."""
+"""The matrix products of `dcmha_triton`'s passes, between which a `KernelComposer` works."""
 
 from abc import ABC, abstractmethod
 
@@ -10,13 +10,15 @@ from .workspace import Workspace, padded
 
 
 class Matmuls(ABC):
-    """Makes maps `[items, H, c, n]` of rows, and rows of maps, one chunk after the other.
+    """Products of queries, keys and values with each other and with maps `[items, H, c, n]`, chunk by chunk.
 
     Args:
+        work: the chunks and their buffers.
+        inputs: the op's tensors.
         grad_output: `[B, T, H, D]`, in a backward pass.
 
     Attributes:
-        output: `[B, T, H, D]`, in a forward pass: what `attend` has set.
+        output: `[B, T, H, D]`, set by `attend` in a forward pass.
     """
 
     output: Tensor
@@ -26,31 +28,31 @@ class Matmuls(ABC):
 
     @abstractmethod
     def scores(self, chunk: MapChunk) -> Tensor:
-        """Leaves the scaled scores in a buffer."""
+        """Returns the scaled scores `[items, H, c, n]`, in a buffer."""
 
     @abstractmethod
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
-        """Sets the output of the chunk's queries."""
+        """Sets the output of the chunk's queries from composed probabilities `[items, H, c, n]`."""
 
     @abstractmethod
     def grad_composed(self, chunk: MapChunk) -> Tensor:
-        """Leaves the gradients of composed probabilities in a buffer."""
+        """Returns the gradients of composed probabilities `[items, H, c, n]`, in a buffer."""
 
     @abstractmethod
     def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
-        """Adds to the gradients of values, given composed probabilities."""
+        """Adds to the gradients of values, from composed probabilities `[items, H, c, n]`."""
 
     @abstractmethod
     def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
-        """Sets the gradients of queries and adds to those of keys, given the gradients of scores."""
+        """Sets the gradients of queries and adds to those of keys, from the scores' gradients `[items, H, c, n]`."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients of `query`, `key` and `value`."""
+        """Returns the gradients of `query`, `[B, H, T, D]`, and of `key` and `value`, `[B, H_kv, S, D]`."""
 
 
 class CublasMatmuls(Matmuls):
-    """The vendor's products, for chunks of whole rows."""
+    """Batched products of cuBLAS, by way of PyTorch, for chunks of whole rows of the map."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         self.work, self.kv_heads, width = work, inputs.key.shape[1], inputs.query.shape[3]
@@ -102,19 +104,22 @@ class CublasMatmuls(Matmuls):
         return {"query": self.grad_query[:, :, : structure.queries], "key": key, "value": value}
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """`[items, H, c, D or n]` to what a product with keys takes, `[items * H_kv, H / H_kv * c, D or n]`."""
+        """`[items, H, c, D or n]` as a factor of a product with keys, `[items * H_kv, H / H_kv * c, D or n]`."""
         return rows.reshape(rows.shape[0] * self.kv_heads, -1, rows.shape[-1])
 
     def _of_queries(self, rows: Tensor, chunk: MapChunk) -> Tensor:
-        """`[B, H, T, D]` to grouped rows of the chunk's queries."""
+        """The rows of the chunk's queries in `[B, H, T, D]`, grouped as `[items * H_kv, H / H_kv * c, D]`."""
         return self._grouped(rows[chunk.items, :, chunk.queries])
 
     def _of_keys(self, rows: Tensor, chunk: MapChunk) -> Tensor:
-        """`[B * H_kv, S, D]` to `[items * H_kv, n, D]`, a view."""
+        """The rows of the chunk's keys in `[B * H_kv, S, D]`: a view `[items * H_kv, n, D]`."""
         return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
 
     def _add(self, total: Tensor, chunk: MapChunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
-        """Adds `maps^T @ rows * scaling` to the gradients of the chunk's keys."""
+        """Adds `maps^T @ rows * scaling` to the chunk's keys in `total` `[B * H_kv, S, D]`.
+
+        Maps `[items * H_kv, H / H_kv * c, n]` and rows `[items * H_kv, H / H_kv * c, D]` are grouped.
+        """
         total, maps = self._of_keys(total, chunk), maps.transpose(1, 2)
         if maps.is_cuda and maps.dtype != total.dtype:
             torch.baddbmm(total, maps, rows, alpha=scaling, out_dtype=total.dtype, out=total)
@@ -123,5 +128,5 @@ class CublasMatmuls(Matmuls):
 
 
 def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
-    """`out = left @ right * scaling`, scaled before it is rounded."""
+    """Sets `out = left @ right * scaling`, scaled before it is rounded: `[b, i, k]`, `[b, k, j]` to `[b, i, j]`."""
     torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)

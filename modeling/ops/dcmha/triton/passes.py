@@ -1,4 +1,4 @@
-"""The forward and the backward pass of `dcmha_triton`: matrix matmuls and, between them, what composes."""
+"""The forward and the backward pass of `dcmha_triton`: matrix products with composition between them."""
 
 import torch
 from torch import Tensor
@@ -27,9 +27,13 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> dict[str, Tensor]:
-    """Returns the gradients of all `inputs` that are there, but of what hides keys, by name.
+    """Returns the gradients of all inputs but masks by name, in the shapes of `MapInputs`.
 
-    Sums are float32; what one chunk alone sets may have the dtype of the inputs.
+    Gradients that several chunks add to are float32; others may have the dtype of the inputs.
+
+    Args:
+        grad_output: `[B, T, H, D]`.
+        lse: `[B, H, T]`, float32, of the forward pass.
     """
     kind = choose_composer(inputs, settings)
     maps = "scores", "grad_composed", "result", *kind.maps(inputs, backward=True)
@@ -47,13 +51,18 @@ def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, setting
 
 
 def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
-    """Returns which kernels compose: a static matrix mixes heads of all groups, which matrices of one group cannot."""
+    """Returns the tensor cores' composer if they take these heads and no static matrix mixes heads across groups.
+
+    The heads are those of the query `[B, H, T, D]`.
+    """
     is_static_across_groups = settings.groups > 1 and (inputs.pre_static, inputs.post_static) != (None, None)
     has_composition = any(part is not None for part in (*inputs.terms, inputs.pre_static, inputs.post_static))
-    by_matrices = composes_on_tensor_cores(inputs.query.shape[1], inputs.query.dtype)
-    return TensorCoreComposer if has_composition and by_matrices and not is_static_across_groups else HeadByHeadComposer
+    fits_tensor_cores = composes_on_tensor_cores(inputs.query.shape[1], inputs.query.dtype)
+    if has_composition and fits_tensor_cores and not is_static_across_groups:
+        return TensorCoreComposer
+    return HeadByHeadComposer
 
 
 def choose_matmuls(work: Workspace) -> type[Matmuls]:
-    """Returns whose matrix matmuls serve: the vendor's know no bands."""
+    """Returns whose matrix products serve: those of cuBLAS cannot shift the keys of each block of a window."""
     return CublasMatmuls if work.tiling.step is None else WindowMatmuls

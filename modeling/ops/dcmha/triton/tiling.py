@@ -1,12 +1,12 @@
-"""How the passes of `dcmha_triton` cut the pairs of queries and keys into chunks, and where these lie in memory.
+"""Tilings: how the passes of `dcmha_triton` divide the pairs of queries and keys into chunks.
 
-A chunk is some queries and a rectangle `[c, n]` of maps for each head of some items. It holds whole rows of the map
-(`RowTiling`), or a band of it (`WindowTiling`): blocks of `step` queries, each with the `n` keys that end where it ends.
-There column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key, so that a band of any length is
-one chunk, and no input is copied.
+A chunk is some queries of some items and, for each of their heads, a rectangle `[c, n]` of the map. A `RowTiling` has
+chunks of whole rows of the map. A `WindowTiling` has chunks of blocks of `step` queries, each with the `n` keys up to
+the block's last one: column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key.
 
-Lengths are those of whole patches, so that kernels need no bounds on maps. Padding is zero and adds nothing to
-gradients: keys in it are hidden, and the gradients of the output of queries in it are zero.
+Lengths are multiples of a patch's sides, so that kernels need no bounds on maps. Padding is zero and adds nothing to
+gradients: keys in it are hidden, and the gradients of the output of queries in it are zero. `DESIGN.md`, "Memory of a
+chunk" and "Windows", has the reasons.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from ...masking import Structure
 from .arguments import MapInputs, MapSettings
 from .tuning import block_of, blocks_of_a_chunk, fewest_rows, fits_in_a_chunk
 
-# Lengths and first keys are multiples of this: vectors of memory, and panels of factors.
+# Lengths and first keys are multiples of this, so that loads can be vectors and chunks hold whole panels of factors.
 ALIGNMENT = 16
 
 
@@ -28,8 +28,12 @@ class RowTiling:
     """Chunks of `rows` queries with all keys that they can reach.
 
     Attributes:
-        queries, keys: lengths, with padding after the last one.
+        queries: the number of queries with padding, which comes after the last one.
+        keys: the number of keys with padding, which comes after the last one.
+        rows: the number of queries of each chunk but the last one.
         spans: the queries and the keys of all chunks.
+        before: the number of padding keys before the first one.
+        step: the number of a block's queries; None, since there are no blocks.
     """
 
     queries: int
@@ -41,17 +45,20 @@ class RowTiling:
 
     @property
     def largest(self) -> int:
-        """Entries of the largest map of one head of an item."""
+        """The number of entries of the largest map of one head of an item."""
         return min(self.rows, self.queries) * max((self.columns(keys) for _, keys in self.spans), default=0)
 
     def columns(self, keys: slice) -> int:
-        """How many of a chunk's keys each of its rows has."""
+        """Returns `n`, the number of columns of the maps of a chunk with these keys."""
         return keys.stop - keys.start
 
 
 @dataclass(frozen=True)
 class WindowTiling:
-    """Chunks of `blocks` blocks of a causal window; keys before the first one are padding too."""
+    """Chunks of `blocks` blocks of a causal window, with padding also before the first key.
+
+    The other attributes are those of `RowTiling`.
+    """
 
     real_queries: int  # T
     real_keys: int  # S
@@ -61,50 +68,58 @@ class WindowTiling:
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return -(-self.real_queries // self.step)
 
     @property
     def queries(self) -> int:
+        """The number of queries with padding, which comes after the last one."""
         return self.count * self.step
 
     @property
     def before(self) -> int:
-        """How many keys the first block lacks; or what takes its first key to a multiple of the alignment."""
+        """The number of padding keys: those that the first block lacks, or those that align its first key."""
         return -self._first if self._first < 0 else -self._first % ALIGNMENT
 
     @property
     def keys(self) -> int:
+        """The number of keys with padding before the first and after the last one."""
         return self._keys_of(0, self.count).stop
 
     @property
     def spans(self) -> tuple[tuple[slice, slice], ...]:
+        """The queries and the keys of all chunks."""
         starts = range(0, self.count, self.blocks)
         blocks = ((start, min(start + self.blocks, self.count)) for start in starts)
         return tuple((slice(start * self.step, stop * self.step), self._keys_of(start, stop)) for start, stop in blocks)
 
     @property
     def largest(self) -> int:
+        """The number of entries of the largest map of one head of an item."""
         return min(self.blocks, self.count) * self.step * self.reach
 
     def columns(self, keys: slice) -> int:
+        """Returns `n`, the number of columns of all maps."""
         return self.reach
 
     @property
     def _first(self) -> int:
-        """The first block's first key; below zero if it lacks some."""
+        """The first block's first key; negative if the block reaches back to before the first key."""
         return self.step - self.reach + self.real_keys - self.real_queries
 
     def _keys_of(self, start: int, stop: int) -> slice:
+        """The keys that blocks from `start` up to `stop` reach."""
         first = self._first + self.before
         return slice(first + start * self.step, first + (stop - 1) * self.step + self.reach)
 
 
 def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:
-    """Returns how to cut a problem.
+    """Returns the tiling of a problem: by window if it is causal and the sequence has at least two blocks.
 
     Args:
-        patch: queries and keys that the sides of chunks are multiples of.
+        inputs: tensors of which the shapes and, on a CPU, `first_keys` `[rows of the batch, T]` count.
+        settings: the op's other arguments.
+        patch: the numbers of queries and of keys that a chunk has multiples of.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
     structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
@@ -119,7 +134,7 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
 
 
 def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:
-    """How many queries a chunk has, where its maps have so many heads of all items."""
+    """The number of a chunk's queries where its maps have `heads` heads of all items together."""
     queries, rows = structure.queries, aligned(fewest_rows(), block)
     while rows < queries:
         keys = structure.reach(slice(max(0, queries - 2 * rows), queries))
@@ -132,9 +147,10 @@ def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:
 def _spans(
     structure: Structure, queries: int, rows: int, block: int, first_keys: Tensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Whole patches of the queries and the keys of all chunks but those that see no key.
+    """Yields the queries and the keys of all chunks but those that see no key, in whole patches.
 
-    First keys shorten them where they are known without waiting for a device.
+    `first_keys` `[rows of the batch, T]` leave out keys if they are on the CPU: otherwise reading them would wait for
+    the device.
     """
     known = first_keys if first_keys is not None and first_keys.device.type == "cpu" else None
     for start in range(0, structure.queries, rows):
@@ -147,12 +163,12 @@ def _spans(
 
 
 def add_blocks(total: Tensor, parts: Tensor, step: int) -> None:
-    """Adds rows of keys `[items, blocks, n, ..]`, whose blocks overlap, to `[items, all keys of a chunk, ..]`."""
+    """Adds `parts` `[items, blocks, n, ..]`, whose blocks overlap, to `total` `[items, all keys of a chunk, ..]`."""
     for first in range(0, parts.shape[2], step):
         piece = parts[:, :, first : first + step]
         total[:, first:].unfold(1, piece.shape[2], step)[:, : parts.shape[1]] += piece.movedim(2, -1)
 
 
 def aligned(length: int, multiple: int = ALIGNMENT) -> int:
-    """Returns the next multiple."""
+    """Returns the smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple

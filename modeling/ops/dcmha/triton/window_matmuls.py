@@ -1,4 +1,4 @@
-"""The matrix products of `dcmha_triton` for causal windows, by kernels that know bands."""
+"""The matrix products of `dcmha_triton` for causal windows, by the kernels of `kernels.window_matmuls`."""
 
 import math
 from typing import Any
@@ -14,14 +14,14 @@ from .workspace import Workspace
 
 
 class WindowMatmuls(Matmuls):
-    """Rows are read where they lie; gradients of keys are summed in float32 where several chunks add to them."""
+    """Rows are read in place; gradients of keys are summed in float32 where several chunks add to them."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         assert isinstance(work.tiling, WindowTiling)
         self.work, self.tiling = work, work.tiling
         self.query, self.key, self.value = map(_in_place, (inputs.query, inputs.key, inputs.value))
         block_t, block_s, self.warps = tile_of_window(work.dtype)
-        # Whole tiles make a block, and what it reaches.
+        # A block and the keys that it reaches are made of whole tiles.
         self.tile = math.gcd(self.tiling.step, block_t), math.gcd(self.tiling.step, self.tiling.reach, block_s)
         self.share = work.heads // self.key.shape[1]
         self.is_added = len(self.tiling.spans) > 1
@@ -57,7 +57,7 @@ class WindowMatmuls(Matmuls):
         return {"query": self.grad_query, "key": self.grad_key, "value": self.grad_value}
 
     def _maps(self, chunk: MapChunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:
-        """Sets maps to products of rows of queries and of keys."""
+        """Sets maps `[items, H, c, n]` to products of the chunk's rows of `[B, H, T, D]` and `[B, H_kv, S, D]`."""
         left, right = left[chunk.items, :, chunk.queries], right[chunk.items]
         block_t, block_s = self.tile
         items, queries, keys = chunk.counts
@@ -66,14 +66,20 @@ class WindowMatmuls(Matmuls):
         return maps
 
     def _queries(self, chunk: MapChunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
-        """Sets rows of the chunk's queries to sums over keys."""
+        """Sets the chunk's queries in `rows` `[B, H, T, D]` to sums over keys.
+
+        Sums are those of maps `[items, H, c, n]` times `right` `[B, H_kv, S, D]`.
+        """
         right, rows = right[chunk.items], rows[chunk.items, :, chunk.queries]
         grid = chunk.counts[1] // self.tile[0], chunk.counts[0] * self.work.heads
         tensors = maps, right, rows, _strides(right), _strides(rows)
         self._launch("dcmha_band_queries", grid, chunk, *tensors, scaling, reach=self.tiling.reach)
 
     def _keys(self, chunk: MapChunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
-        """Adds sums over queries to rows of the chunk's keys."""
+        """Adds sums over queries to the chunk's keys in `rows` `[B, H_kv, S, D]`.
+
+        Sums are those of maps `[items, H, c, n]` times `left` `[B, H, T, D]`.
+        """
         left, rows = left[chunk.items, :, chunk.queries], rows[chunk.items]
         keys = chunk.keys.stop - chunk.keys.start
         grid = keys // self.tile[1], chunk.counts[0] * rows.shape[1]
@@ -82,6 +88,7 @@ class WindowMatmuls(Matmuls):
         self._launch("dcmha_band_keys", grid, chunk, *tensors, scaling, **constants)
 
     def _launch(self, name: str, grid: tuple[int, ...], chunk: MapChunk, *arguments: Any, **constants: int) -> None:
+        """Runs a kernel with its own arguments, the last of which is the scaling, and those that all kernels take."""
         *tensors_and_strides, scaling = arguments
         block_t, block_s = self.tile
         self.work.kernels[name][grid](
@@ -100,9 +107,10 @@ class WindowMatmuls(Matmuls):
 
 
 def _in_place(rows: Tensor) -> Tensor:
-    """Rows that a kernel can read where they lie: with the channels of each one side by side."""
+    """`[B, H, T, D]` with contiguous rows, as kernels read them; a copy only if they are not."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
+    """The strides of `[B, H, T, D]` between items, heads and positions."""
     return rows.stride()[:3]

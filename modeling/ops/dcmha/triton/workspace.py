@@ -1,12 +1,11 @@
-"""What `dcmha_triton` works on: the chunks of a problem, one after the other, and memory for the maps of one.
+"""The chunks of a problem, one after the other, and memory for the maps of one.
 
 A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` over some items of the batch, `c`
-queries and `n` keys. They live in memory that all chunks share, so that it does not grow with the number of pairs.
+queries and `n` keys. All chunks share their memory, so that it does not grow with the number of pairs.
 
-Scores are kept in float32 for inputs of that dtype. For half precision they are kept in float16 even where inputs are
-bfloat16: three more bits of the logits for the same traffic, at the price of a limit of 65504 on their magnitude, also
-where they are hidden.
-Composed probabilities and gradients have the dtype of the inputs; sums over several chunks are float32.
+Scores are float32 for inputs of that dtype, and float16 for half precision, so that their magnitude has to stay below
+65504 even where they are hidden. Composed probabilities and gradients have the dtype of the inputs; sums over several
+chunks are float32. `DESIGN.md`, "Precision", has the reasons.
 """
 
 from collections.abc import Iterator
@@ -22,15 +21,18 @@ from .kernels.registry import load_kernels
 from .tiling import add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
-# Farther than any two positions are apart.
+# A distance that no two positions have.
 UNBOUNDED = 1 << 30
 
 
 class Workspace:
-    """The chunks, and `maps` buffers that all of them share.
+    """The chunks, and buffers of one chunk's maps that all of them share.
 
     Args:
-        patch: queries and keys that the sides of chunks are multiples of.
+        inputs: the op's tensors.
+        settings: the op's other arguments.
+        maps: the names of the buffers.
+        patch: the numbers of queries and of keys that a chunk has multiples of.
     """
 
     def __init__(self, inputs: MapInputs, settings: MapSettings, maps: tuple[str, ...], patch: tuple[int, int]) -> None:
@@ -53,7 +55,7 @@ class Workspace:
         self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * item), strict=True))
 
     def chunks(self) -> Iterator[MapChunk]:
-        """Yields all chunks but those whose queries see no key."""
+        """Yields all chunks but those whose queries see no key, some items of the batch after the other."""
         for queries, keys in self.tiling.spans:
             shape = queries.stop - queries.start, self.tiling.columns(keys)
             sizes = Sizes(*shape, self.queries, self.keys)
@@ -63,38 +65,38 @@ class Workspace:
                 yield MapChunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
 
     def with_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
-        """Returns rows of all positions with zeros for padding."""
+        """Returns `[.., T or S, ..]`, whose positions lie along `axis`, with zeros for the tiling's padding."""
         return padded(rows, axis, self.keys, self.tiling.before) if of_keys else padded(rows, axis, self.queries)
 
     def without_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
-        """Returns a view of what `with_padding` was given."""
+        """Returns `[.., T or S, ..]`, a view of the real positions along `axis`."""
         first, length = (self.tiling.before, self.structure.keys) if of_keys else (0, self.structure.queries)
         return rows.narrow(axis, first, length)
 
     def add_keys(self, total: Tensor, partial: Tensor, chunk: MapChunk) -> None:
-        """Adds what programs along the queries, `[items, programs, n, ..]`, say about keys to `[items, keys, ..]`."""
+        """Adds partial sums of keys, `[items, programs along the queries, n, ..]`, to `total` `[B, all keys, ..]`."""
         step = chunk.where.step or chunk.sizes.queries
         parts = partial.unflatten(1, (chunk.sizes.queries // step, -1)).sum(2, dtype=torch.float32)
         add_blocks(total[chunk.items, chunk.keys], parts, step)
 
     def map(self, name: str, chunk: MapChunk, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns one of the shared buffers as `[items, H, c, n]`; in the dtype of the values if in no other."""
+        """Returns a shared buffer as `[items, H, c, n]`, by default in the dtype of the values."""
         items, queries, keys = chunk.counts
         shape = (items, self.heads, queries, keys)
         return self.memory[name][: items * self.heads * queries * keys].view(dtype or self.dtype).view(shape)
 
     def all_heads(self, maps: Tensor) -> Tensor:
-        """`[items, H, c, n]` to `[rows of the batch, heads of all groups, c, n]`."""
+        """Returns `[items, H, c, n]` as `[rows of the batch, heads of all groups, c, n]`."""
         return maps.view(-1, self.groups * self.heads, *maps.shape[2:])
 
     def mix(self, static: Tensor, maps: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """`out = base` plus what `static`, indexed [out, in], makes of `maps`."""
+        """Sets `out = base + static @ maps` over heads: `[items, H, c, n]`, and `[heads, heads]` indexed [out, in]."""
         maps, base, product = (self.all_heads(tensor).flatten(2) for tensor in (maps, base, out))
         torch.baddbmm(base, static.to(maps.dtype).expand(maps.shape[0], -1, -1), maps, out=product)
         return out
 
     def merge(self, chunk: MapChunk, partial_lse: Tensor, lse: Tensor) -> None:
-        """Sets the log-sum-exp of whole rows, `[items, H, c of T]`, from that of their patches."""
+        """Sets `lse` `[items, H, c of T]` of whole rows from that of their patches, `[items, blocks, H, c]`."""
         items, queries, _ = chunk.counts
         block_t, warps = tile_of_merge()
         self.kernels["dcmha_merge"][-(-queries // block_t), self.heads, items](
@@ -108,12 +110,13 @@ class Workspace:
         )
 
     def partial_of_queries(self, chunk: MapChunk, block: int) -> Tensor:
-        """Room for a number of each head and query from each block of keys: `[items, blocks, H, c]`."""
+        """Returns room for one element per block of keys, head and query: `[items, blocks, H, c]`, float32."""
         items, queries, keys = chunk.counts
         shape = items, -(-keys // block), self.heads, queries
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
+        """What a chunk of these rows of the batch, queries and keys sees."""
         structure = self.structure
         window = structure.sliding_window or UNBOUNDED
         mask, bias = (None if part is None else part[rows, queries] for part in (self.mask, self.bias))
@@ -135,19 +138,19 @@ class Workspace:
         )
 
     def _masks(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What hides and what biases, `[rows of the batch, T, S]`."""
+        """A four-dimensional mask as (8-bit visibility, bias), each of them `[rows of the batch, T, S]` or None."""
         shape = (self.batch // self.groups, self.structure.queries, self.structure.keys)
         visible, bias = (None if part is None else part[:, 0].expand(shape) for part in split_mask(mask))
         return None if visible is None else visible.view(torch.uint8), bias
 
 
 def _strided(name: str, part: Tensor | None) -> dict[str, Any]:
-    """A part of a mask `[rows of the batch, c, S]` and its strides, as `Visibility` has them."""
+    """The fields of `Visibility` for a part of a mask `[rows of the batch, c, S]` and its strides."""
     strides = (0, 0, 0) if part is None else part.stride()
     return {name: part, **dict(zip((f"{name}_of_{axis}" for axis in ("row", "query", "key")), strides, strict=True))}
 
 
 def padded(rows: Tensor, axis: int, length: int, before: int = 0) -> Tensor:
-    """Returns `rows` with zeros before and after an axis, so that it has this length; as they are if it has."""
+    """Returns `[.., rows, ..]` with zeros before and after, so that `axis` has this length; no copy if it has it."""
     after = length - before - rows.shape[axis]
     return F.pad(rows, (0, 0) * (rows.ndim - 1 - axis) + (before, after)) if before or after else rows

@@ -1,6 +1,6 @@
-"""Composition in kernels that go through the heads one after the other (`dcmha_triton_kernels`).
+"""Composition by kernels that go through the heads one after the other (`kernels.head_by_head`).
 
-They take any number of heads and any dtype.
+They take any number of heads and any dtype. `DESIGN.md`, "Head by head", has the reasons.
 """
 
 import torch
@@ -11,12 +11,12 @@ from ..tuning import tiles_for
 from ..workspace import Workspace
 from .interface import KernelComposer
 
-# Factors of as many positions lie side by side; as in `dcmha_triton_tiles`.
+# The number of positions of a panel, the same as in `kernels.tiles`.
 PANEL = 8
 
 
 class HeadByHeadComposer(KernelComposer):
-    """Factors as panels of terms; a static matrix is a product over whole maps, before or after a kernel."""
+    """Keeps terms in panels; products with static matrices take whole maps, before or after a kernel."""
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class HeadByHeadComposer(KernelComposer):
         work, static, name = self.work, self.post_static, "dcmha_backward_post"
         probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), self._mixed_grads(chunk, grad_composed), plain)
-        # The gradients of the probabilities go over what this kernel alone needs.
+        # The gradients of the probabilities overwrite maps that no other kernel needs.
         grad_probs = grad_composed if statics.grads is None else statics.grads
         partial_delta, partial = work.partial_of_queries(chunk, self.tiles[name][1]), self._partial(name, chunk, "post")
         written = probs.view(scores.dtype), probs, grad_probs, partial_delta
@@ -74,7 +74,8 @@ class HeadByHeadComposer(KernelComposer):
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         work, static, name = self.work, self.pre_static, "dcmha_backward_pre"
         grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
-        mixed = None if static is None else work.map("mixed_scores", chunk, scores.dtype)  # since `backward_post`
+        # `backward_post` has filled this buffer.
+        mixed = None if static is None else work.map("mixed_scores", chunk, scores.dtype)
         partial = self._partial(name, chunk, "pre")
         self._launch(name, chunk, Statics(mixed, plain=plain), scores, grad_probs, grads, delta, *partial, lse)
         self._add_factors(chunk, "pre", partial)
@@ -91,10 +92,11 @@ class HeadByHeadComposer(KernelComposer):
         return terms | self.statics
 
     def _factors(self) -> list[tuple[str, Tensor | None]]:
+        """The names and the panels `[B, H, panels, terms, PANEL]` of all factors."""
         return list(zip(Factors._fields, self.factors, strict=True))
 
     def _sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros for packed terms, `[B, length, H, terms]`, and for static matrices."""
+        """Zeros for the gradients of terms, `[B, length, H, terms]`, and of static matrices, `[heads, heads]`."""
         sums = {
             name: terms.new_zeros(terms.shape[0], terms.shape[2] * terms.shape[4], terms.shape[1], terms.shape[3])
             for name, terms in self._factors()
@@ -108,7 +110,7 @@ class HeadByHeadComposer(KernelComposer):
         }
 
     def _launch(self, name: str, chunk: MapChunk, statics: Statics, *tensors: Tensor | None) -> None:
-        """Runs a kernel on all patches of a chunk."""
+        """Runs a kernel on all patches of a chunk, with its own tensors and those that all kernels take."""
         block_t, block_s, warps = self.tiles[name]
         sides = zip(self.factors, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         factors = Factors(*(None if terms is None else _panels_of(terms, side)[chunk.items] for terms, side in sides))
@@ -132,9 +134,9 @@ class HeadByHeadComposer(KernelComposer):
         return -(-keys // block_s), -(-queries // block_t), items
 
     def _partial(self, name: str, chunk: MapChunk, stage: str) -> list[Tensor | None]:
-        """Room for what each patch adds to the gradients of a stage's terms of queries and of keys.
+        """Room for each patch's part of the gradients of a stage's terms, of queries and of keys.
 
-        It is `[items, patches along the queries, patches along the keys, H, terms, queries or keys of a patch]`.
+        Both are `[items, patches along the queries, patches along the keys, H, terms, queries or keys of a patch]`.
         """
         patches = self._grid(name, chunk)[::-1]
         partial: list[Tensor | None] = []
@@ -144,7 +146,7 @@ class HeadByHeadComposer(KernelComposer):
         return partial
 
     def _add_factors(self, chunk: MapChunk, stage: str, partial: list[Tensor | None]) -> None:
-        """Adds the sums of `partial`."""
+        """Adds the parts of all patches, in the shapes of `_partial`, to the gradients of a stage's terms."""
         of_queries, of_keys = partial
         if of_queries is not None:
             parts = of_queries.sum(2).movedim(-1, 2).flatten(1, 2)
@@ -153,9 +155,9 @@ class HeadByHeadComposer(KernelComposer):
             self.work.add_keys(self.sums[f"{stage}_key"], of_keys.movedim(-1, 3).flatten(2, 3), chunk)
 
     def _add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
-        """Adds the products of maps before and gradients after a static matrix, summed over all pairs.
+        """Adds the static matrix's gradient from its input `maps` and its output's `grads`, both `[items, H, c, n]`.
 
-        Sums over so many keys are cut into many small ones: by row of the batch where there are many, else by query.
+        The sum over all pairs is divided into many small ones: by row of the batch if there are many, else by query.
         """
         maps, grads = self.work.all_heads(maps).to(grads.dtype), self.work.all_heads(grads)
         if 4 * maps.shape[0] >= maps.shape[2]:
@@ -166,6 +168,7 @@ class HeadByHeadComposer(KernelComposer):
             self.statics[f"{stage}_static"] += _product(left, right.transpose(1, 2)).sum(0)
 
     def _mixed_scores(self, chunk: MapChunk, scores: Tensor) -> Tensor | None:
+        """Scores plus their product with the static matrix, `[items, H, c, n]`; None without one."""
         if self.pre_static is None:
             return None
         return self.work.mix(
@@ -173,37 +176,40 @@ class HeadByHeadComposer(KernelComposer):
         )
 
     def _mixed_grads(self, chunk: MapChunk, grads: Tensor) -> Tensor | None:
+        """Gradients plus their product with the transposed static matrix, `[items, H, c, n]`; None without one."""
         if self.post_static is None:
             return None
         return self.work.mix(self.post_static, grads, grads, out=self.work.map("mixed_grads", chunk))
 
 
 def _counts(inputs: MapInputs) -> tuple[int, ...]:
+    """The number of terms on each side of each stage."""
     return tuple(0 if terms is None else terms.shape[2] for terms in inputs.terms)
 
 
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
+    """The patch and the warps of each kernel."""
     has_static = inputs.pre_static is not None or inputs.post_static is not None
     return tiles_for(_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
 
 
 def _as_panels(terms: Tensor) -> Tensor:
-    """`[B, T or S, terms, H]` to panels `[B, H, length / PANEL, terms, PANEL]` in the float32 that kernels compute in.
+    """`[B, T or S, terms, H]` as panels `[B, H, length / PANEL, terms, PANEL]` in float32.
 
-    Each number is read for many keys or queries, and a conversion would cost as much as what is done with it. All terms
-    of a panel lie at fixed distances, so that a kernel keeps one address for a side.
+    Kernels compute in float32 and read each element for many keys or queries, so that they would convert it as often.
+    All terms of a panel lie at fixed distances, so that a kernel keeps one address for a side.
     """
     panels = terms.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
     return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
 def _panels_of(terms: Tensor, positions: slice) -> Tensor:
-    """The panels of these positions, which start and stop at one."""
+    """The panels of these positions in `[B, H, panels, terms, PANEL]`; positions start and stop at a panel's start."""
     return terms[:, :, positions.start // PANEL : positions.stop // PANEL]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, in float32."""
+    """`left @ right`, `[b, i, k]` times `[b, k, j]`, in float32."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())

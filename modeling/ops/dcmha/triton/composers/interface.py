@@ -1,4 +1,4 @@
-"""What the passes of `dcmha_triton` need from the kernels between their matrix products."""
+"""The composition between the matrix products of `dcmha_triton`'s passes."""
 
 from abc import ABC, abstractmethod
 
@@ -9,39 +9,53 @@ from ..workspace import Workspace
 
 
 class KernelComposer(ABC):
-    """Composes the maps of one chunk after the other, and adds up the gradients of what composes them.
+    """Composes the maps of one chunk after the other, and adds up the gradients of the terms.
 
-    Maps are `[items, H, c, n]`; those of `scores` stay as they are in a backward pass. `lse` and `delta` are
-    `[items, H, c of T]` in float32.
+    Maps are `[items, H, c, n]`, `lse` and `delta` `[items, H, c of T]` in float32. A backward pass does not change the
+    scores.
+
+    Args:
+        work: the chunks and their buffers.
+        inputs: the op's tensors.
+        backward: whether this is a backward pass.
     """
 
     @staticmethod
     @abstractmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        """Returns the queries and keys that a chunk has a multiple of."""
+        """Returns the numbers of queries and of keys that a chunk has multiples of."""
 
     @staticmethod
     @abstractmethod
     def maps(inputs: MapInputs, *, backward: bool) -> list[str]:
-        """Returns the names of the buffers that it needs besides those of the passes."""
+        """Returns the names of the map buffers that it needs besides those of the passes."""
 
     @abstractmethod
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None: ...
 
     @abstractmethod
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
-        """Sets the log-sum-exp of composed scores, and returns composed probabilities in their memory."""
+        """Returns composed probabilities `[items, H, c, n]`, in the memory of the scores.
+
+        Sets `lse` `[items, H, c of T]`, the log-sum-exp of each row of the composed scores.
+        """
 
     @abstractmethod
     def backward_post(
         self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns composed probabilities and the gradients of probabilities, and sets `delta`, their product's sums."""
+        """Returns composed probabilities and the gradients of probabilities, both `[items, H, c, n]`.
+
+        Sets `delta` `[items, H, c of T]`, each row's sum of probabilities times their gradients.
+        """
 
     @abstractmethod
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """Returns the gradients of the scores, in the memory of the composed probabilities."""
+        """Returns the gradients of the scores, `[items, H, c, n]`, in the memory of the composed probabilities."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients of packed rows and of static matrices, those that are there, in the inputs' order."""
+        """Returns the gradients of the inputs' terms and static matrices by the names of `MapInputs`, in their order.
+
+        They are `[B, T or S, terms, H]` and `[heads, heads]`, in float32.
+        """

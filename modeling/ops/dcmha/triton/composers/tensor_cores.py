@@ -1,7 +1,7 @@
-"""Composition on the tensor cores (`dcmha_triton_matrix_kernels`): a matrix for each query and one for each key.
+"""Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query and one for each key.
 
-All terms of a stage become matrices before the kernels, in work and memory that grow with the number of tokens. The
-kernels leave partial sums of the terms' gradients.
+All terms of a stage become matrices before the other kernels run, in work and memory that grow with the number of
+tokens. The kernels write partial sums of the terms' gradients. `DESIGN.md`, "On the tensor cores", has the reasons.
 """
 
 import functools
@@ -18,7 +18,7 @@ from .interface import KernelComposer
 
 
 class TensorCoreComposer(KernelComposer):
-    """Up to 32 heads of an item; a static matrix is part of the queries' matrices."""
+    """Composes up to 32 heads of an item; a static matrix is part of the queries' matrices."""
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
@@ -71,13 +71,16 @@ class TensorCoreComposer(KernelComposer):
         }
 
     def _sums(self) -> dict[str, Tensor]:
-        """Zeros for the gradients of packed terms and of static matrices."""
+        """Zeros for the gradients of terms, `[B, length, terms, H]`, and of static matrices, `[H, H]`."""
         of_terms = {name: terms for name, terms in self.terms.items() if terms is not None}
         statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
         return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
 
     def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
-        """A stage's matrices of all queries and of all keys; the first of them that is there has what is constant."""
+        """A stage's matrices of all queries and of all keys, `[B, length, padded, padded]` or None.
+
+        The identity and the static matrix are part of the queries' matrices, or of the keys' if only these exist.
+        """
         static, (query, key) = self.statics[stage], (self.terms[f"{stage}_{side}"] for side in ("query", "key"))
         constant = torch.eye(self.work.heads, device=self.work.device)
         of_queries = of_keys = None
@@ -90,7 +93,10 @@ class TensorCoreComposer(KernelComposer):
         return of_queries, of_keys
 
     def _side(self, terms: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
-        """`[B, length, padded, padded]`, in the dtype of the scores."""
+        """Matrices `[B, length, padded, padded]` in the dtype of the scores.
+
+        They are made of terms `[B, length, terms, H]` and of a matrix `[H, H]` that all positions share.
+        """
         work = self.work
         shape = work.batch, length, self.padded, self.padded
         matrices = torch.empty(shape, dtype=work.score_dtype, device=work.device)
@@ -109,7 +115,7 @@ class TensorCoreComposer(KernelComposer):
         return matrices
 
     def _launch(self, name: str, chunk: MapChunk, *arguments: Any, **constants: int) -> None:
-        """Runs a kernel on all patches of a chunk."""
+        """Runs a kernel on all patches of a chunk, with its own arguments and those that all kernels take."""
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         matrices = Matrices(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
@@ -132,11 +138,11 @@ class TensorCoreComposer(KernelComposer):
         )
 
     def _turns(self, name: str, chunk: MapChunk) -> int:
-        """How many blocks of queries a program goes through: as many as divide those of a step."""
+        """The number of blocks of queries that a program goes through: a divisor of those of a window's block."""
         return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
 
     def _launch_backward(self, name: str, stage: str, chunk: MapChunk, *maps: Tensor, lse: Tensor) -> None:
-        """Runs a kernel of the backward pass, and adds its gradients of a stage's terms and static matrix."""
+        """Runs a kernel on maps `[items, H, c, n]`, and adds up its gradients of a stage's terms and static matrix."""
         sides = ("query", chunk.queries), ("key", chunk.keys)
         terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
@@ -151,9 +157,9 @@ class TensorCoreComposer(KernelComposer):
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
 
     def _partial(self, name: str, chunk: MapChunk, terms: StageTerms, *, has_static: bool) -> TermGradients:
-        """Room for what each program adds.
+        """Room for each program's part of the gradients, in the shapes of `TermGradients`.
 
-        Those of queries, of which there are as many as patches, are bfloat16 where the maps are.
+        The parts of queries, of which there are as many as patches, are bfloat16 if the maps are.
         """
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
@@ -169,12 +175,15 @@ class TensorCoreComposer(KernelComposer):
 
 
 def _count(terms: Tensor | None) -> int:
+    """The number of terms in `[B, length, terms, H]`, 0 for None."""
     return 0 if terms is None else terms.shape[2]
 
 
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:
+    """A chunk's part of `[B, length, ..]`; None stays None."""
     return None if terms is None else terms[items, positions]
 
 
 def _filled_up(heads: int) -> int:
+    """The number of heads that a program holds: 16 or 32."""
     return 16 if heads <= 16 else 32

@@ -220,15 +220,15 @@ def _compose(
     """The composition of all heads `[block_s, heads]` of some keys."""
     composed = maps
     in_keys = s[:, None] < original(sizes.keys)
-    of_query = item * stage.query.item + head[None, :]
-    of_key = item * stage.key.item + s[:, None] * stage.key.token + head[None, :]
+    of_query = item * stage.query.item_stride + head[None, :]
+    of_key = item * stage.key.item_stride + s[:, None] * stage.key.token_stride + head[None, :]
     for group in tl.static_range(groups):
         inside = (head[None, :] < heads) & (head[None, :] // (heads // groups) == group)
         for rank in tl.static_range(query_rank):
-            at = of_query + rank * stage.query.term
+            at = of_query + rank * stage.query.term_stride
             composed += _low_rank(maps, stage.query.down + at, stage.query.up + at, inside)
         for rank in tl.static_range(key_rank):
-            at = of_key + rank * stage.key.term
+            at = of_key + rank * stage.key.term_stride
             composed += _low_rank(maps, stage.key.down + at, stage.key.up + at, inside & in_keys)
     inside = head[None, :] < heads
     if stage.query.gate is not None:
