@@ -143,6 +143,7 @@ def _forward_op(
     sliding_window: int | None,
     groups: int,
 ) -> tuple[Tensor, Tensor]:
+    """`attend` as an operator: returns `[B, T, H, D]` and `[B, H, T]` for `MapInputs`, `MapSettings` one by one."""
     terms = (pre_query, pre_key, post_query, post_key)
     inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
@@ -170,6 +171,7 @@ def _backward_op(
     sliding_window: int | None,
     groups: int,
 ) -> list[Tensor]:
+    """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes."""
     terms = (pre_query, pre_key, post_query, post_key)
     inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
@@ -180,6 +182,7 @@ def _backward_op(
 
 @_forward_op.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Empty results of `_forward_op` for a query `[B, H, T, D]`."""
     batch, heads, queries, width = query.shape
     lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
     return query.new_empty(batch, queries, heads, width), lse
@@ -187,10 +190,12 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_backward_op.register_fake
 def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+    """Empty gradients in the shapes of the given inputs."""
     return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps the log-sum-exp `[B, H, T]` and all inputs for the backward pass."""
     count = len(MapInputs._fields)
     ctx.save_for_backward(output[1], *inputs[:count])
     ctx.settings = inputs[count:]
@@ -198,6 +203,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns a gradient or None for each argument of `_forward_op`, given that of the output, `[B, T, H, D]`."""
     lse, *tensors = ctx.saved_tensors
     grads = iter(_backward_op(grad_output, lse, *tensors, *ctx.settings))
     given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]

@@ -110,6 +110,7 @@ def _decode_op(
     pre_groups: int,
     post_groups: int,
 ) -> Tensor:
+    """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `_tensors` lists them."""
     with torch.no_grad(), torch.cuda.device_of(query):
         stages = _stage(pre), _stage(post)
         where = _mask(mask, first_keys, query.shape[0], key.shape[2])
@@ -118,6 +119,7 @@ def _decode_op(
 
 @_decode_op.register_fake
 def _(query: Tensor, *_: object) -> Tensor:
+    """An empty result `[B, 1, H, D]` for a query `[B, H, 1, D]`."""
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
 

@@ -71,24 +71,29 @@ class CublasMatmuls(Matmuls):
             )
 
     def scores(self, chunk: MapChunk) -> Tensor:
+        """Returns `[items, H, c, n]` by one batched product."""
         scores = self.work.map("scores", chunk, self.work.score_dtype)
         query, key = self._of_queries(self.score_query, chunk), self._of_keys(self.score_key, chunk)
         _multiply(query, key.transpose(1, 2), out=self._grouped(scores), scaling=self.work.scaling)
         return scores
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
+        """Sets `[items, c, H, D]` of the output from maps `[items, H, c, n]`."""
         rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
         self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
 
     def grad_composed(self, chunk: MapChunk) -> Tensor:
+        """Returns `[items, H, c, n]` by one batched product."""
         grads, value = self.work.map("grad_composed", chunk), self._of_keys(self.value, chunk)
         _multiply(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
         return grads
 
     def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
+        """Adds sums over the queries of maps `[items, H, c, n]`."""
         self._add(self.grad_value, chunk, self._grouped(probs), self._of_queries(self.grad_output, chunk))
 
     def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
+        """Adds sums over the keys and over the queries of maps `[items, H, c, n]`."""
         grads, scaling = self._grouped(grads), self.work.scaling
         self._add(self.grad_key, chunk, grads, self._of_queries(self.query, chunk), scaling)
         total = self.grad_query[chunk.items, :, chunk.queries]
@@ -97,6 +102,7 @@ class CublasMatmuls(Matmuls):
         total.copy_(rows.view(total.shape))
 
     def gradients(self) -> dict[str, Tensor]:
+        """Returns `[B, H, T, D]` and twice `[B, H_kv, S, D]`, without padding."""
         structure = self.work.structure
         key, value = (
             rows[:, : structure.keys].unflatten(0, (-1, self.kv_heads)) for rows in (self.grad_key, self.grad_value)

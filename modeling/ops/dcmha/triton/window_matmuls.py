@@ -37,23 +37,29 @@ class WindowMatmuls(Matmuls):
             )
 
     def scores(self, chunk: MapChunk) -> Tensor:
+        """Returns `[items, H, c, n]` by one kernel."""
         scores = self.work.map("scores", chunk, self.work.score_dtype)
         return self._maps(chunk, self.query, self.key, scores, self.work.scaling)
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
+        """Sets `[items, c, H, D]` of the output from maps `[items, H, c, n]`."""
         self._queries(chunk, probs, self.value, self.output.transpose(1, 2), 1.0)
 
     def grad_composed(self, chunk: MapChunk) -> Tensor:
+        """Returns `[items, H, c, n]` by one kernel."""
         return self._maps(chunk, self.grad_output, self.value, self.work.map("grad_composed", chunk), 1.0)
 
     def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
+        """Adds sums over the queries of maps `[items, H, c, n]`."""
         self._keys(chunk, probs, self.grad_output, self.grad_value, 1.0)
 
     def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
+        """Adds sums over the keys and over the queries of maps `[items, H, c, n]`."""
         self._queries(chunk, grads, self.key, self.grad_query, self.work.scaling)
         self._keys(chunk, grads, self.query, self.grad_key, self.work.scaling)
 
     def gradients(self) -> dict[str, Tensor]:
+        """Returns `[B, H, T, D]` and twice `[B, H_kv, S, D]`."""
         return {"query": self.grad_query, "key": self.grad_key, "value": self.grad_value}
 
     def _maps(self, chunk: MapChunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:

@@ -42,6 +42,7 @@ class HeadByHeadComposer(KernelComposer):
         self.sums, self.statics = self._sums() if backward else ({}, {})
 
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
+        """Returns `[items, H, c, n]`; products with static matrices come before the kernels for scores, else after."""
         work, probs = self.work, self.work.map("scores", chunk)
         plain = None if self.post_static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), plain=plain)
@@ -56,6 +57,7 @@ class HeadByHeadComposer(KernelComposer):
     def backward_post(
         self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Writes maps `[items, H, c, n]`; gradients of probabilities overwrite `grad_composed` or a product of it."""
         work, static, name = self.work, self.post_static, "dcmha_backward_post"
         probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), self._mixed_grads(chunk, grad_composed), plain)
@@ -72,6 +74,7 @@ class HeadByHeadComposer(KernelComposer):
         return probs, grad_probs
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """Writes maps `[items, H, c, n]`; the static matrix takes its product after the kernel."""
         work, static, name = self.work, self.pre_static, "dcmha_backward_pre"
         grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         # `backward_post` has filled this buffer.
@@ -85,6 +88,7 @@ class HeadByHeadComposer(KernelComposer):
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
+        """Sums are kept as `[B, length, H, terms]` and turned into `[B, T or S, terms, H]`."""
         terms = {
             name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
             for name, total in self.sums.items()
@@ -146,7 +150,7 @@ class HeadByHeadComposer(KernelComposer):
         return partial
 
     def _add_factors(self, chunk: MapChunk, stage: str, partial: list[Tensor | None]) -> None:
-        """Adds the parts of all patches, in the shapes of `_partial`, to the gradients of a stage's terms."""
+        """Adds the parts of all patches, shaped as `_partial` makes them, to the gradients `[B, length, H, terms]`."""
         of_queries, of_keys = partial
         if of_queries is not None:
             parts = of_queries.sum(2).movedim(-1, 2).flatten(1, 2)

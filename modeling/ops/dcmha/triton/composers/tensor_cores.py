@@ -43,6 +43,7 @@ class TensorCoreComposer(KernelComposer):
         self.sums = self._sums() if backward else {}
 
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
+        """Composes maps `[items, H, c, n]` in two kernels: one for the log-sum-exp, one for the probabilities."""
         probs = self.work.map("scores", chunk)
         partial_lse = self.work.partial_of_queries(chunk, self.tiles["dcmha_matrix_statistics"][1])
         self._launch("dcmha_matrix_statistics", chunk, scores, partial_lse)
@@ -53,6 +54,7 @@ class TensorCoreComposer(KernelComposer):
     def backward_post(
         self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Writes maps `[items, H, c, n]`; gradients of probabilities overwrite `grad_composed`."""
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
         partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
         self._launch_backward(name, "post", chunk, scores, grad_composed, probs, partial_delta, lse=lse)
@@ -60,11 +62,13 @@ class TensorCoreComposer(KernelComposer):
         return probs, grad_composed
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """Writes the gradients of the scores, `[items, H, c, n]`."""
         name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
         self._launch_backward(name, "pre", chunk, scores, grad_probs, grads, delta, lse=lse)
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
+        """Returns `[B, T or S, terms, H]` without padding, and static matrices `[H, H]`."""
         return {
             name: total if "static" in name else self.work.without_padding(total, 1, of_keys="key" in name)
             for name, total in self.sums.items()

@@ -1,24 +1,15 @@
-"""The kernels of `dcmha_triton_decode`: one query of each item against a cache.
+"""The kernels of `dcmha_triton` for decoding: one query of each item against a cache.
 
     dcmha_decode_scores   s = q k; x = pre(s), written; the log-sum-exp of each head over the keys of one split
     dcmha_decode_outputs  p = exp(x - lse); a = post(p), written over x; a v, summed over the keys of one split
     dcmha_decode_sum      the sum over splits
 
-A program has all heads of its keys, since composition mixes heads for each key on its own. Two kernels have to read the
-cache, not one: composition after the softmax adds up heads that have different normalisers, all of which depend on all
-keys. A single kernel could rescale its output as plain flash decoding does only if it kept one output for each pair
-(head that is read, head that is written); reading keys in one kernel and values in another costs nothing, because
-neither reads what the other does.
+A program has all heads of its keys, since composition mixes heads for each key on its own. Scores lie as `[B, S, H]`: a
+tile of all heads of some keys is then contiguous, as the keys' factors are. Products have at least 16 rows: the heads
+that share a key head, and zeros.
 
-Memory: keys, values and the keys' factors are read once, where they lie in the cache: `2 D H_kv` numbers and the packed
-rows of `H` numbers for each key, which is the floor. Between the kernels pass `H` float32 scores for each key, written
-three times and read three times, all but one of the reads by the program that wrote them: each time 1 / D of the bytes
-of keys and values in half precision, times the number of heads that share a key head. Partial outputs are written and
-read once; those of a split are as many bytes as the scores of D keys.
-
-Scores lie as `[B, S, H]`: a tile of all heads of some keys is then contiguous, as the keys' factors are. Products fill
-the 16 rows that a matrix instruction has with the heads that share a key head, and zeros. Blocks of keys are small
-(`BLOCKS` in `dcmha_triton_decode`), since with all heads in a program only keys and items are left to fill the device.
+Stages are a `DecodeStage`, `where` a `DecodeMask` and `sizes` a `CacheSizes` of the module `decode`, where shapes are.
+Strides are those between items, heads and positions. `DESIGN.md`, "Decoding", tells why there are two kernels.
 """
 
 # What runs on the device is typed by Triton's compiler.
@@ -37,10 +28,10 @@ except ImportError as error:
 def dcmha_decode_scores(
     query,  # [B, H, 1, D]
     key,  # [B, H_kv, S, D]
-    scores,  # [B, S, H], written, float32: composed; minus infinity where hidden
+    scores,  # [B, S, H], written, float32: composed scores, minus infinity for hidden keys
     partial_lse,  # [B, splits, H], written, float32
-    pre,
-    where,
+    pre,  # `DecodeStage`
+    where,  # `DecodeMask`
     sizes,
     query_strides,
     key_strides,
@@ -56,12 +47,12 @@ def dcmha_decode_scores(
     block_g: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """Composed scores of one split's keys."""
+    """Composed scores of one split's keys, and their log-sum-exp."""
     item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     members = tl.arange(0, block_g)
     column = tl.arange(0, block_d)
     repeats: tl.constexpr = heads // kv_heads
-    # One loop over key heads and blocks, so that loads of the next ones are under way.
+    # One loop over key heads and blocks lets the compiler load the next block during the product of this one.
     for step in range(kv_heads * bound(sizes.blocks)):
         kv_head = step // sizes.blocks
         block = step - kv_head * sizes.blocks
@@ -74,7 +65,7 @@ def dcmha_decode_scores(
         score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
         place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
         tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < original(sizes.keys)))
-    # What follows reads what other threads have written.
+    # The loop below reads scores that other threads have written.
     tl.debug_barrier()
     every = tl.arange(0, block_h)
     highest = tl.full([block_h], float("-inf"), tl.float32)
@@ -97,12 +88,12 @@ def dcmha_decode_scores(
 
 @triton.jit
 def dcmha_decode_outputs(
-    scores,  # [B, S, H], float32: composed; overwritten by composed probabilities
+    scores,  # [B, S, H], float32: composed scores, overwritten by composed probabilities
     partial_lse,  # [B, splits, H], float32
     value,  # [B, H_kv, S, D]
     partial,  # [B, splits, H, D], written
-    post,
-    sizes,
+    post,  # `DecodeStage`
+    sizes,  # `CacheSizes`
     value_strides,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -115,7 +106,7 @@ def dcmha_decode_outputs(
     block_g: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """What one split's keys contribute to the output."""
+    """The part of the output that comes from one split's keys."""
     item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     head = tl.arange(0, block_h)
     lse = finite(
@@ -127,13 +118,13 @@ def dcmha_decode_outputs(
         inside = (s[:, None] < original(sizes.keys)) & (head[None, :] < heads)
         probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
         tl.store(at, _compose(probs, post, item, s, head, sizes, heads, query_rank, key_rank, groups), mask=inside)
-    # What follows reads what other threads have written.
+    # The loop below reads probabilities that other threads have written.
     tl.debug_barrier()
     members = tl.arange(0, block_g)
     column = tl.arange(0, block_d)
     repeats: tl.constexpr = heads // kv_heads
     output = tl.zeros([block_g, block_d], tl.float32)
-    # One loop over value heads and blocks, so that loads of the next ones are under way.
+    # One loop over value heads and blocks lets the compiler load the next block during the product of this one.
     for step in range(kv_heads * bound(sizes.blocks)):
         kv_head = step // sizes.blocks
         block = step - kv_head * sizes.blocks
@@ -159,7 +150,7 @@ def dcmha_decode_sum(
     width: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """The output of one head, always summed in the same order."""
+    """The output of one head: the sum over splits, always in the same order."""
     item, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = tl.arange(0, block_d)
     total = tl.zeros([PARTS, block_d], tl.float32)
@@ -173,25 +164,25 @@ def dcmha_decode_sum(
 
 @triton.jit
 def _rows_of(rows, strides, item, head):
-    """Where the rows of a head start, or of some: farther from the first ones than 32 bits can count."""
+    """Pointers to the first row of one head or of `[heads]`; 64 bits, since heads of a cache may lie far apart."""
     return rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
 def _keys_of(split, block, sizes, block_s: tl.constexpr):
-    """`[block_s]` positions in the cache."""
+    """Positions `[block_s]` in the cache."""
     return original(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
 
 
 @triton.jit
 def _place(scores, item, s, sizes, heads: tl.constexpr):
-    """Where the scores of each key start, `[block_s]`."""
+    """Pointers `[block_s]` to the scores of each key in `[B, S, H]`."""
     return scores + (item * (original(sizes.keys) - original(sizes.first)) + s - original(sizes.first)) * heads
 
 
 @triton.jit
 def _hide(composed, where, item, s, sizes):
-    """Biases scores `[block_s, heads]` and sets those of hidden keys to minus infinity."""
+    """Adds the bias to scores `[block_s, heads]`, and sets those of hidden keys to minus infinity."""
     visible = s < original(sizes.keys)
     if where.mask is not None:
         mask = tl.load(where.mask + item * where.mask_strides[0] + s * where.mask_strides[1], mask=visible, other=0)
@@ -217,7 +208,7 @@ def _compose(
     key_rank: tl.constexpr,
     groups: tl.constexpr,
 ):
-    """The composition of all heads `[block_s, heads]` of some keys."""
+    """The composition of all heads of some keys' maps, `[block_s, heads]`."""
     composed = maps
     in_keys = s[:, None] < original(sizes.keys)
     of_query = item * stage.query.item_stride + head[None, :]
@@ -245,7 +236,7 @@ def _compose(
 
 @triton.jit
 def _low_rank(maps, down, up, inside):
-    """One hidden map of all heads, and what it gives back to them."""
+    """A low-rank term: the hidden map of all heads, times its `up` factors, `[block_s, heads]`."""
     hidden = tl.sum(maps * tl.load(down, mask=inside, other=0.0).to(tl.float32), axis=1)
     return hidden[:, None] * tl.load(up, mask=inside, other=0.0).to(tl.float32)
 

@@ -1,10 +1,11 @@
-"""Kernels of `dcmha_triton` that go through the heads: all between the matrix products, for a patch of scores.
+"""Kernels of `dcmha_triton` that go through the heads one after the other, for a patch of a chunk's maps.
 
-They serve where those of `dcmha_triton_matrix_kernels` do not: in float32, and for few or many heads.
+They serve where those of `tensor_cores` do not: in float32, and for few or many heads. `DESIGN.md`, "Head by head", has
+their memory, their instructions and the reasons.
 
-A patch is `block_t` queries by `block_s` keys of one batch item. Composition mixes heads for each (query, key) pair on
-its own, so a program that sees a patch of *every* head needs nothing from its neighbours. For one stage, with factors
-`down`, `up` and `gate` (those of the query and those of the key, summed), a map `z` per head and its composition `y`:
+A patch is `block_t` queries by `block_s` keys of one item. Composition mixes heads for each (query, key) pair on its
+own, so that a program with a patch of every head needs nothing from other programs. For one stage, with factors `down`,
+`up` and `gate` (those of the query and those of the key, summed), a map `z` per head and its composition `y`:
 
     hidden[r] = sum_h z[h] down[r, h]          y[h] = z[h] (1 + gate[h]) + sum_r hidden[r] up[r, h]
 
@@ -20,43 +21,10 @@ The gradients of factors are, with `hz = down z` and `hg = up dy`, sums over key
 
     d down[r, h] = sum z[h] hg[r]      d up[r, h] = sum dy[h] hz[r]      d gate[h] = sum z[h] dy[h]
 
-where `z` is `s` or `p` and `dy` is `dx` or `da`. Delta needs all heads of `dp`, so that, other than in plain attention,
-it cannot come from the output, and the backward pass needs two sweeps.
+where `z` is `s` or `p` and `dy` is `dx` or `da`.
 
-Memory: heads are looped over, not held. A program reads its patch two or three times, one head's tile after the other,
-so that registers hold hidden maps only, whatever the number of heads. What would take longer to compute twice than to
-read again is left in memory between the loops: probabilities, where the composed ones will be, in the dtype of the
-scores, and `dx`, where `ds` will be. The repeated reads are meant to be served by the first-level cache (16 heads of
-a 32 x 64 patch in half precision are 64 KiB). From the device's memory each kernel then reads and writes a map once:
-2 + 4 bytes for each (head, query, key) forward and 8 + 6 backward in half precision, where the matrix products need
-another 4 and 10; the second-level cache sees 2 more of each kernel but the first. 2 of the 8 are `dp`, which goes to
-the last kernel over `da`: composing it again would cost that kernel 17 instructions.
-
-Instructions: a thread's for each (head, query, key), in the loops over heads at rank 2 with gates in bfloat16, compiled
-for sm_90 and counted in the assembly, not run
-(`python tests/modeling/ops/dcmha/test_triton_compile.py 90`); with 16 heads there
-are 2 more outside of the loops:
-
-    dcmha_statistics       28   of them 18 on float32, 1 exponential
-    dcmha_probs            36           22             1
-    dcmha_backward_post    98           51             1              18 that move sums between threads
-    dcmha_backward_pre     86           42             1              17
-
-At 132 multiprocessors of 128 lanes and 1.75 GHz, 29.6 of them in a picosecond, these are 2.3 ps forward and 6.4 ps
-backward if nothing waits. That is why factors come in float32 and in panels (no conversions, one address for a side),
-why all patches are whole (no bounds), why powers are those of two, and why what hides a key is a number that is added.
-
-A static matrix is a full mix of heads, a matrix product, and is left to the vendor's: `statics` has maps that it has
-mixed already (scores; gradients of composed probabilities), read in place of the identity's term, and `plain`, where
-kernels leave the tiles that it has yet to mix (p; dx). Each stage that has one costs two more maps written and read.
-
-Head groups, whose low-rank terms are apart, come as items of the batch; `groups` items share one row of a mask.
-
-Tiles are 2-D, and a thread holds the same entries of each, so that sums over heads stay in a thread. Sums over keys
-and over queries do not; larger patches make them rarer, and registers bound the patches: `TILES` in
-`dcmha_triton_choice` has their sizes. Two sums leave at once where they can, so that threads wait for each other
-half as often. Gradients of factors leave as one partial sum for each patch and are added up in a fixed order: no
-atomics, the same result every time.
+All kernels but `dcmha_merge` take `factors` (`Factors`), `sizes` (`Sizes`), `where` (`Visibility`) and `statics`
+(`Statics`), whose shapes are in `arguments`. `terms` has the number of terms on each side of each stage.
 """
 
 from .tiles import (
@@ -149,7 +117,7 @@ def hidden_probabilities(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """The hidden maps of the softmax over composed scores, which stays in memory for the second reading."""
+    """The hidden maps of the probabilities, which are written to `kept` for the second reading."""
     penalty = make_penalty(where, patch)
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     hidden = no_hidden(post, block_t, block_s)
@@ -211,7 +179,7 @@ def dcmha_backward_post(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
+    """First pass backward: composed probabilities, gradients of the probabilities and of the post factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
     post = make_stage(factors.post_query, factors.post_key, patch, terms[2], terms[3])
@@ -251,7 +219,7 @@ def dcmha_backward_pre(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """Second sweep of the backward pass: gradients of the scores and of the factors before the softmax."""
+    """Second pass backward: gradients of the scores and of the pre factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
     softmax = (lse, make_penalty(where, patch))

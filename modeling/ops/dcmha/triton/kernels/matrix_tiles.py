@@ -1,6 +1,7 @@
-"""What the matrix kernels of `dcmha_triton` are made of: tiles `[block_t, padded, block_s]` of all heads.
+"""The parts of the kernels in `tensor_cores`: tiles `[block_t, padded, block_s]` of all heads.
 
-One matrix for each query and one for each key compose them; gradients leave as those of what matrices are made of.
+One matrix for each query and one for each key compose them. Gradients of matrices become gradients of their terms
+before they are written.
 """
 
 from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of
@@ -19,7 +20,7 @@ except ImportError as error:
 def make_patch(
     turn, turns: tl.constexpr, sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr
 ):
-    """One of the blocks of queries that this program goes through, with its keys, the same in each turn."""
+    """The patch of one turn of this program: a block `[block_t]` of queries, and the same keys `[block_s]` in each."""
     t = (tl.program_id(1) * turns + turn) * block_t + tl.arange(0, block_t)
     s = tl.program_id(0) * block_s + tl.arange(0, block_s)
     shift = shift_of(where, tl.program_id(1) * turns * block_t)
@@ -28,7 +29,7 @@ def make_patch(
 
 @triton.jit
 def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The first turn whose queries may see a key of the program, and the one after the last, by distance alone."""
+    """The first turn with queries that are near enough to see a key of the program, and the one after the last."""
     key = tl.program_id(0) * block_s + patch.shift + original(where.start)
     query = tl.program_id(1) * turns * block_t + original(where.position)
     first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
@@ -38,7 +39,7 @@ def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, bloc
 
 @triton.jit
 def load_matrices(matrices, positions, length, padded: tl.constexpr):
-    """`[block, padded, padded]` of a side's matrices, `[items, length, padded, padded]`; None if it has none."""
+    """Loads `[block, padded, padded]` from a side's matrices `[items, length, padded, padded]`; None if it has none."""
     found = None
     if matrices is not None:
         first = matrices + tl.program_id(2).to(tl.int64) * length * (padded * padded)
@@ -48,21 +49,21 @@ def load_matrices(matrices, positions, length, padded: tl.constexpr):
 
 @triton.jit
 def store_matrices(matrices, values, item, positions, length, padded: tl.constexpr):
-    """Writes what `load_matrices` reads."""
+    """Writes `[block, padded, padded]` where `load_matrices` reads it."""
     first = matrices + item * length * (padded * padded)
     tl.store(first + _entries(positions, padded), rounded(values, matrices.dtype.element_ty))
 
 
 @triton.jit
 def _entries(positions, padded: tl.constexpr):
-    """`[block, padded, padded]`, where the matrices of these positions lie."""
+    """Offsets `[block, padded, padded]` of the matrices of these positions."""
     head = tl.arange(0, padded)
     return positions[:, None, None] * (padded * padded) + head[None, :, None] * padded + head[None, None, :]
 
 
 @triton.jit
 def _tiles(maps, patch, padded: tl.constexpr):
-    """`[block_t, padded, block_s]`, where the patch lies in maps `[items, H, c, n]`."""
+    """Pointers `[block_t, padded, block_s]` to the patch in maps `[items, H, c, n]`."""
     plane = patch.sizes.queries * patch.sizes.keys
     first = maps + patch.item * patch.heads * plane
     inside = patch.t[:, None, None] * patch.sizes.keys + patch.s[None, None, :]
@@ -71,7 +72,7 @@ def _tiles(maps, patch, padded: tl.constexpr):
 
 @triton.jit
 def load(maps, patch, padded: tl.constexpr):
-    """A patch, in the dtype of its maps; heads that only fill up are zero."""
+    """Loads a patch `[block_t, padded, block_s]` of maps `[items, H, c, n]`, in their dtype; padding heads are zero."""
     if patch.heads == padded:
         tiles = tl.load(_tiles(maps, patch, padded))
     else:
@@ -82,7 +83,7 @@ def load(maps, patch, padded: tl.constexpr):
 
 @triton.jit
 def store(maps, tiles, patch, padded: tl.constexpr):
-    """Writes what `load` reads."""
+    """Writes `[block_t, padded, block_s]` where `load` reads it."""
     tiles = rounded(tiles, maps.dtype.element_ty)
     if patch.heads == padded:
         tl.store(_tiles(maps, patch, padded), tiles)
@@ -91,31 +92,31 @@ def store(maps, tiles, patch, padded: tl.constexpr):
 
 
 @triton.jit
-def load_of_queries(numbers, patch, padded: tl.constexpr, other: tl.constexpr):
-    """`[block_t, padded]` of the chunk's part of `[B, H, T]`; heads that only fill up have `other`."""
+def load_of_queries(elements, patch, padded: tl.constexpr, other: tl.constexpr):
+    """Loads `[block_t, padded]` from the chunk's part of `[B, H, T]`; padding heads have `other`."""
     head = tl.arange(0, padded)[None, :]
-    place = numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t[:, None]
+    place = elements + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t[:, None]
     return tl.load(place, mask=head < patch.heads, other=other)
 
 
 @triton.jit
-def store_of_queries(partial, numbers, patch, padded: tl.constexpr):
-    """Writes `[block_t, padded]` as what this block of keys says about its queries, in `[items, blocks, H, c]`."""
+def store_of_queries(partial, elements, patch, padded: tl.constexpr):
+    """Writes `[block_t, padded]` as this block of keys' part of `[items, blocks, H, c]`."""
     head = tl.arange(0, padded)[None, :]
     block = patch.item * tl.num_programs(0) + tl.program_id(0)
     place = partial + (block * patch.heads + head) * patch.sizes.queries + patch.t[:, None]
-    tl.store(place, numbers, mask=head < patch.heads)
+    tl.store(place, elements, mask=head < patch.heads)
 
 
 @triton.jit
 def turned(tiles):
-    """`[a, padded, b]` as `[b, padded, a]`."""
+    """Returns `[a, padded, b]` as `[b, padded, a]`."""
     return tl.permute(tiles, (2, 1, 0))
 
 
 @triton.jit
 def transposed(matrices, dtype: tl.constexpr):
-    """The transposed matrices of a side, in the dtype of what they compose; None stays None."""
+    """The transposed matrices `[block, padded, padded]` of a side in the dtype of the maps; None stays None."""
     found = None
     if matrices is not None:
         found = tl.permute(rounded(matrices.to(tl.float32), dtype), (0, 2, 1))
@@ -138,20 +139,20 @@ def compose(tiles, of_queries, of_keys):
 
 @triton.jit
 def exponents(score, of_queries, of_keys, where, patch):
-    """Composed and masked scores in base 2."""
+    """Composed and masked scores `[block_t, padded, block_s]` in base 2."""
     return compose(score, of_queries, of_keys) * LOG2_E + make_penalty(where, patch)[:, None, :]
 
 
 @triton.jit
 def probabilities(score, of_queries, of_keys, lse, where, patch, padded: tl.constexpr):
-    """The softmax over composed scores; zero for heads that only fill up."""
+    """The softmax over composed scores, `[block_t, padded, block_s]`; zero for padding heads."""
     reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
     return exp2(exponents(score, of_queries, of_keys, where, patch) - reference[:, :, None])
 
 
 @triton.jit
 def no_gradients(partial, first: tl.constexpr, padded: tl.constexpr):
-    """`[first, padded, padded]` of zeros to add gradients of matrices to; None if nothing asks for them."""
+    """Zeros `[first, padded, padded]` to add gradients of matrices to; None if there is nowhere to write them."""
     gradients = None
     if partial is not None:
         gradients = tl.zeros([first, padded, padded], tl.float32)
@@ -160,13 +161,13 @@ def no_gradients(partial, first: tl.constexpr, padded: tl.constexpr):
 
 @triton.jit
 def gradients_of_queries(grad, tiles):
-    """`dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T` of a patch."""
+    """`dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T` of a patch, `[block_t, padded, padded]`."""
     return product(grad, tl.permute(tiles, (0, 2, 1)))
 
 
 @triton.jit
 def gradients_of_keys(grad, tiles):
-    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of a patch."""
+    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of a patch, `[block_s, padded, padded]`."""
     return product(turned(grad), tl.permute(tiles, (2, 0, 1)))
 
 
@@ -179,26 +180,26 @@ def terms_of(terms, part, length, positions, heads: tl.constexpr, padded: tl.con
 
 @triton.jit
 def load_term(places, index: tl.constexpr, heads: tl.constexpr):
-    """`[block, 1, padded]` in float32; zero for heads that only fill up."""
+    """Loads a term `[block, 1, padded]` in float32; zero for padding heads."""
     return tl.load(places[0] + index * heads, mask=places[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_term(places, index: tl.constexpr, term, heads: tl.constexpr):
-    """Writes `[block, 1, padded]`."""
+    """Writes a term `[block, 1, padded]`."""
     tl.store(places[0] + index * heads, rounded(term, places[0].dtype.element_ty), mask=places[1])
 
 
 @triton.jit
 def store_term_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
-    """Writes what the gradients of matrices, `[block, padded, padded]`, are for the terms that these are made of.
+    """Writes the gradients of terms, given those of the matrices that they make, `[block, padded, padded]`.
 
-    `d down = up dM` and `d up = down dM^T`; those of gates are the diagonal. Places are those of `terms_of`. Products
-    have the precision of `dtype`, whatever the terms have.
+    `d down = up dM` and `d up = down dM^T`; the gradient of a gate is the diagonal. `target` and `source` are results
+    of `terms_of`. Products have the precision of `dtype`, whatever that of the terms.
     """
     padded: tl.constexpr = gradients.shape[2]
     if count > 1:
-        # Both kinds of terms in one factor, of which products need 16.
+        # Down and up share one factor of the products, because matrix instructions need at least 16 rows.
         rank: tl.constexpr = count // 2
         term = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
         real = (term < 2 * rank) & source[1]
@@ -215,7 +216,7 @@ def store_term_gradients(target, source, gradients, heads: tl.constexpr, count: 
 
 @triton.jit
 def _factors_product(factors, gradients, dtype: tl.constexpr):
-    """A product of factors and float32 in the precision of a dtype; for float16 that is tf32, which has more range."""
+    """`factors @ gradients` in the precision of a dtype; for float16 that is tf32, which has more range."""
     factors = factors.to(tl.float32)
     if dtype == tl.bfloat16:
         result = product(rounded(factors, dtype), rounded(gradients, dtype))
@@ -228,7 +229,7 @@ def _factors_product(factors, gradients, dtype: tl.constexpr):
 
 @triton.jit
 def store_gradients_of_query_terms(partial, terms, grad, tiles, patch, padded: tl.constexpr, count: tl.constexpr):
-    """Writes what a patch says about its queries' terms, if they have any."""
+    """Writes a patch's part of the gradients of its queries' terms, if they have any."""
     if terms is not None:
         source = terms_of(terms, patch.item, patch.sizes.all_queries, patch.t, patch.heads, padded, count)
         target = _places_of_queries(partial, patch, padded, count)
@@ -237,7 +238,7 @@ def store_gradients_of_query_terms(partial, terms, grad, tiles, patch, padded: t
 
 @triton.jit
 def store_no_gradients_of_query_terms(partial, patch, padded: tl.constexpr, count: tl.constexpr):
-    """The same for a patch of hidden keys."""
+    """Writes zeros as the part of a patch whose keys are all hidden."""
     if partial is not None:
         target = _places_of_queries(partial, patch, padded, count)
         for term in tl.static_range(count):
@@ -246,7 +247,7 @@ def store_no_gradients_of_query_terms(partial, patch, padded: tl.constexpr, coun
 
 @triton.jit
 def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr):
-    """Where a patch writes gradients of its queries' terms."""
+    """Where a patch writes gradients of its queries' terms: in `[items, blocks, c, count, H]`."""
     block = patch.item * tl.num_programs(0) + tl.program_id(0)
     return terms_of(partial, block, patch.sizes.queries, patch.t, patch.heads, padded, count)
 
@@ -255,7 +256,7 @@ def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr
 def store_gradients_of_key_terms(
     partial, terms, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
 ):
-    """Writes what a program says about its keys' terms, if they have any."""
+    """Writes a program's part of the gradients of its keys' terms, in `[items, programs, n, count, H]`."""
     if terms is not None:
         program = patch.item * tl.num_programs(1) + tl.program_id(1)
         source = terms_of(terms, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
@@ -265,7 +266,7 @@ def store_gradients_of_key_terms(
 
 @triton.jit
 def store_gradient_of_static(partial, grad, tiles, turn, turns: tl.constexpr, padded: tl.constexpr):
-    """Writes what a patch says about the static matrix, if there is one: what it says about its queries', summed."""
+    """Writes a patch's part `[padded, padded]` of the gradient of the static matrix, if there is one."""
     if partial is not None:
         program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         place = partial + _entries(program * turns + turn + tl.arange(0, 1), padded)

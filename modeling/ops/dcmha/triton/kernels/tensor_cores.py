@@ -6,15 +6,14 @@ Composition is linear in the heads of a (query, key) pair. All its terms, low ra
 
 with `[H, H]` matrices, `Q[t] = 1 + static + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` likewise but for 1 and static.
 For all heads of a patch of `block_t` queries by `block_s` keys that is a product `[H, H] @ [H, block_s]` for each query
-and a product `[H, H] @ [H, block_t]` for each key: `2 H` multiplications for each (head, query, key), where low rank
-needs about 10, on units that do 12 times as many. The gradients of matrices are products of the same size, and those of
-the terms that a matrix `M` is made of follow from them, for queries as for keys:
+and a product `[H, H] @ [H, block_t]` for each key. The gradients of matrices are products of the same size, and those
+of the terms that a matrix `M` is made of follow from them, for queries as for keys:
 
     dz[t, :, s] = (Q[t] + K[s])^T dy[t, :, s]
     dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T        dK[s] = sum_t dy[t, :, s] z[t, :, s]^T
     d up = dM down^T        d down = up^T dM        d gate = diag(dM)        d static = sum_t dQ[t]
 
-One kernel makes the matrices, and four have their counterparts in `dcmha_triton_kernels`:
+One kernel makes the matrices, and four have their counterparts in `head_by_head`:
 
     dcmha_matrices              Q or K of one side, from its packed terms
     dcmha_matrix_statistics     x = pre(s); the log-sum-exp of a row over a block of keys
@@ -22,39 +21,13 @@ One kernel makes the matrices, and four have their counterparts in `dcmha_triton
     dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's terms
     dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's terms
 
-A program holds a patch of all heads in registers, 16 or 32 of them; zeros make up for what is missing. It goes through
-`turns` blocks of queries for one block of keys, whose matrices and their gradients stay with it, and passes over
-patches that a causal mask or a window hides. The gradients of queries' terms leave as one partial sum for each patch,
-those of keys' as one for each program, and are added up in a fixed order.
+A program holds a patch of all heads in registers, 16 or 32 of them with padding. It goes through `turns` blocks of
+queries for one block of keys, whose matrices and their gradients it keeps, and skips patches that a causal mask or a
+window hides. Where `loads_ahead`, the loop over turns has no branches, so that the compiler can load the next turn's
+data during this one.
 
-Instructions: a thread's for each (head, query, key) of a turn, at 16 and 32 heads in bfloat16 without a mask, compiled
-for sm_90 and counted in the assembly, not run
-(`python tests/modeling/ops/dcmha/test_triton_compile.py 90`), next to those of the
-kernels that go through the heads, whatever the rank here:
-
-                       16 heads    32 heads    rank 2, gates, head by head
-    statistics         20          20          28
-    probs              23          25          36
-    backward_post      43          56          98
-    backward_pre       40          51          86
-
-At 29.6e12 a second (132 multiprocessors of 128 lanes at 1.75 GHz) those of 16 heads are 1.5 ps forward and 2.8 ps
-backward if nothing waits: less than the memory's time. Between the product for queries and that for keys a patch turns
-through shared memory, which takes more of them than arithmetic does. What is absent costs nothing: with terms of
-queries alone, 16 heads need 15, 14, 24 and 25.
-
-Loading ahead: where `loads_ahead`, a loop over turns has no branches, so that the compiler can load what the next one
-needs while this one computes. With branches it holds fewer registers from turn to turn, which serves better where
-several programs share a multiprocessor, and hide each other's waiting.
-
-Memory: each kernel reads and writes a map once, as in `dcmha_triton_kernels`: 2 + 4 bytes for each (head, query, key)
-forward and 8 + 6 backward in half precision. Matrices come from the second-level cache, `2 H / block_s` bytes of
-queries' and `2 H / (block_t turns)` of keys' for each (head, query, key) and stage. Of `R` packed terms, 5 at rank 2
-with a gate, `2 R / block_s` bytes leave in a backward pass for queries, `4 R / (block_t turns)` for keys: 0.3 and 0.2
-with 16 heads, where gradients of matrices would be 1 and 0.5.
-
-Precision: scores, probabilities and the matrices that compose them are float16, gradients of maps and the matrices in
-front of them bfloat16 for inputs of that dtype; all products add up in float32. In float32, for tests, all is float32.
+The four kernels take `matrices` (`Matrices`), `sizes` (`Sizes`) and `where` (`Visibility`), whose shapes are in
+`arguments`. `DESIGN.md`, "On the tensor cores", has their memory, their instructions and the reasons.
 """
 
 from .matrix_tiles import (
@@ -149,7 +122,7 @@ def dcmha_matrix_probs(
             pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
-            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
+            # Probabilities overwrite scores safely: each thread stores what depends on its load from the same place.
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
     for turn in range(turns):
         if (turn < first) | (turn >= last):
@@ -164,7 +137,7 @@ def dcmha_matrix_backward_post(
     probs,  # [items, H, c, n], written: the composed probabilities
     partial_delta,  # [items, n / block_s, H, c], float32
     partial,  # `TermGradients`, written
-    terms,  # `StageTerms` of what comes after the softmax
+    terms,  # `StageTerms` of the post composition
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -178,7 +151,7 @@ def dcmha_matrix_backward_post(
     query_terms: tl.constexpr,
     key_terms: tl.constexpr,
 ):
-    """First sweep of the backward pass: what comes after the softmax, and the gradients of the softmax's output."""
+    """First pass backward: composed probabilities, gradients of the probabilities and of the post terms."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
@@ -194,7 +167,7 @@ def dcmha_matrix_backward_post(
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
             grad = load(grad_composed, patch, padded)
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
-            # What is stored anywhere depends on what was loaded there, so that it cannot come too early.
+            # Gradients overwrite gradients safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
             prob = rounded(prob, dtype)
@@ -218,7 +191,7 @@ def dcmha_matrix_backward_pre(
     grad_scores,  # [items, H, c, n], written
     delta,  # [items, H, c of T], float32
     partial,  # `TermGradients`, written
-    terms,  # `StageTerms` of what comes before the softmax
+    terms,  # `StageTerms` of the pre composition
     lse,  # [items, H, c of T], float32
     matrices,
     sizes,
@@ -232,7 +205,7 @@ def dcmha_matrix_backward_pre(
     query_terms: tl.constexpr,
     key_terms: tl.constexpr,
 ):
-    """Second sweep of the backward pass: gradients of the scores and of what composes them."""
+    """Second pass backward: gradients of the scores and of the pre terms."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
@@ -263,15 +236,15 @@ def dcmha_matrix_backward_pre(
 @triton.jit
 def dcmha_matrices(
     matrices,  # [items, length, padded, padded], written
-    terms,  # [items, length, count, H], packed; None are none
-    constant,  # [H, H], float32, [out, in]: what is the same for all positions; None is zero
+    terms,  # [items, length, count, H], packed; None without terms
+    constant,  # [H, H], float32, [out, in]: added for all positions; None is zero
     length,
     heads: tl.constexpr,
     padded: tl.constexpr,
     count: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The matrices of one side of a stage; zero for heads that only fill up."""
+    """The matrices `[items, length, padded, padded]` of one side of a stage; zero for padding heads."""
     item, positions = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
     rank: tl.constexpr = count // 2
     head = tl.arange(0, padded)

@@ -1,4 +1,8 @@
-"""What the kernels of `dcmha_triton` are made of: tiles `[block_t, block_s]` of one head, and what composes them."""
+"""The parts of the kernels in `head_by_head`: tiles `[block_t, block_s]` of one head, and their composition.
+
+A stage is `(down, up, gate)`, each of them (terms of queries, terms of keys). A term is a side of the stage and the
+term's offset in a panel. The tuples of `arguments` come as they are.
+"""
 
 from typing import NamedTuple
 
@@ -12,20 +16,20 @@ except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# How many partial results are read at once where all are read: with fewer, programs would wait for memory more often.
+# The number of partial results that a program loads at once. With fewer it would wait for memory more often.
 PARTS = tl.constexpr(64)
-# Positions whose factors lie side by side in each of their rows.
+# The number of positions whose factors are contiguous.
 PANEL = tl.constexpr(8)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Patch(NamedTuple):
-    """What a program works on. Positions count from the chunk's first query and key."""
+    """The queries and keys of one item that a program works on, counted from the chunk's first ones."""
 
     item: tl.tensor
     t: tl.tensor  # [block_t]
     s: tl.tensor  # [block_s], columns
-    shift: tl.tensor  # from a column to its key
+    shift: tl.tensor  # add to a column to get its key
     heads: tl.tensor
     sizes: tuple  # `Sizes`
 
@@ -41,13 +45,13 @@ def make_patch(sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s
 
 @triton.jit
 def original(number):
-    """What `unspecialized` was given."""
+    """The inverse of `arguments.unspecialized`."""
     return number >> 2
 
 
 @triton.jit
 def bound(number):
-    """A number that a loop goes up to: those of Triton's interpreter take none that are tensors."""
+    """A bound of a loop: in Triton's interpreter it must not be a tensor."""
     if INTERPRETED:
         return number.handle.data.item()
     return number
@@ -55,7 +59,7 @@ def bound(number):
 
 @triton.jit
 def shift_of(where, query):
-    """From a column to its key, in the row of this query; both count from the chunk's first ones."""
+    """The number to add to a column to get its key, in the row of this query, counted from the chunk's first ones."""
     shift = 0
     if where.step is not None:
         shift = query // where.step * where.step
@@ -64,14 +68,14 @@ def shift_of(where, query):
 
 @triton.jit
 def is_reached(where, query, key, block_t: tl.constexpr, block_s: tl.constexpr):
-    """Whether distance alone lets any query from this one of the chunk on see any key from this one on."""
+    """Whether any of `block_t` queries from `query` on is near enough to see any of `block_s` keys from `key` on."""
     back = query + original(where.position) - key
     return (back + block_t > -where.ahead) & (back - block_s < where.behind)
 
 
 @triton.jit
 def make_penalty(where, patch):
-    """`[block_t, block_s]`, what to add to scores in base 2: an additive mask; minus infinity hides a key."""
+    """The mask as `[block_t, block_s]` to add to scores in base 2: its bias, and minus infinity for hidden keys."""
     t, key = patch.t[:, None], (patch.s + (patch.shift + original(where.start)))[None, :]
     back, is_real = t + original(where.position) - key, t < original(where.real_queries)
     visible = (back <= where.behind) & (back >= -where.ahead) & (key < original(where.real_keys)) & is_real
@@ -94,7 +98,7 @@ def make_penalty(where, patch):
 
 @triton.jit
 def make_stage(query_side, key_side, patch, query_terms: tl.constexpr, key_terms: tl.constexpr):
-    """One stage as (down, up, gate), each of them (rows of queries, rows of keys)."""
+    """A stage as (down, up, gate), from panels `[items, H, panels, terms, PANEL]` of queries and of keys."""
     query, key = tl.program_id(1) * patch.t.shape[0], tl.program_id(0) * patch.s.shape[0] + patch.shift
     queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_terms)
     keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_terms)
@@ -108,7 +112,7 @@ def make_stage(query_side, key_side, patch, query_terms: tl.constexpr, key_terms
 
 @triton.jit
 def _side(panels, patch, position, block: tl.constexpr, length, terms: tl.constexpr):
-    """Panels of one side from a position on: those of the item's first head, offsets of positions, heads' distance."""
+    """(pointer to the first head's panels at `position`, offsets `[block]` of the positions, stride between heads)."""
     side = ()
     if terms > 0:
         positions = tl.arange(0, block)
@@ -120,13 +124,13 @@ def _side(panels, patch, position, block: tl.constexpr, length, terms: tl.conste
 
 @triton.jit
 def transposed(stage):
-    """What takes gradients of this stage's composition back to what was composed."""
+    """The stage whose composition is the transpose of this one's."""
     return (stage[1], stage[0], stage[2])
 
 
 @triton.jit
 def _terms(side, first: tl.constexpr, last: tl.constexpr):
-    """Rows `first` up to `last` of a side, each of them the side and the row's place in a panel."""
+    """Terms `first` up to `last` of a side, each of them as (side, offset in a panel)."""
     terms = ()
     for index in tl.static_range(first, last):
         terms += ((side, index * PANEL),)
@@ -135,14 +139,14 @@ def _terms(side, first: tl.constexpr, last: tl.constexpr):
 
 @triton.jit
 def _factor(term, head):
-    """One head's number for each query, `[block_t]`, or for each key, `[block_s]`."""
+    """One head's factor of each query, `[block_t]`, or of each key, `[block_s]`."""
     side, place = term
     return tl.load(side[0] + head * side[2] + side[1] + place)
 
 
 @triton.jit
 def no_hidden(stage, block_t: tl.constexpr, block_s: tl.constexpr):
-    """A zero for each hidden map of a stage: those that queries' rows make, then those that keys' rows make."""
+    """Zeros `[block_t, block_s]` for each hidden map of a stage: those of queries' terms, then those of keys' terms."""
     hidden = ()
     for _ in tl.static_range(len(stage[0][0]) + len(stage[0][1])):
         hidden += (tl.zeros([block_t, block_s], tl.float32),)
@@ -151,7 +155,7 @@ def no_hidden(stage, block_t: tl.constexpr, block_s: tl.constexpr):
 
 @triton.jit
 def gather(hidden, tile, down, head):
-    """Adds one head's part to the hidden maps."""
+    """Adds one head's tile `[block_t, block_s]` times its factors to the hidden maps."""
     gathered = ()
     for index in tl.static_range(len(down[0])):
         gathered += (hidden[index] + tile * _factor(down[0][index], head)[:, None],)
@@ -162,7 +166,7 @@ def gather(hidden, tile, down, head):
 
 @triton.jit
 def hidden_maps(maps, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The hidden maps of maps that lie in memory."""
+    """The hidden maps `[block_t, block_s]` of a patch of maps `[items, H, c, n]`."""
     hidden = no_hidden(stage, block_t, block_s)
     if len(hidden) > 0:
         for head in range(heads):
@@ -172,7 +176,7 @@ def hidden_maps(maps, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, 
 
 @triton.jit
 def mixed(maps, tile, patch, head):
-    """What the identity and a static matrix make of all heads' tiles, given this head's; None is no static matrix."""
+    """The head's tile in `maps`, which have their product with a static matrix added; without them its own `tile`."""
     base = tile
     if maps is not None:
         base = load(maps, patch, head)
@@ -181,7 +185,7 @@ def mixed(maps, tile, patch, head):
 
 @triton.jit
 def compose(tile, base, hidden, stage, head):
-    """One head of a composition, from the head itself, what is `mixed` for it, and the hidden maps of all."""
+    """One head of a composition, `[block_t, block_s]`, from its tile, its `mixed` tile and the hidden maps of all."""
     composed, up, gate = base, stage[1], stage[2]
     for index in tl.static_range(len(up[0])):
         composed += hidden[index] * _factor(up[0][index], head)[:, None]
@@ -196,7 +200,7 @@ def compose(tile, base, hidden, stage, head):
 
 @triton.jit
 def probability(score, hidden, pre, softmax, statics, patch, head):
-    """One head of the softmax over composed scores; `softmax` is (log-sum-exp, penalty)."""
+    """One head of the softmax over composed scores, `[block_t, block_s]`; `softmax` is (log-sum-exp, penalty)."""
     lse, penalty = softmax
     composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
     return exp2(composed * LOG2_E + (penalty - load_of_queries(lse, patch, head)[:, None] * LOG2_E))
@@ -204,15 +208,15 @@ def probability(score, hidden, pre, softmax, statics, patch, head):
 
 @triton.jit
 def product(left, right):
-    """A matrix product, or one for each of the first axis, in float32."""
-    if INTERPRETED:  # which would multiply the bits of bfloat16
+    """A matrix product, or one for each index of the first axis, added up in float32."""
+    if INTERPRETED:  # The interpreter would multiply the bit patterns of bfloat16.
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
 def exp2(exponent):
-    """Two to a power in the one instruction that a GPU has for it; zero below 2^-126."""
+    """Two to a power by the one instruction that a GPU has for it; zero below 2^-126."""
     if INTERPRETED:
         power = tl.exp2(exponent)
     else:
@@ -224,19 +228,19 @@ def exp2(exponent):
 
 @triton.jit
 def load(maps, patch, head):
-    """One head's tile of maps `[items, H, c, n]`."""
+    """Loads one head's tile `[block_t, block_s]` of maps `[items, H, c, n]` in float32."""
     return tl.load(_tile(maps, patch, head)).to(tl.float32)
 
 
 @triton.jit
 def store(maps, tile, patch, head):
-    """Writes what `load` reads."""
+    """Writes `[block_t, block_s]` where `load` reads it."""
     tl.store(_tile(maps, patch, head), rounded(tile, maps.dtype.element_ty))
 
 
 @triton.jit
 def rounded(tile, dtype: tl.constexpr):
-    """To the nearest number of another dtype, also in Triton's interpreter, which would cut bfloat16 off."""
+    """Rounds to the nearest value of a dtype, also in Triton's interpreter, which truncates to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = tile.to(tl.int32, bitcast=True)
         tile = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -245,22 +249,22 @@ def rounded(tile, dtype: tl.constexpr):
 
 @triton.jit
 def _tile(maps, patch, head):
-    """Where one head's tile lies."""
+    """Pointers `[block_t, block_s]` to one head's tile of maps `[items, H, c, n]`."""
     base = maps + (patch.item * patch.heads + head) * patch.sizes.queries * patch.sizes.keys
     return base + (patch.t[:, None] * patch.sizes.keys + patch.s[None, :])
 
 
 @triton.jit
-def load_of_queries(numbers, patch, head):
-    """`[block_t]` of one head, from the chunk's part of `[B, H, T]`."""
-    return tl.load(numbers + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t)
+def load_of_queries(elements, patch, head):
+    """Loads `[block_t]` of one head from the chunk's part of `[B, H, T]`."""
+    return tl.load(elements + (patch.item * patch.heads + head) * patch.sizes.all_queries + patch.t)
 
 
 @triton.jit
-def store_of_queries(partial, numbers, index, count, patch):
-    """Writes `[block_t]` as number `index` of the `count` that this block of keys says about its queries."""
+def store_of_queries(partial, elements, index, count, patch):
+    """Writes `[block_t]` as entry `index` of `count` of this block of keys, in `[items, blocks, count, c]`."""
     block = patch.item * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial + (block * count + index) * patch.sizes.queries + patch.t, numbers)
+    tl.store(partial + (block * count + index) * patch.sizes.queries + patch.t, elements)
 
 
 @triton.jit
@@ -276,7 +280,11 @@ def store_of_factors(
     query_terms: tl.constexpr,
     key_terms: tl.constexpr,
 ):
-    """One head's part of the gradients of a stage's rows: `tile` is what was composed, `grad` that of what came out."""
+    """Writes one head's part of the gradients of a stage's terms, summed over the patch.
+
+    `tile` `[block_t, block_s]` is the composition's input and `grad` the gradient of its output. `partial_query` and
+    `partial_key` are `[patches, H, terms, block_t]` and `[patches, H, terms, block_s]`.
+    """
     query_rank: tl.constexpr = query_terms // 2
     key_rank: tl.constexpr = key_terms // 2
     for rank in tl.static_range(query_rank):
@@ -309,13 +317,13 @@ def _store_gate(partial, gate, patch, head, terms: tl.constexpr):
 
 @triton.jit
 def _patch_index(patch):
-    """Patches count along the keys, then along the queries, then along the items."""
+    """The patch's index, which counts along the keys first, then along the queries, then along the items."""
     return (patch.item * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
 
 
 @triton.jit
 def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
-    """`[columns]`, of `parts` numbers each that lie `stride` apart; minus infinity where all of them are."""
+    """The log-sum-exp `[columns]` of `parts` elements each, `stride` apart; minus infinity where all of them are."""
     highest = tl.full([columns], float("-inf"), tl.float32)
     total = tl.zeros([columns], tl.float32)
     for first in range(0, bound(parts), PARTS):
@@ -330,5 +338,5 @@ def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
 
 @triton.jit
 def finite(highest):
-    """What can be subtracted from minus infinity."""
+    """The same with zeros for minus infinity, so that it can be subtracted from minus infinity."""
     return tl.where(highest == float("-inf"), 0.0, highest)

@@ -1,24 +1,16 @@
-"""Kernels of `dcmha_triton` for bands of causal windows: the matrix products between rows and maps.
+"""Kernels of `dcmha_triton` for causal windows: the matrix products of queries, keys and values with maps.
 
-Column `s` of row `t` of a map is key `s + t // step * step`, counted from the chunk's first key (`dcmha_triton_cut`).
-Batched products of a vendor want one stride from block to block and one product for each, so that they would need a
-copy of keys and values for each block that reaches them, about 3, and leave as many partial gradients to add up. Here
-rows are read where they lie, and each key's gradient is written once:
+Column `s` of row `t` of a map is key `s + t // step * step`, counted from the chunk's first key (`WindowTiling`).
 
     dcmha_band_maps     z[t, s] = x[t] . y[key(t, s)]              scores, gradients of composed probabilities
     dcmha_band_queries  x[t] = sum_s z[t, s] y[key(t, s)]          output, gradients of queries
     dcmha_band_keys     y[k] = sum_{key(t, s) = k} z[t, s] x[t]    gradients of values and of keys
 
-All three are bound by the map, which each moves once: 2 bytes in half precision for each (head, query, key), where a
-product has `2 D` operations. Tiles of maps that no query of them can see are not read. Heads that share keys and values
-add up in `dcmha_band_keys`. A width is filled up to a power of two.
+Rows are read in place, and tiles of maps that none of their queries can see are skipped. Heads that share keys and
+values add up in `dcmha_band_keys`. The number of channels is filled up to a power of two.
 
-Why not one kernel for a whole window: composition needs the scores of all heads, and the output those of all keys. A
-multiprocessor has room for 16 queries of them (16 heads, 272 keys, float16: 136 KiB), so that a key and its value would
-be read for 16 queries: `2 * 2 D (W + 16) / (16 W)` bytes for each (head, query, visible key), 17 at `D = 64` and
-`W = 256`. Here a forward pass moves a map five times, with blocks of 64 queries 12.5 bytes, and the tiles read 4 + 2
-bytes of rows for each entry, 7.5: 20 bytes. That is about as many, from memory that both sides may share with other
-programs; one kernel would save launches, but the backward pass has four maps at once and no room for 16 queries.
+All three take strides between items, heads and positions, `sizes` (`Sizes`) and `where` (`Visibility`). `DESIGN.md`,
+"Windows", tells why they are not products of cuBLAS, and not one kernel with the composition.
 """
 
 from .tiles import is_reached, original, product, rounded, shift_of
@@ -35,7 +27,10 @@ except ImportError as error:
 
 @triton.jit
 def places_of(rows, strides, item, head, positions, is_real, width: tl.constexpr):
-    """`[block, filled]`, where rows of one head lie, and what of it is there; `strides` of items, heads, positions."""
+    """(pointers, whether they are real), both `[block, filled]`, of rows of one head in `[B, H, T, D]`.
+
+    `filled` is the next power of two of `width`; strides are those between items, heads and positions.
+    """
     channel = tl.arange(0, triton.next_power_of_2(width))[None, :]
     first = rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return first + (positions.to(tl.int64)[:, None] * strides[2] + channel), is_real[:, None] & (channel < width)
@@ -43,25 +38,25 @@ def places_of(rows, strides, item, head, positions, is_real, width: tl.constexpr
 
 @triton.jit
 def load_rows(places):
-    """What lies there, and zeros elsewhere."""
+    """Loads `[block, filled]`, with zeros where places are not real."""
     return tl.load(places[0], mask=places[1], other=0.0)
 
 
 @triton.jit
 def store_rows(places, rows):
-    """Writes what `load_rows` reads."""
+    """Writes `[block, filled]` where `load_rows` reads it."""
     tl.store(places[0], rounded(rows, places[0].dtype.element_ty), mask=places[1])
 
 
 @triton.jit
 def is_key(positions, where):
-    """Which of these are positions of real keys."""
+    """Which of the positions `[block]` are those of real keys."""
     return (positions >= 0) & (positions < original(where.real_keys))
 
 
 @triton.jit
 def tile_of(maps, plane, t, s, sizes):
-    """`[block_t, block_s]`, where a tile lies in maps `[items, H, c, n]`; a plane is one head's map of one item."""
+    """Pointers `[block_t, block_s]` to a tile of maps `[items, H, c, n]`; a plane is one head's map of one item."""
     return maps + plane.to(tl.int64) * sizes.queries * sizes.keys + (t[:, None] * sizes.keys + s[None, :])
 
 
@@ -141,7 +136,7 @@ def dcmha_band_keys(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """Rows of one head's keys: scaled sums over the queries of blocks that reach them, and over heads that share."""
+    """Rows of one head's keys: scaled sums over the queries whose blocks reach them, and over heads that share it."""
     first, kv_heads = tl.program_id(0) * block_s, heads // share
     item, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     total = tl.zeros([block_s, triton.next_power_of_2(width)], tl.float32)
