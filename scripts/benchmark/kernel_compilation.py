@@ -50,7 +50,7 @@ from .kernel_configurations import (
     WindowConfiguration,
 )
 
-# Kinds of arguments that Triton compiles in: those that are absent, and numbers that are one.
+# Kinds of arguments that Triton compiles in: those that are absent, and integers that are one.
 CONSTANTS = {"none": None, "one": 1}
 SIZES = Sizes("i32", "i32", "i32", "i32")  # type: ignore[arg-type]
 STRIDES = ("i32", "i32", "i32")
@@ -115,13 +115,13 @@ def compile_configuration(configuration: Configuration, capability: int) -> dict
 
 
 def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: int) -> dict[str, Compiled]:
-    heads, dtype, terms, has_static, *_ = configuration
+    heads, dtype, term_counts, has_static, *_ = configuration
     common, element = _head_by_head_arguments(configuration), {"scores": _dtype_of_scores(dtype), "map": dtype}
     compiled = {}
     for name, own in HEAD_BY_HEAD.items():
-        block_t, block_s, warps = tiles_for(terms, wide_static=has_static and dtype == "fp32")[name]
+        block_t, block_s, warps = tiles_for(term_counts, wide_static=has_static and dtype == "fp32")[name]
         kinds = (*(f"*{element.get(kind, kind)}" for kind in own), *common)
-        constants = {"heads": heads, "terms": terms, "block_t": block_t, "block_s": block_s}
+        constants = {"heads": heads, "term_counts": term_counts, "block_t": block_t, "block_s": block_s}
         # Lengths of maps are multiples of 16; what is visible starts and ends anywhere.
         kernel = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
         compiled[name] = Compiled(kernel, block_t * block_s / (32 * warps), heads)
@@ -133,10 +133,10 @@ def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: in
 
 def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any, ...]:
     """Kinds of the arguments that all of these kernels take."""
-    _, dtype, terms, has_static, is_additive, has_documents, is_window = configuration
+    _, dtype, term_counts, has_static, is_additive, has_documents, is_window = configuration
     masks = ("*u8", *MASK_STRIDES, "*fp32" if is_additive else "none", *MASK_STRIDES)
     statics = (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
-    factors: Any = ("*fp32" if count else "none" for count in terms)
+    factors: Any = ("*fp32" if count else "none" for count in term_counts)
     where = _visibility(masks, "*i32" if has_documents else "none", is_window=is_window)
     return Factors(*factors), SIZES, where, Statics(*statics)  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
         given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
         kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)
         tile = constants | {"block_t": block_t, "block_s": block_s, "loads_ahead": stages > 1}
-        tile |= {"query_terms": TERMS if has_query else 0, "key_terms": TERMS if has_key else 0}
+        tile |= {"query_count": TERMS if has_query else 0, "key_count": TERMS if has_key else 0}
         kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns)
     block, warps = tile_of_matrices()

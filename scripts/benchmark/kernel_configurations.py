@@ -9,7 +9,7 @@ class HeadByHeadConfiguration(NamedTuple):
     heads: int = 16
     dtype: str = "bf16"
     # Numbers of terms (5 are rank 2 and a gate): queries and keys before the softmax, then both after it.
-    terms: tuple[int, int, int, int] = (5, 5, 5, 5)
+    term_counts: tuple[int, int, int, int] = (5, 5, 5, 5)
     has_static: bool = False
     is_additive: bool = False
     has_documents: bool = False
@@ -64,20 +64,20 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "all terms, 64 heads": HeadByHeadConfiguration(64),
     "all terms, 12 heads, float16": HeadByHeadConfiguration(12, "fp16"),
     "all terms, float32": HeadByHeadConfiguration(dtype="fp32"),
-    "rank 1": HeadByHeadConfiguration(terms=(3, 3, 3, 3)),
-    "rank 4": HeadByHeadConfiguration(32, terms=(9, 9, 9, 9)),
-    "rank 4, float32": HeadByHeadConfiguration(dtype="fp32", terms=(9, 9, 9, 9)),
-    "low rank alone": HeadByHeadConfiguration(terms=(4, 4, 4, 4)),
-    "gates alone": HeadByHeadConfiguration(terms=(1, 1, 1, 1)),
-    "queries alone": HeadByHeadConfiguration(terms=(5, 0, 5, 0)),
-    "keys alone": HeadByHeadConfiguration(terms=(0, 5, 0, 5)),
-    "pre alone": HeadByHeadConfiguration(terms=(5, 5, 0, 0)),
-    "post alone": HeadByHeadConfiguration(terms=(0, 0, 5, 5)),
-    "nothing": HeadByHeadConfiguration(terms=(0, 0, 0, 0)),
+    "rank 1": HeadByHeadConfiguration(term_counts=(3, 3, 3, 3)),
+    "rank 4": HeadByHeadConfiguration(32, term_counts=(9, 9, 9, 9)),
+    "rank 4, float32": HeadByHeadConfiguration(dtype="fp32", term_counts=(9, 9, 9, 9)),
+    "low rank alone": HeadByHeadConfiguration(term_counts=(4, 4, 4, 4)),
+    "gates alone": HeadByHeadConfiguration(term_counts=(1, 1, 1, 1)),
+    "queries alone": HeadByHeadConfiguration(term_counts=(5, 0, 5, 0)),
+    "keys alone": HeadByHeadConfiguration(term_counts=(0, 5, 0, 5)),
+    "pre alone": HeadByHeadConfiguration(term_counts=(5, 5, 0, 0)),
+    "post alone": HeadByHeadConfiguration(term_counts=(0, 0, 5, 5)),
+    "nothing": HeadByHeadConfiguration(term_counts=(0, 0, 0, 0)),
     "static": HeadByHeadConfiguration(has_static=True),
     "static, float32": HeadByHeadConfiguration(dtype="fp32", has_static=True),
-    "static alone": HeadByHeadConfiguration(terms=(0, 0, 0, 0), has_static=True),
-    "static, rank 4": HeadByHeadConfiguration(terms=(9, 9, 9, 9), has_static=True),
+    "static alone": HeadByHeadConfiguration(term_counts=(0, 0, 0, 0), has_static=True),
+    "static, rank 4": HeadByHeadConfiguration(term_counts=(9, 9, 9, 9), has_static=True),
     "additive mask": HeadByHeadConfiguration(is_additive=True),
     "documents": HeadByHeadConfiguration(has_documents=True),
     "window": HeadByHeadConfiguration(is_window=True),

@@ -61,20 +61,20 @@ def test_gradients_of_all_parameters_with_checkpointing(
 ) -> None:
     ours, theirs = pair(make_model, device, **fields)
     ours.train().gradient_checkpointing_enable()
-    truths = gradients(copy.deepcopy(theirs).double())
+    exact = gradients(copy.deepcopy(theirs).double())
     references = gradients(theirs)
     for name, gradient in gradients(ours).items():
-        truth = truths[name]
-        error, noise = ((one - truth).abs().max() for one in (gradient, references[name]))
-        assert error <= 4 * noise + 1e-6 * truth.abs().max(), name
+        expected = exact[name]
+        error, noise = ((one - expected).abs().max() for one in (gradient, references[name]))
+        assert error <= 4 * noise + 1e-6 * expected.abs().max(), name
 
 
 @on_every_device
 def test_in_half_precision_tensor_cores_learn_as_exactly_as_eager(make_model: MakeModel, device: str) -> None:
     ours, theirs = pair(make_model, device, hidden_size=96, num_attention_heads=12)
-    truths = gradients(copy.deepcopy(theirs).double())
+    exact = gradients(copy.deepcopy(theirs).double())
     found = [gradients(model.bfloat16()) for model in (ours, theirs)]
-    errors = [sum((one[name] - truths[name]).square().sum() for name in truths) for one in found]
+    errors = [sum((one[name] - exact[name]).square().sum() for name in exact) for one in found]
     assert 0 < errors[0] <= 1.5**2 * errors[1]
 
 

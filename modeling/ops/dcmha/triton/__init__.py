@@ -1,1 +1,1 @@
-"""The op on CUDA devices: matrix products of the vendor's library around Triton kernels that mix the heads."""
+"""The op on CUDA devices: matrix products with Triton kernels between them that mix the heads."""

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# The number of positions whose factors are contiguous.
+PANEL = 8
+
 
 class MapInputs(NamedTuple):
     """All tensors of the op. Terms are packed: `R` down, `R` up and, if their number is odd, a gate."""

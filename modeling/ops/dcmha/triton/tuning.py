@@ -18,7 +18,7 @@ BLOCK = 64
 WINDOW_TILE = (64, 64, 4)
 WINDOW_TILE_OF_FLOAT32 = (32, 32, 4)
 
-# The numbers of an item's heads that compose on the tensor cores in half precision.
+# The range of an item's heads that compose on the tensor cores in half precision.
 FEWEST_HEADS, MOST_HEADS = 11, 32
 
 # Queries and keys of a program's patch, and its warps, in the kernels that go through the heads.
@@ -81,14 +81,14 @@ def composes_on_tensor_cores(heads: int, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
-def tiles_for(terms: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
+def tiles_for(term_counts: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each kernel that goes through the heads.
 
     Args:
-        terms: the number of terms on each side of each stage.
+        term_counts: the number of terms on each side of each stage.
         wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
     """
-    return TILES_OF_MANY_TERMS if max(terms) > 5 or wide_static else TILES
+    return TILES_OF_MANY_TERMS if max(term_counts) > 5 or wide_static else TILES
 
 
 def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:

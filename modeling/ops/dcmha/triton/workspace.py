@@ -49,10 +49,10 @@ class Workspace:
         if inputs.first_keys is not None:
             first_keys = inputs.first_keys.to(self.device, torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
-        item = self.heads * self.tiling.largest
-        rows = max(1, min(self.batch // self.groups, items_of_a_chunk(item * self.groups)))
+        elements = self.heads * self.tiling.largest  # of an item's map
+        rows = max(1, min(self.batch // self.groups, items_of_a_chunk(elements * self.groups)))
         self.items = rows * self.groups
-        self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * item), strict=True))
+        self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * elements), strict=True))
 
     def chunks(self) -> Iterator[MapChunk]:
         """Yields all chunks but those whose queries see no key, some items of the batch after the other."""

@@ -170,30 +170,30 @@ def run(attend: Callable[..., Any], tensors: list[Tensor], keywords: dict[str, A
 
 def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     tensors, keywords = cast(*random_inputs(case, device), dtype)
-    truth = run(dcmha_eager, *cast(tensors, keywords, torch.float64))
+    reference = run(dcmha_eager, *cast(tensors, keywords, torch.float64))
     noise = run(dcmha_eager, tensors, keywords)
-    for ours, theirs, true in zip(run(dcmha_triton, tensors, keywords), noise, truth, strict=True):
+    for ours, theirs, expected in zip(run(dcmha_triton, tensors, keywords), noise, reference, strict=True):
         assert ours.dtype == dtype
-        assert (ours - true).norm() <= 1.5 * (theirs - true).norm()
+        assert (ours - expected).norm() <= 1.5 * (theirs - expected).norm()
 
 
 @torch.no_grad()
 def assert_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     tensors, keywords = cast(*random_inputs(case, device), dtype)
     double, double_keywords = cast(tensors, keywords, torch.float64)
-    truth, _ = dcmha_eager(*double[:3], **double_keywords)
+    reference, _ = dcmha_eager(*double[:3], **double_keywords)
     theirs, _ = dcmha_eager(*tensors[:3], **keywords)
     ours, _ = dcmha_triton(*tensors[:3], **keywords)
     assert ours.dtype == dtype
-    assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm()
+    assert (ours - reference).norm() <= 1.5 * (theirs - reference).norm()
 
 
 def assert_equal_to_the_reference(case: Case) -> None:
     tensors, keywords = random_inputs(case)
-    truth = run(dcmha_eager, tensors, keywords)
-    for ours, true in zip(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth, strict=True):
+    reference = run(dcmha_eager, tensors, keywords)
+    for ours, expected in zip(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference, strict=True):
         assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), true, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.fixture(params=["head by head", "tensor cores"])
@@ -307,12 +307,12 @@ def far_apart(rows: Tensor, distance: int) -> Tensor:
 @pytest.mark.usefixtures("small", "family")
 def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
     tensors, keywords = cast(*random_inputs(Case(12, 12)), torch.float32)
-    truth = run(dcmha_eager, tensors, keywords)[0]
+    reference = run(dcmha_eager, tensors, keywords)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, *gradients = run(dcmha_triton, tensors, keywords)
     assert output.dtype == torch.bfloat16
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
-    assert (output - truth).abs().max() < 0.03 * truth.abs().max()
+    assert (output - reference).abs().max() < 0.03 * reference.abs().max()
 
 
 @interpreted
@@ -371,10 +371,11 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
     documents = torch.tensor([[0] * 3 + [1] * 7, [0] * 8 + [1] * 2])
     first_keys = (documents[:, :, None] == documents[:, None]).int().argmax(-1)
     same = (documents[:, :, None] == documents[:, None])[:, None]
-    truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
+    reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
     low, low_keywords = cast(tensors, keywords, torch.float32)
-    for ours, true in zip(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), truth, strict=True):
-        torch.testing.assert_close(ours.double(), true, atol=2e-5, rtol=1e-5)
+    results = run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys})
+    for ours, expected in zip(results, reference, strict=True):
+        torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @interpreted
@@ -413,11 +414,11 @@ def test_every_implementation_takes_first_keys(implementation: str, mask: str | 
 def test_decoding_equals_the_reference(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     tensors, keywords = random_inputs(case)
-    truth, _ = dcmha_eager(*tensors[:3], **keywords)
+    reference, _ = dcmha_eager(*tensors[:3], **keywords)
     low, low_keywords = cast(tensors, keywords, torch.float32)
     with torch.no_grad():
         output, _ = dcmha_triton(*low[:3], **low_keywords)
-    torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(output.double(), reference, atol=2e-6, rtol=1e-5)
 
 
 @interpreted
@@ -432,7 +433,7 @@ def test_decoding_reads_a_static_cache_where_it_lies() -> None:
     """Keys of a longer cache, factors packed as the cache packs them, and what nobody wrote yet behind a mask."""
     tensors, keywords = cast(*random_inputs(Case(1, 20, heads=(4, 2), batch=2)), torch.float32)
     query, key, value = tensors[:3]
-    truth, _ = dcmha_eager(query, key, value, **keywords)
+    reference, _ = dcmha_eager(query, key, value, **keywords)
     longer = [torch.cat([rows, torch.full((2, 2, 13, 8), 1e4)], dim=2) for rows in (key, value)]
     packed = {}
     for stage in BOTH:
@@ -446,7 +447,7 @@ def test_decoding_reads_a_static_cache_where_it_lies() -> None:
         assert [part.data_ptr() for part in side[:3]] == [part.data_ptr() for part in cached.values()]
     visible = (torch.arange(33) < 20).expand(2, 1, 1, 33)
     output, _ = dcmha_triton(query, *longer, **{**keywords, **packed, "attention_mask": visible})
-    torch.testing.assert_close(output, truth, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output, reference, atol=1e-5, rtol=1e-5)
 
 
 @interpreted
@@ -458,9 +459,9 @@ def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
     first_keys = torch.tensor([[0], [7]])
     output, _ = dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": mask, "first_keys": first_keys})
     mask[1, :, :, :7] = False
-    truth, _ = dcmha_eager(*tensors[:3], **{**keywords, "attention_mask": mask})
+    reference, _ = dcmha_eager(*tensors[:3], **{**keywords, "attention_mask": mask})
     assert output[0].abs().max() == 0
-    torch.testing.assert_close(output, truth, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output, reference, atol=1e-6, rtol=1e-5)
 
 
 @interpreted
@@ -637,11 +638,11 @@ def test_on_a_gpu_first_keys_keep_packed_documents_apart() -> None:
     tensors, keywords = cast(*random_inputs(case, "cuda"), torch.float32)
     documents = (torch.arange(900, device="cuda") // 250)[None]
     same = (documents[:, :, None] == documents[:, None])[:, None]
-    truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
+    reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
     for first_keys in (documents * 250, documents.cpu() * 250):
         results = run(dcmha_triton, tensors, {**keywords, "first_keys": first_keys})
-        for ours, true in zip(results, truth, strict=True):
-            assert (ours - true).norm() <= 1e-3 * true.norm()
+        for ours, expected in zip(results, reference, strict=True):
+            assert (ours - expected).norm() <= 1e-3 * expected.norm()
 
 
 @pytest.mark.gpu

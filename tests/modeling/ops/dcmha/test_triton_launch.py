@@ -71,7 +71,7 @@ def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
 
 def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
     variants, of_decoding = run_elsewhere(90, "bfloat16", "variants")
-    # Rows of chunks with one, two, four or eight turns; bands with padding before them or not.
+    # Chunks with one, two, four or eight turns, and windows with padding before the first key or without.
     assert set(variants) == (TENSOR_CORES | WINDOW) - BACKWARD
     assert max(variants.values()) <= 4 + 2
     # One block of keys in a split or several, one split or several.

@@ -1,4 +1,4 @@
-"""Causal windows of the Triton path: bands of maps, against the reference op."""
+"""Causal windows of the Triton path: tilings, and results against the reference op."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ def record(monkeypatch: pytest.MonkeyPatch, *, run: bool) -> list[str]:
 
 
 def chunks_of(names: list[str]) -> int:
-    """How many chunks of a band launched these kernels, forward and backward: each of them the same."""
+    """The number of chunks that launched these kernels, each of them the same ones, forward and backward."""
     names = [name.removeprefix("dcmha_").removeprefix("matrix_") for name in names if name != "dcmha_matrices"]
     count, rest = divmod(len(names), len(FORWARD + BACKWARD))
     assert rest == 0 and names == FORWARD * count + BACKWARD * count
@@ -89,9 +89,9 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def assert_equal(ours: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
-    for one, true in zip(ours, truth, strict=True):
-        torch.testing.assert_close(one.double(), true, atol=2e-5, rtol=1e-5)
+def assert_equal(ours: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> None:
+    for one, expected in zip(ours, reference, strict=True):
+        torch.testing.assert_close(one.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @interpreted
@@ -99,8 +99,8 @@ def assert_equal(ours: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, launched: list[str]) -> None:
     tensors, keywords = random_inputs(case)
-    truth = run(dcmha_eager, tensors, keywords)
-    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
+    reference = run(dcmha_eager, tensors, keywords)
+    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference)
     assert chunks_of(launched) == 1
 
 
@@ -112,8 +112,8 @@ def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
 ) -> None:
     monkeypatch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 48)
     tensors, keywords = random_inputs(Case(48, 48, window=20, rank=1, batch=2))
-    truth = run(dcmha_eager, tensors, keywords)
-    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), truth)
+    reference = run(dcmha_eager, tensors, keywords)
+    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference)
     assert chunks_of(launched) == chunks
 
 
@@ -133,9 +133,9 @@ def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]
     documents = torch.tensor([[0] * 7 + [1] * 26, [0] * 22 + [1] * 11])
     same = (documents[:, :, None] == documents[:, None])[:, None]
     first_keys = same[:, 0].to(torch.uint8).argmax(-1)
-    truth = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
+    reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
     low, low_keywords = cast(tensors, keywords, torch.float32)
-    assert_equal(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), truth)
+    assert_equal(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), reference)
     assert chunks_of(launched) == 1
 
 
@@ -155,7 +155,7 @@ def test_hidden_rows_give_zeros_and_finite_gradients(launched: list[str]) -> Non
 @pytest.mark.usefixtures("family")
 def test_rows_are_read_where_they_lie() -> None:
     tensors, keywords = random_inputs(Case(40, 40, batch=2, window=5, rank=1))
-    truth = run(dcmha_eager, tensors, keywords)
+    reference = run(dcmha_eager, tensors, keywords)
     low, keywords = cast(tensors, keywords, torch.float32)
     places = ((0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2))  # side by side: heads, items, and not even the channels
     for index, order in enumerate(places):
@@ -163,7 +163,7 @@ def test_rows_are_read_where_they_lie() -> None:
         moved = low[index].detach().permute(order).contiguous().permute(back)
         low[index] = moved.requires_grad_()
         assert not low[index].is_contiguous()
-    assert_equal(run(dcmha_triton, low, keywords), truth)
+    assert_equal(run(dcmha_triton, low, keywords), reference)
 
 
 @interpreted
@@ -203,23 +203,23 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
 
 @pytest.mark.parametrize(("queries", "keys", "window"), [(32, 32, 5), (100, 120, 60), (35, 80, 6), (42, 32, 4)])
 @pytest.mark.parametrize("room", [1, 2, 100])
-def test_a_band_has_all_keys_of_all_windows(queries: int, keys: int, window: int, room: int) -> None:
-    band = tiling_of(queries, keys, window, room)
-    assert isinstance(band, WindowTiling)
-    seen = [(t, s) for rows, columns in band.spans for t, s in pairs_of(band, rows, columns)]
+def test_a_window_tiling_has_all_keys_of_all_windows(queries: int, keys: int, window: int, room: int) -> None:
+    tiling = tiling_of(queries, keys, window, room)
+    assert isinstance(tiling, WindowTiling)
+    seen = [(t, s) for rows, columns in tiling.spans for t, s in pairs_of(tiling, rows, columns)]
     visible = {(t, s) for t in range(queries) for s in range(keys) if 0 <= t + keys - queries - s < window}
     assert len(seen) == len(set(seen)) and visible <= set(seen)
-    assert all(columns.start % 16 == 0 and columns.stop <= band.keys for _, columns in band.spans)
-    assert band.largest == max((rows.stop - rows.start) * band.reach for rows, _ in band.spans)
+    assert all(columns.start % 16 == 0 and columns.stop <= tiling.keys for _, columns in tiling.spans)
+    assert tiling.largest == max((rows.stop - rows.start) * tiling.reach for rows, _ in tiling.spans)
 
 
-def pairs_of(band: WindowTiling, rows: slice, columns: slice) -> list[tuple[int, int]]:
+def pairs_of(tiling: WindowTiling, rows: slice, columns: slice) -> list[tuple[int, int]]:
     """The queries and keys of a chunk, as they lie in its maps."""
-    first = columns.start - band.before
+    first = columns.start - tiling.before
     return [
-        (t, first + s + (t - rows.start) // band.step * band.step)
+        (t, first + s + (t - rows.start) // tiling.step * tiling.step)
         for t in range(rows.start, rows.stop)
-        for s in range(band.reach)
+        for s in range(tiling.reach)
     ]
 
 
@@ -244,5 +244,7 @@ def tiling_of(
         (32, 32, 5, False, RowTiling),
     ],
 )
-def test_what_is_a_band(queries: int, keys: int, window: int | None, is_causal: bool, expected: type) -> None:
+def test_long_causal_windows_have_window_tilings(
+    queries: int, keys: int, window: int | None, is_causal: bool, expected: type
+) -> None:
     assert isinstance(tiling_of(queries, keys, window, is_causal=is_causal), expected)

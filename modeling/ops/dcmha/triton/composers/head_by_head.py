@@ -6,13 +6,10 @@ They take any number of heads and any dtype. `DESIGN.md`, "Head by head", has th
 import torch
 from torch import Tensor
 
-from ..arguments import Factors, MapChunk, MapInputs, Statics
+from ..arguments import PANEL, Factors, MapChunk, MapInputs, Statics
 from ..tuning import tiles_for
 from ..workspace import Workspace
 from .interface import KernelComposer
-
-# The number of positions of a panel, the same as in `kernels.tiles`.
-PANEL = 8
 
 
 class HeadByHeadComposer(KernelComposer):
@@ -31,7 +28,7 @@ class HeadByHeadComposer(KernelComposer):
 
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
         self.work, self.pre_static, self.post_static = work, inputs.pre_static, inputs.post_static
-        self.terms, self.tiles = _counts(inputs), _tiles(inputs)
+        self.term_counts, self.tiles = _term_counts(inputs), _tiles(inputs)
         named = zip(Factors._fields, inputs.terms, strict=True)
         self.factors = Factors(
             *(
@@ -125,7 +122,7 @@ class HeadByHeadComposer(KernelComposer):
             chunk.where,
             statics,
             heads=self.work.heads,
-            terms=self.terms,
+            term_counts=self.term_counts,
             block_t=block_t,
             block_s=block_s,
             num_warps=warps,
@@ -186,7 +183,7 @@ class HeadByHeadComposer(KernelComposer):
         return self.work.mix(self.post_static, grads, grads, out=self.work.map("mixed_grads", chunk))
 
 
-def _counts(inputs: MapInputs) -> tuple[int, ...]:
+def _term_counts(inputs: MapInputs) -> tuple[int, ...]:
     """The number of terms on each side of each stage."""
     return tuple(0 if terms is None else terms.shape[2] for terms in inputs.terms)
 
@@ -194,7 +191,7 @@ def _counts(inputs: MapInputs) -> tuple[int, ...]:
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
     """The patch and the warps of each kernel."""
     has_static = inputs.pre_static is not None or inputs.post_static is not None
-    return tiles_for(_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
+    return tiles_for(_term_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
 
 
 def _as_panels(terms: Tensor) -> Tensor:

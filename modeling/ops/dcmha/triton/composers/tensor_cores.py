@@ -150,8 +150,8 @@ class TensorCoreComposer(KernelComposer):
         sides = ("query", chunk.queries), ("key", chunk.keys)
         terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
-        counts = {"query_terms": _count(terms.query), "key_terms": _count(terms.key)}
-        self._launch(name, chunk, *maps, partial, terms, lse, **counts)
+        constants = {"query_count": _count(terms.query), "key_count": _count(terms.key)}
+        self._launch(name, chunk, *maps, partial, terms, lse, **constants)
         if partial.query is not None:
             self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
         if partial.key is not None:

@@ -24,7 +24,8 @@ The gradients of factors are, with `hz = down z` and `hg = up dy`, sums over key
 where `z` is `s` or `p` and `dy` is `dx` or `da`.
 
 All kernels but `dcmha_merge` take `factors` (`Factors`), `sizes` (`Sizes`), `where` (`Visibility`) and `statics`
-(`Statics`), whose shapes are in `arguments`. `terms` has the number of terms on each side of each stage.
+(`Statics`), whose shapes are in `arguments`. `term_counts` are the numbers of terms: of queries and of keys
+before the softmax, then after it.
 """
 
 from .tiles import (
@@ -68,13 +69,13 @@ def dcmha_statistics(
     where,
     statics,
     heads: tl.constexpr,
-    terms: tl.constexpr,
+    term_counts: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores over one patch; minus infinity where it hides all keys."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     penalty = make_penalty(where, patch)
     hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     for head in range(heads):
@@ -141,14 +142,14 @@ def dcmha_probs(
     where,
     statics,
     heads: tl.constexpr,
-    terms: tl.constexpr,
+    term_counts: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """Replaces scores by composed probabilities."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
-    post = make_stage(factors.post_query, factors.post_key, patch, terms[2], terms[3])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, term_counts[2], term_counts[3])
     hidden = hidden_probabilities(scores, scores, lse, pre, post, where, statics, patch, heads, block_t, block_s)
     for head in range(heads):
         prob = load(scores, patch, head)
@@ -175,14 +176,14 @@ def dcmha_backward_post(
     where,
     statics,
     heads: tl.constexpr,
-    terms: tl.constexpr,
+    term_counts: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """First pass backward: composed probabilities, gradients of the probabilities and of the post factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
-    post = make_stage(factors.post_query, factors.post_key, patch, terms[2], terms[3])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
+    post = make_stage(factors.post_query, factors.post_key, patch, term_counts[2], term_counts[3])
     hidden_probs = hidden_probabilities(scores, kept, lse, pre, post, where, statics, patch, heads, block_t, block_s)
     hidden_grads = hidden_maps(grad_composed, transposed(post), patch, heads, block_t, block_s)
     for head in range(heads):
@@ -197,7 +198,16 @@ def dcmha_backward_post(
         delta = tl.sum(prob * grad_prob, axis=1)
         store_of_queries(partial_delta, delta, head, heads, patch)
         store_of_factors(
-            partial_query, partial_key, prob, grad, hidden_probs, hidden_grads, patch, head, terms[2], terms[3]
+            partial_query,
+            partial_key,
+            prob,
+            grad,
+            hidden_probs,
+            hidden_grads,
+            patch,
+            head,
+            term_counts[2],
+            term_counts[3],
         )
 
 
@@ -215,13 +225,13 @@ def dcmha_backward_pre(
     where,
     statics,
     heads: tl.constexpr,
-    terms: tl.constexpr,
+    term_counts: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
     """Second pass backward: gradients of the scores and of the pre factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
-    pre = make_stage(factors.pre_query, factors.pre_key, patch, terms[0], terms[1])
+    pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     softmax = (lse, make_penalty(where, patch))
     hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
     for head in range(heads):
@@ -238,7 +248,16 @@ def dcmha_backward_pre(
         if statics.plain is not None:
             store(statics.plain, grad, patch, head)
         store_of_factors(
-            partial_query, partial_key, score, grad, hidden_scores, hidden_grads, patch, head, terms[0], terms[1]
+            partial_query,
+            partial_key,
+            score,
+            grad,
+            hidden_scores,
+            hidden_grads,
+            patch,
+            head,
+            term_counts[0],
+            term_counts[1],
         )
 
 

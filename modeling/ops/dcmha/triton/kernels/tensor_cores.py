@@ -148,8 +148,8 @@ def dcmha_matrix_backward_post(
     block_s: tl.constexpr,
     turns: tl.constexpr,
     loads_ahead: tl.constexpr,
-    query_terms: tl.constexpr,
-    key_terms: tl.constexpr,
+    query_count: tl.constexpr,
+    key_count: tl.constexpr,
 ):
     """First pass backward: composed probabilities, gradients of the probabilities and of the post terms."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
@@ -171,7 +171,7 @@ def dcmha_matrix_backward_post(
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
             prob = rounded(prob, dtype)
-            store_gradients_of_query_terms(partial.query, terms.query, grad, prob, patch, padded, query_terms)
+            store_gradients_of_query_terms(partial.query, terms.query, grad, prob, patch, padded, query_count)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, prob)
             store_gradient_of_static(partial.static, grad, prob, turn, turns, padded)
@@ -179,9 +179,9 @@ def dcmha_matrix_backward_post(
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
-            store_no_gradients_of_query_terms(partial.query, patch, padded, query_terms)
+            store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_terms, dtype)
+    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_count, dtype)
 
 
 @triton.jit
@@ -202,8 +202,8 @@ def dcmha_matrix_backward_pre(
     block_s: tl.constexpr,
     turns: tl.constexpr,
     loads_ahead: tl.constexpr,
-    query_terms: tl.constexpr,
-    key_terms: tl.constexpr,
+    query_count: tl.constexpr,
+    key_count: tl.constexpr,
 ):
     """Second pass backward: gradients of the scores and of the pre terms."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
@@ -221,7 +221,7 @@ def dcmha_matrix_backward_pre(
             grad = rounded(prob * (load(grad_probs, patch, padded) - mean[:, :, None]), dtype)
             store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
             score = rounded(score.to(tl.float32), dtype)
-            store_gradients_of_query_terms(partial.query, terms.query, grad, score, patch, padded, query_terms)
+            store_gradients_of_query_terms(partial.query, terms.query, grad, score, patch, padded, query_count)
             if grad_key is not None:
                 grad_key += gradients_of_keys(grad, score)
             store_gradient_of_static(partial.static, grad, score, turn, turns, padded)
@@ -229,8 +229,8 @@ def dcmha_matrix_backward_pre(
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
-            store_no_gradients_of_query_terms(partial.query, patch, padded, query_terms)
-    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_terms, dtype)
+            store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
+    store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_count, dtype)
 
 
 @triton.jit

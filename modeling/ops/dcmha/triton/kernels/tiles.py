@@ -6,6 +6,8 @@ term's offset in a panel. The tuples of `arguments` come as they are.
 
 from typing import NamedTuple
 
+from ..arguments import PANEL as PANEL_LENGTH
+
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
@@ -18,8 +20,7 @@ except ImportError as error:
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # The number of partial results that a program loads at once. With fewer it would wait for memory more often.
 PARTS = tl.constexpr(64)
-# The number of positions whose factors are contiguous.
-PANEL = tl.constexpr(8)
+PANEL = tl.constexpr(PANEL_LENGTH)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -97,28 +98,28 @@ def make_penalty(where, patch):
 
 
 @triton.jit
-def make_stage(query_side, key_side, patch, query_terms: tl.constexpr, key_terms: tl.constexpr):
+def make_stage(query_side, key_side, patch, query_count: tl.constexpr, key_count: tl.constexpr):
     """A stage as (down, up, gate), from panels `[items, H, panels, terms, PANEL]` of queries and of keys."""
     query, key = tl.program_id(1) * patch.t.shape[0], tl.program_id(0) * patch.s.shape[0] + patch.shift
-    queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_terms)
-    keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_terms)
-    query_rank: tl.constexpr = query_terms // 2
-    key_rank: tl.constexpr = key_terms // 2
+    queries = _side(query_side, patch, query, patch.t.shape[0], patch.sizes.all_queries, query_count)
+    keys = _side(key_side, patch, key, patch.s.shape[0], patch.sizes.all_keys, key_count)
+    query_rank: tl.constexpr = query_count // 2
+    key_rank: tl.constexpr = key_count // 2
     down = (_terms(queries, 0, query_rank), _terms(keys, 0, key_rank))
     up = (_terms(queries, query_rank, 2 * query_rank), _terms(keys, key_rank, 2 * key_rank))
-    gate = (_terms(queries, 2 * query_rank, query_terms), _terms(keys, 2 * key_rank, key_terms))
+    gate = (_terms(queries, 2 * query_rank, query_count), _terms(keys, 2 * key_rank, key_count))
     return (down, up, gate)
 
 
 @triton.jit
-def _side(panels, patch, position, block: tl.constexpr, length, terms: tl.constexpr):
+def _side(panels, patch, position, block: tl.constexpr, length, count: tl.constexpr):
     """(pointer to the first head's panels at `position`, offsets `[block]` of the positions, stride between heads)."""
     side = ()
-    if terms > 0:
+    if count > 0:
         positions = tl.arange(0, block)
-        offsets = positions // PANEL * (terms * PANEL) + positions % PANEL
-        first = (patch.item * patch.heads * length + position) * terms
-        side = (panels + first, offsets, terms * length)
+        offsets = positions // PANEL * (count * PANEL) + positions % PANEL
+        first = (patch.item * patch.heads * length + position) * count
+        side = (panels + first, offsets, count * length)
     return side
 
 
@@ -277,42 +278,42 @@ def store_of_factors(
     hidden_grads,
     patch,
     head,
-    query_terms: tl.constexpr,
-    key_terms: tl.constexpr,
+    query_count: tl.constexpr,
+    key_count: tl.constexpr,
 ):
     """Writes one head's part of the gradients of a stage's terms, summed over the patch.
 
     `tile` `[block_t, block_s]` is the composition's input and `grad` the gradient of its output. `partial_query` and
     `partial_key` are `[patches, H, terms, block_t]` and `[patches, H, terms, block_s]`.
     """
-    query_rank: tl.constexpr = query_terms // 2
-    key_rank: tl.constexpr = key_terms // 2
+    query_rank: tl.constexpr = query_count // 2
+    key_rank: tl.constexpr = key_count // 2
     for rank in tl.static_range(query_rank):
         pair = tl.sum(tl.join(tile * hidden_grads[rank], grad * hidden[rank]), axis=1)
-        _store_pair(partial_query, pair, patch, head, rank, query_rank, query_terms)
+        _store_pair(partial_query, pair, patch, head, rank, query_rank, query_count)
     for rank in tl.static_range(key_rank):
         pair = tl.sum(tl.join(tile * hidden_grads[query_rank + rank], grad * hidden[query_rank + rank]), axis=0)
-        _store_pair(partial_key, pair, patch, head, rank, key_rank, key_terms)
-    if query_terms % 2:
-        _store_gate(partial_query, tl.sum(tile * grad, axis=1), patch, head, query_terms)
-    if key_terms % 2:
-        _store_gate(partial_key, tl.sum(tile * grad, axis=0), patch, head, key_terms)
+        _store_pair(partial_key, pair, patch, head, rank, key_rank, key_count)
+    if query_count % 2:
+        _store_gate(partial_query, tl.sum(tile * grad, axis=1), patch, head, query_count)
+    if key_count % 2:
+        _store_gate(partial_key, tl.sum(tile * grad, axis=0), patch, head, key_count)
 
 
 @triton.jit
-def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, terms: tl.constexpr):
+def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, count: tl.constexpr):
     """Writes `[block, 2]` as the terms `down` and `up` of a rank in this patch's `[H, terms, block]`: one exchange."""
     block: tl.constexpr = pair.shape[0]
-    first = _patch_index(patch) * (patch.heads * terms * block) + head * (terms * block)
+    first = _patch_index(patch) * (patch.heads * count * block) + head * (count * block)
     tl.store(partial + first + tl.arange(0, block)[:, None] + (rank + ranks * tl.arange(0, 2)[None, :]) * block, pair)
 
 
 @triton.jit
-def _store_gate(partial, gate, patch, head, terms: tl.constexpr):
+def _store_gate(partial, gate, patch, head, count: tl.constexpr):
     """Writes `[block]` as the last term of this patch's `[H, terms, block]`."""
     block: tl.constexpr = gate.shape[0]
-    first = _patch_index(patch) * (patch.heads * terms * block) + head * (terms * block)
-    tl.store(partial + first + tl.arange(0, block) + (terms - 1) * block, gate)
+    first = _patch_index(patch) * (patch.heads * count * block) + head * (count * block)
+    tl.store(partial + first + tl.arange(0, block) + (count - 1) * block, gate)
 
 
 @triton.jit
