@@ -98,7 +98,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks and patches in a few tokens."""
+    """Small chunks and patches, so that a few tokens have several."""
     tiles = dict.fromkeys(tuning.TILES, (8, 16, 4))
     monkeypatch.setattr(tuning, "ROWS", 8)
     monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
@@ -149,7 +149,7 @@ def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[s
 
 
 def cast(tensors: list[Tensor], keywords: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """Fresh leaves of another dtype."""
+    """Returns tensors and keywords with new leaves of another dtype."""
     low = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
     factors, keywords = iter(low[3:]), dict(keywords)
     for stage in BOTH:
@@ -162,7 +162,7 @@ def cast(tensors: list[Tensor], keywords: dict[str, Any], dtype: torch.dtype) ->
 
 
 def run(attend: Callable[..., Any], tensors: list[Tensor], keywords: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The output, then the gradients of all tensors."""
+    """Returns the output `[B, T, H, D]`, then the gradients of all tensors."""
     output, _ = attend(*tensors[:3], **keywords)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return output, *torch.autograd.grad(output, tensors, upstream.to(output))
@@ -198,7 +198,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
 
 @pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kernels compose, whatever the dtype and the number of heads."""
+    """The kernels that compose, whatever the dtype and the number of heads."""
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
     return str(request.param)
 
@@ -219,7 +219,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 @interpreted
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, 18])
-def test_the_shipped_patches_of_all_heads_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_tensor_core_patches_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
 
@@ -297,7 +297,7 @@ def test_heads_may_lie_farther_apart_than_32_bits_count(case: Case, monkeypatch:
 
 
 def far_apart(rows: Tensor, distance: int) -> Tensor:
-    """The same `[1, H, T, D]`, heads so far apart; of the memory between them no page is touched."""
+    """Returns the same `[1, H, T, D]` with heads `distance` elements apart; memory between them is never touched."""
     _, heads, length, width = rows.shape
     storage = torch.empty((heads - 1) * distance + length * width, dtype=rows.dtype)
     return storage.as_strided(rows.shape, (storage.numel(), distance, width, 1)).copy_(rows)
@@ -328,9 +328,9 @@ def test_a_compiler_sees_one_node_without_graph_breaks() -> None:
 @pytest.mark.usefixtures("small")
 def test_the_operator_says_what_it_returns() -> None:
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
-    rows = torch.randn(1, 9, 3, 2, requires_grad=True)
+    terms = torch.randn(1, 9, 3, 2, requires_grad=True)
     first_keys = torch.zeros(1, 9, dtype=torch.int64)
-    arguments = (query, key, value, rows, None, None, rows, torch.eye(2), None, None, first_keys, 1.0, True, 4, 1)
+    arguments = (query, key, value, terms, None, None, terms, torch.eye(2), None, None, first_keys, 1.0, True, 4, 1)
     torch.library.opcheck(_forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -429,8 +429,8 @@ def test_decoding_in_half_precision_is_as_exact_as_the_reference_is(dtype: torch
 
 @interpreted
 @torch.no_grad()
-def test_decoding_reads_a_static_cache_where_it_lies() -> None:
-    """Keys of a longer cache, factors packed as the cache packs them, and what nobody wrote yet behind a mask."""
+def test_decoding_reads_a_static_cache_in_place() -> None:
+    """Keys of a longer cache, factors packed as the cache packs them, and unwritten positions behind a mask."""
     tensors, keywords = cast(*random_inputs(Case(1, 20, heads=(4, 2), batch=2)), torch.float32)
     query, key, value = tensors[:3]
     reference, _ = dcmha_eager(query, key, value, **keywords)
@@ -438,10 +438,10 @@ def test_decoding_reads_a_static_cache_where_it_lies() -> None:
     packed = {}
     for stage in BOTH:
         factors = factors_of(keywords[stage])
-        rows = torch.cat([factors["key_down"], factors["key_up"], factors["key_gate"][:, :, None]], dim=2)
-        rows = torch.cat([rows.transpose(1, 2), torch.full((2, 5, 13, 4), 1e4)], dim=2)  # [B, rows, S, H]
-        rows = rows.transpose(1, 2)
-        cached = {"key_down": rows[:, :, :2], "key_up": rows[:, :, 2:4], "key_gate": rows[:, :, 4]}
+        terms = torch.cat([factors["key_down"], factors["key_up"], factors["key_gate"][:, :, None]], dim=2)
+        terms = torch.cat([terms.transpose(1, 2), torch.full((2, 5, 13, 4), 1e4)], dim=2)  # [B, terms, S, H]
+        terms = terms.transpose(1, 2)
+        cached = {"key_down": terms[:, :, :2], "key_up": terms[:, :, 2:4], "key_gate": terms[:, :, 4]}
         packed[stage] = replace(keywords[stage], **cached)
         side = _side(*_tensors(packed[stage])[3:6])
         assert [part.data_ptr() for part in side[:3]] == [part.data_ptr() for part in cached.values()]
@@ -476,7 +476,7 @@ def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
     torch.library.opcheck(_decode_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_a_single_query_with_gradients_goes_the_way_of_chunked() -> None:
+def test_a_single_query_with_gradients_goes_to_chunked() -> None:
     tensors, keywords = cast(*random_inputs(Case(1, 12)), torch.float32)
     for ours, theirs in zip(run(dcmha_triton, tensors, keywords), run(dcmha_chunked, tensors, keywords), strict=True):
         assert torch.equal(ours, theirs)
@@ -492,7 +492,7 @@ def test_a_single_query_with_gradients_goes_the_way_of_chunked() -> None:
         ),
     ],
 )
-def test_what_the_kernels_do_not_know_is_an_error(change: dict[str, Any], message: str) -> None:
+def test_what_the_kernels_do_not_support_is_an_error(change: dict[str, Any], message: str) -> None:
     tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
     with pytest.raises(ValueError, match=message):
         dcmha_triton(*tensors[:3], **{**keywords, **change})

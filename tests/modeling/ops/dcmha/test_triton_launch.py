@@ -1,4 +1,4 @@
-"""What the Triton path launches, compiled for GPUs that need not be there from the arguments that it really gets.
+"""The kernels that the Triton path launches, compiled for absent GPUs from the arguments of the launches.
 
 `python tests/modeling/ops/dcmha/test_triton_launch.py 90 bfloat16 0 3` does so for some of the cases of `test_triton`.
 """
@@ -25,7 +25,7 @@ DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
 
 
 class Warming(NamedTuple):
-    """A kernel that is compiled where it would be launched."""
+    """A kernel that is compiled instead of launched, and adds its name to `names`."""
 
     name: str
     kernel: Any
@@ -37,7 +37,7 @@ class Warming(NamedTuple):
 
 
 class Absent:
-    """As much of a GPU's driver as a compiler asks for."""
+    """The part of a GPU's driver that Triton's compiler asks for."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -53,12 +53,12 @@ class Absent:
 
 
 def compile_elsewhere(capability: int, dtype: str, *cases: int) -> list[set[str]]:
-    """The names of the kernels that were compiled for each case."""
+    """Returns the names of the kernels that were compiled for each case."""
     return [set(names) for names in run_elsewhere(capability, dtype, *cases)]
 
 
 def run_elsewhere(capability: int, dtype: str, *cases: int | str) -> list[Any]:
-    """What this module prints: where this process interprets kernels, it cannot compile them."""
+    """Returns what this module prints in a process of its own, since one that interprets kernels cannot compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, str(capability), dtype, *map(str, cases)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -92,7 +92,7 @@ def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: st
 
 
 def print_variants(dtype: str) -> None:
-    """How often each kernel would be compiled for prompts of many lengths, alone or after other tokens; decoding."""
+    """Prints how often each kernel would be compiled for prompts of many lengths, then the same for decoding."""
     import torch
     from test_triton import Case, cast, random_inputs
 
@@ -118,6 +118,7 @@ def print_variants(dtype: str) -> None:
 
 
 def main(capability: int, dtype: str, *chosen: str) -> None:
+    """Prints the kernels that each chosen case of `test_triton` launches, or `variants`."""
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
 

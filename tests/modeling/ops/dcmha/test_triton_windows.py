@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks in a few tokens; buffers start as NaN."""
+    """Small blocks and patches, so that a few tokens have several; buffers start as NaN."""
     tiles = dict.fromkeys(tuning.TILES, (16, 16, 4))
     matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
     for name, value in {"BLOCK": 16, "TILES": tiles, "MATRIX_TILES_16": matrix_tiles}.items():
@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder(NamedTuple):
-    """A kernel that notes when it is launched; None does nothing."""
+    """A kernel that adds its name to `names` when it is launched, and does nothing else if it is None."""
 
     name: str
     kernel: Any
@@ -84,7 +84,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kernels compose, whatever the dtype and the number of heads."""
+    """The kernels that compose, whatever the dtype and the number of heads."""
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
     return str(request.param)
 
@@ -153,12 +153,12 @@ def test_hidden_rows_give_zeros_and_finite_gradients(launched: list[str]) -> Non
 
 @interpreted
 @pytest.mark.usefixtures("family")
-def test_rows_are_read_where_they_lie() -> None:
+def test_rows_are_read_in_place() -> None:
     tensors, keywords = random_inputs(Case(40, 40, batch=2, window=5, rank=1))
     reference = run(dcmha_eager, tensors, keywords)
     low, keywords = cast(tensors, keywords, torch.float32)
-    places = ((0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2))  # side by side: heads, items, and not even the channels
-    for index, order in enumerate(places):
+    orders = ((0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2))  # in the last one channels are not contiguous
+    for index, order in enumerate(orders):
         back = [order.index(axis) for axis in range(4)]
         moved = low[index].detach().permute(order).contiguous().permute(back)
         low[index] = moved.requires_grad_()
@@ -174,7 +174,7 @@ def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
         tensors[2][:, :, 17] = torch.nan
     output, grad_query, *_ = run(dcmha_triton, tensors, keywords)
     touched = torch.zeros(64, dtype=torch.bool)
-    touched[16:48] = True  # its block, and the next one
+    touched[16:48] = True  # the block of query 17, and the next one
     for rows in (output[0].transpose(0, 1), grad_query[0]):
         assert rows[:, ~touched].isfinite().all()
         assert rows[:, 17:22].isnan().any()
@@ -214,7 +214,7 @@ def test_a_window_tiling_has_all_keys_of_all_windows(queries: int, keys: int, wi
 
 
 def pairs_of(tiling: WindowTiling, rows: slice, columns: slice) -> list[tuple[int, int]]:
-    """The queries and keys of a chunk, as they lie in its maps."""
+    """The query and the key of each entry of a chunk's maps."""
     first = columns.start - tiling.before
     return [
         (t, first + s + (t - rows.start) // tiling.step * tiling.step)
