@@ -39,6 +39,8 @@ Compiled ahead of time, not run: commit {{commit}}, triton {{triton}}, torch {{t
 Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads or turns, instructions
 for each (head, query, key) in that loop and outside of it. Of a program: shared memory.
 """
+# The name of a kernel that tests the counting of instructions.
+AXPY = "axpy"
 PATTERNS = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
 
 
@@ -47,7 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="where to write record.json and table.md")
     parser.add_argument("--capability", type=int, help="print what kernels take on this compute capability, as in 90")
-    parser.add_argument("--configurations", nargs="*", default=[], help="print these alone; by default all of them")
+    parser.add_argument(
+        "--configurations",
+        nargs="*",
+        default=[],
+        choices=[*CONFIGURATIONS, AXPY],
+        metavar="NAME",
+        help="print these alone; by default all of them",
+    )
     options = parser.parse_args(argv)
     if options.capability is not None:
         print_kernels(options.capability, options.configurations or list(CONFIGURATIONS))
@@ -66,11 +75,9 @@ def write_report(folder: Path) -> None:
 
 
 def print_kernels(capability: int, names: Sequence[str]) -> None:
-    """Prints what the kernels of these configurations take; the name `axpy` stands for a kernel that tests counting."""
+    """Prints what the kernels of these configurations take, a line of JSON for each configuration."""
     for name in names:
-        kernels = (
-            compile_axpy(capability) if name == "axpy" else compile_configuration(CONFIGURATIONS[name], capability)
-        )
+        kernels = compile_axpy(capability) if name == AXPY else compile_configuration(CONFIGURATIONS[name], capability)
         taken = {kernel: resources(compiled, capability) for kernel, compiled in kernels.items()}
         print(json.dumps([name, taken]), flush=True)
 

@@ -137,35 +137,44 @@ def _attend(
     """Launches the kernels for `[B, H, 1, D]` and `[B, H_kv, S, D]`, and returns `[B, 1, H, D]`."""
     kernels = load_kernels(query.device)
     query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
-    batch, heads, _, width = query.shape
-    kv_heads, keys = key.shape[1:3]
+    (batch, heads, _, width), (kv_heads, keys) = query.shape, key.shape[1:3]
     first = 0 if sliding_window is None else max(0, keys - sliding_window)
     sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize)
     sizes, block_s = plan(batch, first, keys, fitting)
     splits, sizes = sizes.splits, sizes._replace(first=unspecialized(first), keys=unspecialized(keys))
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
-    common |= {"num_warps": WARPS, "num_stages": STAGES}
-    constants = [
-        common | {"query_rank": stage.query.rank, "key_rank": stage.key.rank, "groups": count}
-        for stage, count in zip(stages, groups, strict=True)
-    ]
-    scores = query.new_empty(batch, keys - first, heads, dtype=torch.float32)
-    partial_lse = scores.new_empty(batch, splits, heads)
-    output = query.new_empty(batch, 1, heads, width)
-    partial = output if splits == 1 else scores.new_empty(batch, splits, heads, width)
-    strides = [rows.stride()[:3] for rows in (query, key, value)]
-    grid = splits, batch
-    kernels["dcmha_decode_scores"][grid](
-        query, key, scores, partial_lse, stages[0], where, sizes, *strides[:2], scaling, **constants[0]
+    pre, post = (_constants(stage, count) | common for stage, count in zip(stages, groups, strict=True))
+    scores, partial_lse, partial, output = _buffers(query, keys - first, splits)
+    query_strides, key_strides, value_strides = (rows.stride()[:3] for rows in (query, key, value))
+    kernels["dcmha_decode_scores"][splits, batch](
+        query, key, scores, partial_lse, stages[0], where, sizes, query_strides, key_strides, scaling, **pre
     )
-    kernels["dcmha_decode_outputs"][grid](
-        scores, partial_lse, value, partial, stages[1], sizes, strides[2], **constants[1]
+    kernels["dcmha_decode_outputs"][splits, batch](
+        scores, partial_lse, value, partial, stages[1], sizes, value_strides, **post
     )
     if splits > 1:
         kernels["dcmha_decode_sum"][heads, batch](
             partial, output, splits, heads, width, sides["block_d"], num_warps=WARPS
         )
     return output
+
+
+def _constants(stage: DecodeStage, groups: int) -> dict[str, int]:
+    """The constants of a kernel that composes this stage."""
+    ranks = {"query_rank": stage.query.rank, "key_rank": stage.key.rank}
+    return {**ranks, "groups": groups, "num_warps": WARPS, "num_stages": STAGES}
+
+
+def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores `[B, S, H]`, log-sum-exp `[B, splits, H]`, and partial and whole output for a query `[B, H, 1, D]`.
+
+    The partial output is `[B, splits, H, D]` in float32, or the output `[B, 1, H, D]` itself if there is one split.
+    """
+    batch, heads, _, width = query.shape
+    scores = query.new_empty(batch, keys, heads, dtype=torch.float32)
+    output = query.new_empty(batch, 1, heads, width)
+    partial = output if splits == 1 else scores.new_empty(batch, splits, heads, width)
+    return scores, scores.new_empty(batch, splits, heads), partial, output
 
 
 def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[CacheSizes, int]:

@@ -45,6 +45,16 @@ def compiled(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     return request.param, kernel_report.compile_elsewhere(request.param)
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [([], "give a folder, or --capability"), (["--capability", "90", "--configurations", "none"], "invalid choice")],
+)
+def test_wrong_options_are_an_error(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernel_report.main(argv)
+    assert message in capsys.readouterr().err
+
+
 def test_the_instructions_of_a_known_loop_are_counted() -> None:
     taken = kernel_report.compile_elsewhere(90, "axpy")["axpy"]["axpy"]
     assert taken["by_class"]["float"] == 1  # a multiplication and an addition in one
