@@ -1,78 +1,43 @@
-"""The front door: `import dynattn` registers every model family with the Auto classes of Transformers."""
+"""The front door: `import dynattn` makes every model family known to the Auto classes of Transformers.
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+The import itself is light: what the package offers is imported when it is first asked for, and the families are
+registered when Transformers is imported.
+"""
 
-from dynattn.configuration.configuration_dcformer import DCFormerConfig
-from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
-from dynattn.configuration.configuration_rcmha import RCMHAConfig
-from dynattn.configuration.portable_config import PortableConfig
-from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
-from dynattn.modeling.modeling_dcformer import (
-    DCFormerForCausalLM,
-    DCFormerForSequenceClassification,
-    DCFormerForTokenClassification,
-    DCFormerModel,
-)
-from dynattn.modeling.modeling_dcpythia import (
-    DCPythiaForCausalLM,
-    DCPythiaForSequenceClassification,
-    DCPythiaForTokenClassification,
-    DCPythiaModel,
-)
-from dynattn.modeling.modeling_rcmha import (
-    RCMHAForCausalLM,
-    RCMHAForSequenceClassification,
-    RCMHAForTokenClassification,
-    RCMHAModel,
-)
-from dynattn.modeling.ops.dcmha.attention import dcmha_attention
-from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.relative.attention import relative_attention
-from dynattn.remote_code import write_code
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .families import FAMILIES
+from .registration import register_with_transformers
+
+if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
+    from dynattn.configuration.configuration_dcformer import DCFormerConfig
+    from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
+    from dynattn.configuration.configuration_rcmha import RCMHAConfig
+    from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
+    from dynattn.modeling.modeling_dcformer import (
+        DCFormerForCausalLM,
+        DCFormerForSequenceClassification,
+        DCFormerForTokenClassification,
+        DCFormerModel,
+    )
+    from dynattn.modeling.modeling_dcpythia import (
+        DCPythiaForCausalLM,
+        DCPythiaForSequenceClassification,
+        DCPythiaForTokenClassification,
+        DCPythiaModel,
+    )
+    from dynattn.modeling.modeling_rcmha import (
+        RCMHAForCausalLM,
+        RCMHAForSequenceClassification,
+        RCMHAForTokenClassification,
+        RCMHAModel,
+    )
+    from dynattn.modeling.ops.dcmha.attention import dcmha_attention
+    from dynattn.modeling.ops.dcmha.composition import Composition
+    from dynattn.modeling.ops.relative.attention import relative_attention
 
 __version__ = "0.1.0"
-
-for _config, _models in (
-    (
-        DCFormerConfig,
-        (
-            (AutoModel, DCFormerModel),
-            (AutoModelForCausalLM, DCFormerForCausalLM),
-            (AutoModelForSequenceClassification, DCFormerForSequenceClassification),
-            (AutoModelForTokenClassification, DCFormerForTokenClassification),
-        ),
-    ),
-    (
-        DCPythiaConfig,
-        (
-            (AutoModel, DCPythiaModel),
-            (AutoModelForCausalLM, DCPythiaForCausalLM),
-            (AutoModelForSequenceClassification, DCPythiaForSequenceClassification),
-            (AutoModelForTokenClassification, DCPythiaForTokenClassification),
-        ),
-    ),
-    (
-        RCMHAConfig,
-        (
-            (AutoModel, RCMHAModel),
-            (AutoModelForCausalLM, RCMHAForCausalLM),
-            (AutoModelForSequenceClassification, RCMHAForSequenceClassification),
-            (AutoModelForTokenClassification, RCMHAForTokenClassification),
-        ),
-    ),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    for _auto, _model in _models:
-        _auto.register(_config, _model, exist_ok=True)
-
-# What was loaded from a folder with code is saved with code.
-PortableConfig.code_writer = write_code
 
 __all__ = [
     "Composition",
@@ -96,3 +61,35 @@ __all__ = [
     "keep_attention_outputs",
     "relative_attention",
 ]
+
+# Where each public name is defined.
+_MODULES = {
+    "Composition": "dynattn.modeling.ops.dcmha.composition",
+    "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
+    "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",
+    "relative_attention": "dynattn.modeling.ops.relative.attention",
+    **{family.config_name: family.configuration for family in FAMILIES.values()},
+    **{name: family.modeling for family in FAMILIES.values() for name in family.model_names.values()},
+}
+# Folders that are attributes of the package without being imported by name.
+_FOLDERS = ("configuration", "modeling")
+
+
+def __getattr__(name: str) -> object:
+    """Imports what `name` stands for (PEP 562)."""
+    if name not in _MODULES and name not in _FOLDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Before any module of this package: every thread then waits for the one that registers the families.
+    import_module("transformers")
+    if name in _FOLDERS:
+        return import_module(f"{__name__}.{name}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_transformers()

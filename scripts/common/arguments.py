@@ -1,17 +1,22 @@
-"""Dataclass arguments from a YAML file plus command-line overrides: `dynattn JOB [FILE.yaml] [--name value ...]`."""
+"""Dataclass arguments from a YAML file plus command-line overrides: `dynattn JOB [FILE.yaml] [--name value ...]`.
+
+The options of a dataclass are those that `transformers.HfArgumentParser` makes of it, without importing Transformers.
+"""
 
 import dataclasses
-from argparse import Action
-from collections.abc import Sequence
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 from .errors import UserError
 
 Arguments = TypeVar("Arguments")
+
+TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def parse_arguments(
@@ -23,17 +28,92 @@ def parse_arguments(
         UserError: the YAML file is missing or malformed, or an argument is named that `cls` does not have.
     """
     argv = list(argv)
-    usage = "%(prog)s [FILE.yaml] [--option value ...]"
-    parser = HfArgumentParser(cls, prog=prog, description=description, usage=usage)  # type: ignore[arg-type]
+    parser = make_parser(cls, prog=prog, description=description)
     if argv and argv[0].endswith((".yaml", ".yml")):
         defaults = read_yaml(argv.pop(0), allowed={field.name for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
         _use_as_defaults(parser, defaults)
-    arguments, *unknown = parser.parse_args_into_dataclasses(
-        args=argv, look_for_args_file=False, return_remaining_strings=True
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(f"unknown options {' '.join(unknown)}; `{prog} --help` lists the known ones")
+    return cls(**vars(values))
+
+
+def make_parser(cls: type[Any], *, prog: str, description: str | None = None) -> ArgumentParser:
+    """Returns a parser with an option for each field of the dataclass `cls`, spelled with `_` or with `-`.
+
+    A field without a default is required. A `bool` may stand without a value, which means true; if it is true by
+    default, `--no_NAME` makes it false. A list takes one value or more, a `Literal` one of its own.
+
+    Raises:
+        TypeError: a field has a type that no option can have.
+    """
+    usage = "%(prog)s [FILE.yaml] [--option value ...]"
+    parser = ArgumentParser(
+        prog=prog, description=description, usage=usage, formatter_class=ArgumentDefaultsHelpFormatter
     )
-    if unknown[-1]:
-        raise UserError(f"unknown options {' '.join(unknown[-1])}; `{prog} --help` lists the known ones")
-    return arguments
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        _add_option(parser, field, hints[field.name])
+    return parser
+
+
+def _add_option(parser: ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+    names = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
+    parser.add_argument(*names, **_default_of(field), **_conversion(field, hint), **field.metadata)
+    if hint is bool and field.default is True:
+        opposites = [f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]
+        parser.add_argument(*opposites, dest=field.name, action="store_false", default=False, **field.metadata)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """The default of an option, or that it has none."""
+    if field.default is not dataclasses.MISSING:
+        return {"default": field.default}
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default": field.default_factory()}
+    return {"required": True}
+
+
+def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """How an option reads its values: argparse's `type`, `nargs`, `const` and `choices`."""
+    kind = _without_none(field.name, hint)
+    if kind is bool:
+        return {"type": parse_bool, "nargs": "?", "const": True}
+    if get_origin(kind) is list:
+        return {"type": get_args(kind)[0], "nargs": "+"}
+    if get_origin(kind) is Literal:
+        return {"type": _choice_of(get_args(kind)), "choices": get_args(kind)}
+    return {"type": kind}
+
+
+def _without_none(name: str, hint: Any) -> Any:
+    """The type `X` of `X | None`; of another union with text, which on the command line can be nothing else, `str`.
+
+    Raises:
+        TypeError: a union of several types, none of which is text.
+    """
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType] if is_union else [hint]
+    if len(kinds) > 1 and str not in kinds:
+        raise TypeError(f"argument {name} is of type {hint}; an option can be of one type, or of that type and None")
+    return kinds[0] if len(kinds) == 1 else str
+
+
+def _choice_of(choices: Sequence[Any]) -> Callable[[str], Any]:
+    """Turns the text of a choice into the choice; argparse refuses what is none."""
+    by_text = {str(choice): choice for choice in choices}
+    return lambda text: by_text.get(text, text)
+
+
+def parse_bool(text: str) -> bool:
+    """Reads a truth value.
+
+    Raises:
+        ArgumentTypeError: the text is none.
+    """
+    if text.lower() not in (*TRUE, *FALSE):
+        raise ArgumentTypeError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
+    return text.lower() in TRUE
 
 
 def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
@@ -51,7 +131,7 @@ def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
     return content
 
 
-def _use_as_defaults(parser: HfArgumentParser, defaults: dict[str, Any]) -> None:
+def _use_as_defaults(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
     for action in parser._actions:
         if action.dest in defaults:
             action.required = False
