@@ -16,12 +16,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .families import FAMILIES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 OWN_FOLDERS = ("dynattn.configuration", "dynattn.modeling")
 
@@ -96,7 +93,7 @@ def _register_and_leave() -> None:
         raise
 
 
-def _write_code(config: "PreTrainedConfig", folder: Path) -> list[str]:
+def _write_code(config: Any, folder: Path) -> list[str]:
     """`write_code`, imported when a checkpoint with code is saved: that module may be what imports Transformers."""
     return import_module("dynattn.remote_code").write_code(config, folder)
 

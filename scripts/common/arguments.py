@@ -38,6 +38,12 @@ def parse_arguments(
     return cls(**vars(values))
 
 
+def name_first(argv: Sequence[str], option: str) -> list[str]:
+    """Lets a first word that is neither an option nor a YAML file be the value of `--option`."""
+    named = not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml"))
+    return list(argv) if named else [f"--{option}", *argv]
+
+
 def make_parser(cls: type[Any], *, prog: str, description: str | None = None) -> ArgumentParser:
     """Returns a parser with an option for each field of the dataclass `cls`, spelled with `_` or with `-`.
 

@@ -3,13 +3,14 @@
 Head composition is counted. Masked pairs, recomputation, norms, activations and the softmax are not.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from dynattn.configuration.composed_config import ComposedConfig
-from dynattn.configuration.configuration_rcmha import RCMHAConfig
+from dynattn.families import FAMILIES
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.layers.headwise_conv import HeadwiseCausalConv
 
@@ -62,7 +63,7 @@ class ModelFlops:
 
 
 def projection_flops(model: nn.Module) -> int:
-    """Forward FLOPs of a token in all linear maps and composition generators, without attention and embedding."""
+    """Forward FLOPs of a token in all linear layers and composition generators, without attention and embedding."""
     linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
     generated = sum(
         weight.numel()
@@ -80,23 +81,32 @@ def convolution_flops(model: PreTrainedModel) -> int:
     return 2 * kernels * model.config.num_attention_heads
 
 
-def pair_flops(config: PreTrainedConfig) -> int:
-    """FLOPs of one head for one visible pair: score, position score, composition of both stages, weighted value.
+def pair_flops(config: Any) -> int:
+    """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value.
 
     Raises:
         TypeError: a configuration of no family of this package.
     """
-    if isinstance(config, RCMHAConfig):
-        return (6 if config.is_relative else 4) * (config.head_dim or 0)
-    if not isinstance(config, ComposedConfig):
-        raise TypeError(f"operations of {config.model_type!r} are not known; they are for dcformer, dcpythia and rcmha")
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise TypeError(f"operations of {config.model_type!r} are not known; they are for {known}")
+    return PAIR_FLOPS[FAMILIES[config.model_type].attention](config)
+
+
+def relative_pair_flops(config: Any) -> int:
+    """Content score, weighted value and, where attention is relative, position score."""
+    return (6 if config.is_relative else 4) * config.head_dim
+
+
+def composed_pair_flops(config: Any) -> int:
+    """Score, weighted value, and the composition of each stage."""
     stage = stage_flops(
         sides=len(config.compose_sides),
         rank=config.compose_rank if config.compose_low_rank else 0,
         gate=config.compose_gate,
         static_heads=config.num_attention_heads // config.compose_groups if config.compose_static else 0,
     )
-    return 4 * (config.head_dim or 0) + len(config.compose_stages) * stage
+    return 4 * config.head_dim + len(config.compose_stages) * stage
 
 
 def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:
@@ -106,3 +116,7 @@ def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:
     `static_heads` heads.
     """
     return sides * (2 * 2 * rank + 2 * gate) + 2 * static_heads
+
+
+# By the attention op that a family's layers call.
+PAIR_FLOPS: Mapping[str, Callable[[Any], int]] = {"dcmha": composed_pair_flops, "relative": relative_pair_flops}

@@ -1,4 +1,4 @@
-"""Finding and loading lm-eval tasks: ours, which need no download, and lm-eval's own."""
+"""Finds and loads lm-eval tasks: this package's, which need no download, and lm-eval's own."""
 
 import difflib
 import functools
@@ -9,17 +9,9 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from ..common.errors import UserError
+from ..common.errors import UserError, first_line
 from .offline import offline_if_unreachable
-
-TASKS = Path(__file__).parent / "tasks"
-HELDOUT = "builtin_heldout"
-SUITES = {
-    "builtin": (HELDOUT, "dynattn_synthetic"),
-    "pythia": (
-        "lambada_openai", "hellaswag", "piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "sciq", "logiqa",
-    ),
-}  # fmt: skip
+from .suites import SUITES, TASKS
 
 
 class TaskCatalog:
@@ -102,4 +94,4 @@ def leaf_tasks(items: Sequence[Task | Group]) -> list[Task]:
 def _reason(error: Exception, reachable: bool) -> str:
     if not reachable and isinstance(error, OSError):
         return "the Hub cannot be reached and the local cache has no copy of the data"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

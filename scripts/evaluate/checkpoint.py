@@ -1,4 +1,4 @@
-"""Loading a checkpoint to be scored, and refusing one whose scores would mean nothing."""
+"""Loads a checkpoint to be scored, and refuses one whose scores would mean nothing."""
 
 import re
 from contextlib import nullcontext
@@ -9,8 +9,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-import dynattn  # noqa: F401  registers the model types
 
 from ..common.errors import UserError, first_line
 from .offline import offline_if_unreachable

@@ -1,4 +1,4 @@
-"""Scoring a model object with lm-eval, in process."""
+"""Scores a model object with lm-eval, in this process."""
 
 import copy
 import logging
@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
 from ..common.segment_memory import check_memory, longest_segment
-from .catalog import HELDOUT, SUITES, TaskCatalog, leaf_tasks
+from .catalog import TaskCatalog, leaf_tasks
 from .checkpoint import check_pair, refuse_nan
 from .heldout import score_documents
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
 from .rolling import roll_texts
+from .suites import HELDOUT, SUITES
 
 DIRECT = f"{HELDOUT} (direct)"
 AGREEMENT = 0.01

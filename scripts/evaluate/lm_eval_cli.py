@@ -2,7 +2,8 @@
 
 Run: `dynattn lm-eval run --model hf --model_args pretrained=CHECKPOINT --tasks builtin_heldout`
 
-The plain `lm_eval` command cannot load a model type that lives in another package.
+The plain `lm_eval` command does not import this package, whose import registers the model types. lm_eval's command
+line is itself light: it imports torch and Transformers when it runs a model.
 """
 
 import sys
@@ -11,10 +12,8 @@ from collections.abc import Sequence
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import setup_logging
 
-import dynattn  # noqa: F401  registers the model types
-
 from ..common.errors import UserError
-from .catalog import TASKS
+from .suites import TASKS
 
 
 def main(argv: Sequence[str]) -> int:

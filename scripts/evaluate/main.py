@@ -5,84 +5,24 @@ Run: `dynattn evaluate CHECKPOINT [--suite builtin|pythia] [--tasks NAME ...] [-
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
-from ..common.arguments import parse_arguments
-from ..common.errors import UserError
-from .catalog import SUITES, TaskCatalog
-from .checkpoint import load_checkpoint
-from .harness import evaluate_model
-from .results import check_output, format_table, write_results
-
-PYTHIA_SHOTS = (0, 5)
-
-
-@dataclass
-class EvaluateArguments:
-    """What `dynattn evaluate` takes, from options or a YAML file."""
-
-    model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
-    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name (the model's)."})
-    suite: Literal["builtin", "pythia"] = field(
-        default="builtin",
-        metadata={"help": "builtin: needs no download. pythia: the papers' downstream tasks, from the Hub."},
-    )
-    tasks: list[str] | None = field(
-        default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
-    )
-    include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
-    num_fewshot: list[int] | None = field(
-        default=None,
-        metadata={"help": "Examples in the prompt, one number or several (each task's own; pythia: 0 5)."},
-    )
-    limit: int | None = field(default=None, metadata={"help": "Score only the first so many documents of each task."})
-    batch_size: int = field(default=8, metadata={"help": "Sequences a forward pass; scores do not depend on it."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens of context (the model's limit)."})
-    truncate: bool = field(
-        default=False, metadata={"help": "Cut prompts that are too long from the left instead of refusing them."}
-    )
-    carry_memory: bool = field(
-        default=False,
-        metadata={"help": "Carry memory over each whole document whose perplexity is asked for (rcmha)."},
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Number format of the weights; auto: as saved."}
-    )
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1 ... (a GPU if there is one)."})
-    seed: int = field(default=1234, metadata={"help": "Seed for choosing the examples."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
-    output: str | None = field(
-        default=None, metadata={"help": "Folder for results.json, results.md and samples.jsonl (only prints)."}
-    )
-    log_samples: bool = field(default=False, metadata={"help": "Write every document with its scores; needs --output."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the results that are in --output."})
-
-    def __post_init__(self) -> None:
-        at_least = {"limit": 1, "batch_size": 1, "max_length": 2}
-        values = [(name, getattr(self, name), least) for name, least in at_least.items()]
-        values += [("num_fewshot", number, 0) for number in self.num_fewshot or []]
-        for name, value, least in values:
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if self.log_samples and self.output is None:
-            raise UserError("log_samples needs a folder to write to; give --output DIR")
-
-    def task_names(self) -> Sequence[str]:
-        """The named tasks, or the suite's."""
-        if self.tasks is None:
-            return SUITES[self.suite]
-        return [name for names in self.tasks for name in str(names).split(",") if name]
-
-    def shots(self) -> Sequence[int] | None:
-        """Numbers of examples; None leaves each task its own."""
-        paper_suite = self.suite == "pythia" and self.tasks is None
-        return PYTHIA_SHOTS if self.num_fewshot is None and paper_suite else self.num_fewshot
+from ..common.arguments import name_first, parse_arguments
+from .arguments import EvaluateArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
-    arguments = parse_arguments(EvaluateArguments, _name_model(argv), prog="dynattn evaluate", description=__doc__)
+    argv = name_first(argv, "model")
+    return run(parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__))
+
+
+def run(arguments: EvaluateArguments) -> int:
+    """Does what `main` is told; torch, Transformers and lm-eval are imported here, once the arguments are sound."""
+    from .catalog import TaskCatalog
+    from .checkpoint import load_checkpoint
+    from .harness import evaluate_model
+    from .results import check_output, format_table, write_results
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     catalog = TaskCatalog(arguments.task_names(), arguments.include_path)
     if arguments.output is not None:
@@ -113,9 +53,3 @@ def main(argv: Sequence[str]) -> int:
     if arguments.output is not None:
         print(f"written: {write_results(results, arguments.output, overwrite=arguments.overwrite)}")
     return 0
-
-
-def _name_model(argv: Sequence[str]) -> list[str]:
-    """Lets a leading CHECKPOINT stand for `--model CHECKPOINT`."""
-    leading = bool(argv) and not argv[0].startswith("-") and not argv[0].endswith((".yaml", ".yml"))
-    return ["--model", *argv] if leading else list(argv)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -98,12 +97,6 @@ def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None) ->
     return str(card)
 
 
-def arxiv_ids(model_class: type) -> list[str]:
-    """The papers that the module of a model names in its docstring."""
-    docstring = sys.modules[model_class.__module__].__doc__ or ""
-    return re.findall(r"arXiv[ :](\d{4}\.\d{4,5})", docstring)
-
-
 def _read_card(path: Path) -> ModelCard:
     try:
         text = path.read_text(encoding="utf-8")
@@ -117,8 +110,7 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
     data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, "feature-extraction")
     data.license = license_name or data.license
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
-    papers = [f"arxiv:{paper}" for paper in arxiv_ids(checkpoint.model_class)]
-    wanted = ["dynattn", checkpoint.config.model_type, "custom_code", *papers]
+    wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.family.paper}"]
     data.tags = tags + [tag for tag in wanted if tag not in tags]
 
 
@@ -127,10 +119,10 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
     return RENDERED.format(
         name=name,
         summary=docstring.strip().splitlines()[0],
-        parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.numbers.most_common()),
+        parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.elements.most_common()),
         usage=_usage(checkpoint, name),
         architecture="\n".join(f"| `{key}` | {value} |" for key, value in _architecture(checkpoint.config)),
-        citation="\n\n".join(_bibtex(paper) for paper in arxiv_ids(checkpoint.model_class)),
+        citation=_bibtex(checkpoint.family.paper),
     )
 
 

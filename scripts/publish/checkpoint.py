@@ -1,4 +1,4 @@
-"""Reading the checkpoint that is to be published, and refusing one that could not work anywhere else."""
+"""Reads the checkpoint that is to be published, and refuses one that could not work anywhere else."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,26 +7,14 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-import dynattn
+from dynattn.families import FAMILIES, Family
 from dynattn.remote_code import registered_classes
 
-from ..common.checkpoint_files import read_config
+from ..common.checkpoint_files import OTHERS, TOKENIZER_FILES, read_config
 from ..common.errors import UserError, last_line
 from .weights import Weights, read_weights
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-)
-COMPANIONS = ("generation_config.json", "LICENSE*", "NOTICE*", "*.png", "*.svg")
+PICTURES = ("*.png", "*.svg")  # of the card
 
 
 @dataclass(frozen=True)
@@ -41,9 +29,14 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase | None
 
     @property
+    def family(self) -> Family:
+        """The family of its configuration."""
+        return FAMILIES[self.config.model_type]
+
+    @property
     def files_to_copy(self) -> list[str]:
         """What is published as it is: weights, tokenizer, generation configuration, license, pictures of the card."""
-        patterns = (*COMPANIONS, *(TOKENIZER_FILES if self.tokenizer else ()))
+        patterns = (*OTHERS, *PICTURES, *(TOKENIZER_FILES if self.tokenizer else ()))
         found = {path.name for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
         return [*self.weights.files, *sorted(found - set(self.weights.files))]
 
@@ -73,14 +66,10 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _find_config_class(config: dict[str, Any], folder: Path) -> type[PreTrainedConfig]:
-    public = [getattr(dynattn, name) for name in dynattn.__all__]
-    ours = {cls.model_type: cls for cls in public if isinstance(cls, type) and issubclass(cls, PreTrainedConfig)}
     model_type = config.get("model_type")
-    if model_type not in ours:
-        raise UserError(
-            f"{folder} holds a model of type {model_type!r}; only {', '.join(sorted(ours))} can be published"
-        )
-    return ours[model_type]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published")
+    return FAMILIES[model_type].load_config_class()
 
 
 def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type]:

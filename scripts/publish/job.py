@@ -1,4 +1,4 @@
-"""The job: check, write into a temporary folder, prove it, move it into place, push."""
+"""The job: check the checkpoint, write a temporary folder, verify it, move it into place, push it."""
 
 import json
 import shutil
@@ -13,17 +13,17 @@ from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
 from .hub import check_token_and_network, push
-from .verify import Verification, answers_with_package, verify_folder
+from .verify import PublishedCheck, answers_with_package, verify_folder
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What was written, how it was verified (None: it was not), and where it was pushed to (None: nowhere)."""
+    """What was written, what its check compared (None: it was not checked), and where it was pushed (None: nowhere)."""
 
     folder: Path
     checkpoint: Checkpoint
     sizes: dict[str, int]  # bytes of each file
-    verification: Verification | None
+    check: PublishedCheck | None
     url: str | None
     left_out: list[str]  # files of the checkpoint that do not belong into a published folder
 
@@ -45,14 +45,14 @@ def publish(arguments: PublishArguments) -> Publication:
     expected = answers_with_package(checkpoint) if arguments.verify else None
     with staged_folder(destination) as staging:
         write_folder(staging, checkpoint, repo=arguments.repo, license_name=arguments.license)
-        verification = verify_folder(staging, checkpoint, expected) if expected is not None else None
+        check = verify_folder(staging, checkpoint, expected) if expected is not None else None
     url = None
     if repo is not None:
         options = {name: getattr(arguments, name) for name in ("private", "revision", "commit_message")}
         url = push(destination, repo, **options)
     sizes = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
     left_out = sorted(path.name for path in checkpoint.folder.iterdir() if path.name not in sizes)
-    return Publication(destination, checkpoint, sizes, verification, url, left_out)
+    return Publication(destination, checkpoint, sizes, check, url, left_out)
 
 
 def write_folder(folder: Path, checkpoint: Checkpoint, *, repo: str | None, license_name: str | None) -> None:

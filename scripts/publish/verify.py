@@ -1,4 +1,4 @@
-"""Proving that a published folder needs nothing but itself: a process without the package gives equal answers."""
+"""Verifies that a published folder works on its own: a process without the package must give the same answers."""
 
 import json
 import os
@@ -15,8 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-import dynattn
-
 from ..common.errors import UserError, last_line
 from . import probe
 from .checkpoint import Checkpoint
@@ -27,7 +25,7 @@ NOT_PASSED_ON = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_MODUL
 
 
 @dataclass(frozen=True)
-class Verification:
+class PublishedCheck:
     """What was compared, and the largest difference between the answers with and without the package."""
 
     compared: tuple[str, ...]
@@ -58,7 +56,7 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return answers
 
 
-def verify_folder(folder: Path, checkpoint: Checkpoint, expected: dict[str, Tensor]) -> Verification:
+def verify_folder(folder: Path, checkpoint: Checkpoint, expected: dict[str, Tensor]) -> PublishedCheck:
     """Loads `folder` in a process that cannot import the package and compares its answers with `expected`.
 
     That process also generates, and saves the model again and loads the copy. It works in a temporary folder (`TMPDIR`)
@@ -102,8 +100,8 @@ def run_probe(work: Path) -> None:
         raise UserError(f"the folder does not work without the package, so it was not written: {reason}")
 
 
-def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) -> Verification:
-    """Compares answers of the same names: integers exactly, other numbers to a few roundings of the largest one.
+def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) -> PublishedCheck:
+    """Compares answers of the same names: integers exactly, floats up to a few roundings of the largest element.
 
     Raises:
         UserError: an answer is absent or differs.
@@ -121,11 +119,11 @@ def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) ->
                 f"({limit:.1e}), so the folder was not written"
             )
         largest = max(largest, difference)
-    return Verification(tuple(expected), largest)
+    return PublishedCheck(tuple(expected), largest)
 
 
 def rounding_error(answer: Tensor) -> float:
-    """What two computations of `answer` may differ by: nothing for integers, a few roundings of the largest number."""
+    """The allowed difference from `answer`: 0 for integers, a few roundings of the largest element for floats."""
     if not answer.is_floating_point():
         return 0.0
     return ROUNDINGS * torch.finfo(answer.dtype).eps * answer.abs().max().item()
@@ -133,6 +131,5 @@ def rounding_error(answer: Tensor) -> float:
 
 def package_roots() -> list[str]:
     """The folders that the package's code is in, however it is installed."""
-    packages = [module for name, module in sys.modules.items() if name == "dynattn" or name.startswith("dynattn.")]
-    paths = {Path(path).resolve() for module in packages for path in getattr(module, "__path__", ())}
-    return sorted(str(path) for path in paths | {Path(path).resolve() for path in dynattn.__path__})
+    packages = [module for name, module in sys.modules.items() if name.partition(".")[0] == "dynattn"]
+    return sorted({str(Path(path).resolve()) for module in packages for path in getattr(module, "__path__", ())})

@@ -16,31 +16,31 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold the weights, with the index if there are several, and how many numbers they hold."""
+    """The files that hold the weights, with the index if there are several, and how many elements they hold."""
 
     files: list[str]
-    numbers: Counter[str] = field(default_factory=Counter)  # by number format, such as "BF16"
+    elements: Counter[str] = field(default_factory=Counter)  # by dtype as safetensors spells it, such as "BF16"
 
     @property
     def total(self) -> int:
-        """All numbers, whatever their format."""
-        return self.numbers.total()
+        """Elements of all dtypes."""
+        return self.elements.total()
 
 
 def read_weights(folder: Path) -> Weights:
-    """Finds the weights in `folder` as Transformers does and reads all headers, but no weight.
+    """Finds the weights in `folder` as Transformers does and reads all headers, but no weights.
 
     Raises:
         UserError: there are none, a shard is missing or damaged, or the index names what a shard lacks.
     """
     shards = _find_shards(folder)
-    numbers: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for name, expected in shards.items():
         counted, keys = _read_header(folder / name)
         if absent := sorted(expected - keys):
             raise UserError(f"{folder / INDEX} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
-        numbers += counted
-    return Weights([*shards, *([] if SINGLE in shards else [INDEX])], numbers)
+        elements += counted
+    return Weights([*shards, *([] if SINGLE in shards else [INDEX])], elements)
 
 
 def _find_shards(folder: Path) -> dict[str, set[str]]:
@@ -71,16 +71,16 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> tuple[Counter[str], set[str]]:
-    numbers: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
             for key in keys:
                 tensor = file.get_slice(key)
-                numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
+                elements[tensor.get_dtype()] += math.prod(tensor.get_shape())
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes"
         raise UserError(
             f"{path} ({size}) is truncated or no safetensors file: {error}; copy or save it again"
         ) from error
-    return numbers, keys
+    return elements, keys

@@ -18,10 +18,11 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import catalog as catalog_module
-from dynattn.scripts.evaluate.catalog import SUITES, TASKS, TaskCatalog
+from dynattn.scripts.evaluate.catalog import TaskCatalog
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.results import Results, format_table, write_results
+from dynattn.scripts.evaluate.suites import SUITES, TASKS
 
 CONTEXT = 384
 VOCABULARY = 384

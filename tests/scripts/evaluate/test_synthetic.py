@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 from lm_eval.tasks import TaskManager
 
-from dynattn.scripts.evaluate.catalog import TASKS, TaskCatalog, leaf_tasks
+from dynattn.scripts.evaluate.catalog import TaskCatalog, leaf_tasks
+from dynattn.scripts.evaluate.suites import TASKS
 from dynattn.scripts.evaluate.synthetic import (
     BUILDERS,
     CHANCE,

@@ -1,0 +1,72 @@
+"""Everything that `dynattn evaluate` can be told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..common.errors import UserError
+from .suites import SUITES
+
+PYTHIA_SHOTS = (0, 5)
+
+
+@dataclass
+class EvaluateArguments:
+    """What `dynattn evaluate` takes, from options or a YAML file."""
+
+    model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name (the model's)."})
+    suite: Literal["builtin", "pythia"] = field(
+        default="builtin",
+        metadata={"help": "builtin: needs no download. pythia: the papers' downstream tasks, from the Hub."},
+    )
+    tasks: list[str] | None = field(
+        default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
+    )
+    include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
+    num_fewshot: list[int] | None = field(
+        default=None,
+        metadata={"help": "Examples in the prompt, one number or several (each task's own; pythia: 0 5)."},
+    )
+    limit: int | None = field(default=None, metadata={"help": "Score only the first so many documents of each task."})
+    batch_size: int = field(default=8, metadata={"help": "Sequences a forward pass; scores do not depend on it."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of context (the model's limit)."})
+    truncate: bool = field(
+        default=False, metadata={"help": "Cut prompts that are too long from the left instead of refusing them."}
+    )
+    carry_memory: bool = field(
+        default=False,
+        metadata={"help": "Carry memory over each whole document whose perplexity is asked for (rcmha)."},
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "Number format of the weights; auto: as saved."}
+    )
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1 ... (a GPU if there is one)."})
+    seed: int = field(default=1234, metadata={"help": "Seed for choosing the examples."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+    output: str | None = field(
+        default=None, metadata={"help": "Folder for results.json, results.md and samples.jsonl (only prints)."}
+    )
+    log_samples: bool = field(default=False, metadata={"help": "Write every document with its scores; needs --output."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace the results that are in --output."})
+
+    def __post_init__(self) -> None:
+        at_least = {"limit": 1, "batch_size": 1, "max_length": 2}
+        values = [(name, getattr(self, name), least) for name, least in at_least.items()]
+        values += [("num_fewshot", number, 0) for number in self.num_fewshot or []]
+        for name, value, least in values:
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if self.log_samples and self.output is None:
+            raise UserError("log_samples needs a folder to write to; give --output DIR")
+
+    def task_names(self) -> Sequence[str]:
+        """The named tasks, or the suite's."""
+        if self.tasks is None:
+            return SUITES[self.suite]
+        return [name for names in self.tasks for name in str(names).split(",") if name]
+
+    def shots(self) -> Sequence[int] | None:
+        """Numbers of examples; None leaves each task its own."""
+        paper_suite = self.suite == "pythia" and self.tasks is None
+        return PYTHIA_SHOTS if self.num_fewshot is None and paper_suite else self.num_fewshot

@@ -1,0 +1,12 @@
+"""Names of tasks: those of this package, and the suites that `--suite` stands for. Light to import."""
+
+from pathlib import Path
+
+TASKS = Path(__file__).parent / "tasks"
+HELDOUT = "builtin_heldout"
+SUITES = {
+    "builtin": (HELDOUT, "dynattn_synthetic"),
+    "pythia": (
+        "lambada_openai", "hellaswag", "piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "sciq", "logiqa",
+    ),
+}  # fmt: skip

@@ -1,0 +1,122 @@
+"""Whatever is imported first, the Auto classes of Transformers know every family; and importing the package is light."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import dynattn
+from dynattn import registration
+from dynattn.families import FAMILIES
+
+LIGHT = """
+import sys, importlib, importlib.util
+import dynattn
+assert importlib.util.find_spec("transformers").loader.get_filename().endswith("__init__.py")
+importlib.reload(dynattn)
+assert not {"torch", "transformers"} & set(sys.modules)
+assert set(dynattn.__all__) <= set(dir(dynattn))
+assert sum(type(finder).__name__ == "RegistrationFinder" for finder in sys.meta_path) == 1
+"""
+# `modeling_layers` imports the Auto classes while it is itself half imported.
+WITHIN_A_MODULE = LIGHT + "import transformers.modeling_layers"
+TRANSFORMERS_FIRST = "from transformers import AutoConfig\nimport dynattn, importlib\nimportlib.reload(dynattn)"
+BY_PATH = "from dynattn.configuration.configuration_rcmha import RCMHAConfig"
+OP_BY_PATH = "import dynattn.modeling.ops.masking"
+CODE_BY_PATH = "import dynattn.remote_code"
+PUBLIC_NAME = "from dynattn import DCFormerForCausalLM"
+LIBRARIES = "import dynattn, datasets, accelerate, peft, evaluate, lm_eval.models.huggingface"
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+import dynattn
+programs = (
+    "from transformers import AutoModelForCausalLM; AutoModelForCausalLM._model_mapping[dynattn.DCPythiaConfig]",
+    "from dynattn import RCMHAModel",
+    "import transformers.modeling_utils",
+    "from transformers import AutoConfig; AutoConfig.for_model('rcmha')",
+)
+barrier = Barrier(len(programs))
+def run(program):
+    barrier.wait()
+    exec(program, {"dynattn": dynattn})
+with ThreadPoolExecutor(len(programs)) as pool:
+    list(pool.map(run, programs))
+"""
+PICKLED = """
+import pickle, subprocess, sys
+from dynattn import DCFormerConfig, DCFormerModel
+config = DCFormerConfig.from_size("tiny", num_hidden_layers=1)
+child = "import pickle, sys; from transformers import AutoModel; config, model = pickle.load(sys.stdin.buffer);"
+child += "assert type(model) is type(AutoModel.from_config(config)), type(model)"
+subprocess.run([sys.executable, "-c", child], input=pickle.dumps((config, DCFormerModel(config))), check=True)
+"""
+SPAWNED = """
+import multiprocessing
+from dynattn import DCFormerConfig
+from transformers import AutoModel
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    config = DCFormerConfig.from_size("tiny", num_hidden_layers=1)
+    assert type(pool.apply(AutoModel.from_config, (config,))).__name__ == "DCFormerModel"
+"""
+EVERYTHING_IS_KNOWN = """
+import sys
+import transformers
+from dynattn.configuration.portable_config import PortableConfig
+from dynattn.families import FAMILIES
+for family in FAMILIES.values():
+    config_class = type(transformers.AutoConfig.for_model(family.model_type))
+    assert config_class is family.load_config_class()
+    for auto, model_class in family.load_model_classes().items():
+        assert getattr(transformers, auto)._model_mapping[config_class] is model_class
+assert PortableConfig.code_writer is not None
+assert not any(type(finder).__name__ == "RegistrationFinder" for finder in sys.meta_path)
+assert "Registration" not in type(transformers.__spec__.loader).__name__
+assert "Registration" not in type(transformers.__loader__).__name__
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(WITHIN_A_MODULE, id="within a module of Transformers"),
+        pytest.param(THREADS, id="threads"),
+        pytest.param(BY_PATH, id="configuration by path"),
+        pytest.param(TRANSFORMERS_FIRST, id="Transformers first", marks=pytest.mark.slow),
+        pytest.param(OP_BY_PATH, id="op by path", marks=pytest.mark.slow),
+        pytest.param(CODE_BY_PATH, id="remote code by path", marks=pytest.mark.slow),
+        pytest.param(PUBLIC_NAME, id="public name", marks=pytest.mark.slow),
+        pytest.param(LIBRARIES, id="other libraries", marks=pytest.mark.slow),
+        pytest.param(PICKLED, id="pickled", marks=pytest.mark.slow),
+        pytest.param(SPAWNED, id="spawned", marks=pytest.mark.slow),
+    ],
+)
+def test_every_family_is_known_whatever_is_imported_first(first: str) -> None:
+    program = f"if __name__ == '__main__':\n{indented(first + EVERYTHING_IS_KNOWN)}"
+    finished = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def indented(program: str) -> str:
+    return "".join(f"    {line}\n" for line in program.splitlines())
+
+
+def test_an_error_while_registering_is_told_at_every_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [registration._finder, *sys.meta_path])
+    monkeypatch.setattr(registration, "register_families", lambda: 1 / 0)
+    module = sys.modules["transformers"]
+    for _ in range(2):
+        monkeypatch.delitem(sys.modules, "transformers", raising=False)
+        with pytest.raises(ZeroDivisionError):
+            importlib.import_module("transformers")
+        assert registration._finder in sys.meta_path
+    monkeypatch.setitem(sys.modules, "transformers", module)
+
+
+def test_every_public_name_is_where_the_table_says() -> None:
+    for name in dynattn.__all__:
+        assert getattr(dynattn, name).__name__ == name if name != "__version__" else dynattn.__version__
+    classes = {name for family in FAMILIES.values() for name in (family.config_name, *family.model_names.values())}
+    assert classes <= set(dynattn.__all__)
+    assert not hasattr(dynattn, "DCFormerForImages")
