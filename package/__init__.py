@@ -1,7 +1,7 @@
 """The front door: `import dynattn` makes every model family known to the Auto classes of Transformers.
 
 The import itself is light: what the package offers is imported when it is first asked for, and the families are
-registered when Transformers is imported.
+registered when the Auto classes are imported.
 """
 
 from importlib import import_module
@@ -79,8 +79,6 @@ def __getattr__(name: str) -> object:
     """Imports what `name` stands for (PEP 562)."""
     if name not in _MODULES and name not in _FOLDERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Before any module of this package: every thread then waits for the one that registers the families.
-    import_module("transformers")
     if name in _FOLDERS:
         return import_module(f"{__name__}.{name}")
     value = getattr(import_module(_MODULES[name]), name)

@@ -68,10 +68,9 @@ class Family:
         """Imports and returns the configuration class."""
         return getattr(import_module(self.configuration), self.config_name)
 
-    def load_model_classes(self) -> dict[str, type]:
-        """Imports the models and returns the class behind each Auto class."""
-        module = import_module(self.modeling)
-        return {auto: getattr(module, name) for auto, name in self.model_names.items()}
+    def load_model_class(self, auto_class: str) -> type:
+        """Imports the models and returns the class behind an Auto class."""
+        return getattr(import_module(self.modeling), self.model_names[auto_class])
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -1,16 +1,13 @@
-"""Registers every family with the Auto classes of Transformers: at once, or as soon as Transformers is imported.
+"""Makes every family known to the Auto classes of Transformers, now or as soon as those are imported.
 
-Importing Transformers' models takes seconds, which `import dynattn` and the command line's help must not. Where
-Transformers is not imported yet, a finder therefore waits for its import on `sys.meta_path`.
-
-Why the import of the package `transformers` is the right moment: a package is imported before its modules, so none of
-them is half imported while the families are. After a module of Transformers, such as `modeling_auto`, that would not
-hold, because modules that the families need import it themselves. For the same reason importing one of this package's
-own folders by its path imports Transformers before any module of that folder.
+Importing Transformers and the models takes seconds, which `import dynattn` and the command line's help must not. So the
+Auto classes get their entries right after the modules that define them were imported, by a finder on `sys.meta_path`,
+and an entry imports its model when it is looked up. The modules that define the Auto classes are themselves imported
+by modules that the models need, so importing the models any sooner would be a circle.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,84 +15,121 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .families import FAMILIES
-
-OWN_FOLDERS = ("dynattn.configuration", "dynattn.modeling")
+from .families import FAMILIES, Family
 
 
-def register_families() -> None:
-    """Registers configurations and models with the Auto classes, as often as it is called with the same result."""
-    transformers = import_module("transformers")
+class ModelEntries(dict[type, Any]):
+    """The registered models of one Auto class by configuration class; those of our families are imported on look-up.
+
+    A value that is a `Family` stands for the class that the family has for `auto_class`.
+    """
+
+    def __init__(self, auto_class: str, entries: dict[type, Any]):
+        super().__init__(entries)
+        self._auto_class = auto_class
+
+    def __getitem__(self, config_class: type) -> Any:
+        value = super().__getitem__(config_class)
+        return value.load_model_class(self._auto_class) if isinstance(value, Family) else value
+
+    def __iter__(self) -> Iterator[type]:  # makes `dict(self)` ask `__getitem__`, which it would pass by otherwise
+        return super().__iter__()
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        return [self[config_class] for config_class in self]
+
+    def items(self) -> list[tuple[type, Any]]:  # type: ignore[override]
+        return [(config_class, self[config_class]) for config_class in self]
+
+
+def register_configurations(configuration_auto: ModuleType) -> None:
+    """Registers the configuration of every family with `AutoConfig`."""
     for family in FAMILIES.values():
-        config_class = family.load_config_class()
-        transformers.AutoConfig.register(family.model_type, config_class, exist_ok=True)
-        for auto_class, model_class in family.load_model_classes().items():
-            getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
-    # What was loaded from a folder with code is saved with code.
-    import_module("dynattn.configuration.portable_config").PortableConfig.code_writer = _write_code
+        configuration_auto.AutoConfig.register(family.model_type, family.load_config_class(), exist_ok=True)
 
 
-def register_with_transformers() -> None:
-    """Registers the families now if Transformers is imported, else right after it will have been."""
-    if "transformers" in sys.modules:
-        register_families()
-    elif _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+def register_models(modeling_auto: ModuleType) -> None:
+    """Gives every Auto class of a model an entry for each family that has such a model, without importing it."""
+    for family in FAMILIES.values():
+        for auto_class in family.heads:
+            mapping = getattr(modeling_auto, auto_class)._model_mapping
+            if not isinstance(mapping._extra_content, ModelEntries):
+                mapping._extra_content = ModelEntries(auto_class, mapping._extra_content)
+            mapping.register(family.load_config_class(), family, exist_ok=True)
 
 
-class RegistrationFinder(MetaPathFinder):
-    """Finds Transformers, and this package's folders, as the other finders do, but with a `RegistrationLoader`."""
+def keep_code(portable_config: ModuleType) -> None:
+    """Lets a configuration that was loaded from a folder with code be saved with code."""
+    portable_config.PortableConfig.code_writer = _write_code
+
+
+def _write_code(config: Any, folder: Path) -> list[str]:
+    """`write_code`, imported only when it is called: it needs all of Transformers' Auto classes."""
+    return import_module("dynattn.remote_code").write_code(config, folder)
+
+
+# What to do with a module right after its import.
+ACTIONS: dict[str, Callable[[ModuleType], None]] = {
+    "dynattn.configuration.portable_config": keep_code,
+    "transformers.models.auto.configuration_auto": register_configurations,
+    "transformers.models.auto.modeling_auto": register_models,
+}
+
+
+class ActionFinder(MetaPathFinder):
+    """Finds the modules of `pending` as the other finders do, but with a loader that does their actions.
+
+    It leaves `sys.meta_path` after the last of them.
+    """
+
+    def __init__(self, pending: set[str]):
+        self.pending = pending
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "transformers" and fullname not in OWN_FOLDERS:
+        if fullname not in self.pending:
             return None
         specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = RegistrationLoader(spec.loader)
+            spec.loader = ActionLoader(spec.loader, self)
         return spec
 
+    def finish(self, module: ModuleType) -> None:
+        """Does the action of a module that was just executed; after an error it is still pending."""
+        ACTIONS[module.__name__](module)
+        self.pending.discard(module.__name__)
+        if not self.pending and self in sys.meta_path:
+            sys.meta_path.remove(self)
 
-class RegistrationLoader(Loader):
-    """Loads a package as its own loader does, then registers the families. The module keeps its own loader."""
 
-    def __init__(self, loader: Loader):
-        self._loader = loader
+class ActionLoader(Loader):
+    """Loads a module as its own loader does, then does its action. The module keeps its own loader."""
+
+    def __init__(self, loader: Loader, finder: ActionFinder):
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        """Whoever asks for the specification without importing the package finds all methods of its loader."""
+        """Whoever asks for the specification without importing the module finds all methods of its loader."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
         self._loader.exec_module(module)
-        if module.__name__ == "transformers":
-            _register_and_leave()
-        else:
-            import_module("transformers")
+        self._finder.finish(module)
 
 
-def _register_and_leave() -> None:
-    """Registers and stops waiting. After an error the finder waits again, so that the next import tells it, too."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    try:
-        register_families()
-    except BaseException:
-        sys.meta_path.insert(0, _finder)
-        raise
-
-
-def _write_code(config: Any, folder: Path) -> list[str]:
-    """`write_code`, imported when a checkpoint with code is saved: that module may be what imports Transformers."""
-    return import_module("dynattn.remote_code").write_code(config, folder)
-
-
-_finder = RegistrationFinder()
+def register_with_transformers() -> None:
+    """Does the actions of all modules that are imported already, and lets a finder wait for the others."""
+    finder = ActionFinder({name for name in ACTIONS if name not in sys.modules})
+    sys.meta_path[:] = [other for other in sys.meta_path if not isinstance(other, ActionFinder)]
+    if finder.pending:
+        sys.meta_path.insert(0, finder)
+    for name in ACTIONS.keys() - finder.pending:
+        ACTIONS[name](import_module(name))  # waits for a thread that is importing the module

@@ -1,8 +1,10 @@
-"""Whatever is imported first, the Auto classes of Transformers know every family; and importing the package is light."""
+"""Whatever is imported first, the Auto classes know every family, and importing the package is light."""
 
 import importlib
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,14 +15,20 @@ from dynattn.families import FAMILIES
 LIGHT = """
 import sys, importlib, importlib.util
 import dynattn
-assert importlib.util.find_spec("transformers").loader.get_filename().endswith("__init__.py")
 importlib.reload(dynattn)
 assert not {"torch", "transformers"} & set(sys.modules)
 assert set(dynattn.__all__) <= set(dir(dynattn))
-assert sum(type(finder).__name__ == "RegistrationFinder" for finder in sys.meta_path) == 1
+assert sum(type(finder).__name__ == "ActionFinder" for finder in sys.meta_path) == 1
 """
 # `modeling_layers` imports the Auto classes while it is itself half imported.
-WITHIN_A_MODULE = LIGHT + "import transformers.modeling_layers"
+WITHIN_A_MODULE = (
+    LIGHT
+    + """
+spec = importlib.util.find_spec("transformers.models.auto.modeling_auto")
+assert spec.loader.get_filename().endswith("modeling_auto.py")
+import transformers.modeling_layers
+"""
+)
 TRANSFORMERS_FIRST = "from transformers import AutoConfig\nimport dynattn, importlib\nimportlib.reload(dynattn)"
 BY_PATH = "from dynattn.configuration.configuration_rcmha import RCMHAConfig"
 OP_BY_PATH = "import dynattn.modeling.ops.masking"
@@ -68,12 +76,14 @@ from dynattn.families import FAMILIES
 for family in FAMILIES.values():
     config_class = type(transformers.AutoConfig.for_model(family.model_type))
     assert config_class is family.load_config_class()
-    for auto, model_class in family.load_model_classes().items():
-        assert getattr(transformers, auto)._model_mapping[config_class] is model_class
+    for auto in family.heads:
+        mapping, model_class = getattr(transformers, auto)._model_mapping, family.load_model_class(auto)
+        assert config_class in mapping and mapping[config_class] is model_class
+        assert model_class in mapping._extra_content.values() and model_class in dict(mapping._extra_content).values()
 assert PortableConfig.code_writer is not None
-assert not any(type(finder).__name__ == "RegistrationFinder" for finder in sys.meta_path)
-assert "Registration" not in type(transformers.__spec__.loader).__name__
-assert "Registration" not in type(transformers.__loader__).__name__
+assert not any(type(finder).__name__ == "ActionFinder" for finder in sys.meta_path)
+module = sys.modules["transformers.models.auto.modeling_auto"]
+assert {type(module.__loader__).__name__, type(module.__spec__.loader).__name__} == {"SourceFileLoader"}
 """
 
 
@@ -102,16 +112,20 @@ def indented(program: str) -> str:
     return "".join(f"    {line}\n" for line in program.splitlines())
 
 
-def test_an_error_while_registering_is_told_at_every_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [registration._finder, *sys.meta_path])
-    monkeypatch.setattr(registration, "register_families", lambda: 1 / 0)
-    module = sys.modules["transformers"]
+def test_an_error_of_an_action_is_told_at_every_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acted_upon.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registration.ACTIONS, "acted_upon", lambda module: 1 / 0)
+    finder = registration.ActionFinder({"acted_upon"})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     for _ in range(2):
-        monkeypatch.delitem(sys.modules, "transformers", raising=False)
         with pytest.raises(ZeroDivisionError):
-            importlib.import_module("transformers")
-        assert registration._finder in sys.meta_path
-    monkeypatch.setitem(sys.modules, "transformers", module)
+            importlib.import_module("acted_upon")
+        assert finder in sys.meta_path
+    done: list[ModuleType] = []
+    monkeypatch.setitem(registration.ACTIONS, "acted_upon", done.append)
+    assert done == [importlib.import_module("acted_upon")]
+    assert finder not in sys.meta_path
 
 
 def test_every_public_name_is_where_the_table_says() -> None:
