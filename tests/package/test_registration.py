@@ -39,6 +39,7 @@ THREADS = """
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 import dynattn
+import transformers  # whose own import is not made for threads
 programs = (
     "from transformers import AutoModelForCausalLM; AutoModelForCausalLM._model_mapping[dynattn.DCPythiaConfig]",
     "from dynattn import RCMHAModel",
