@@ -2,46 +2,40 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from dynattn import (
-    DCFormerConfig,
-    DCFormerForCausalLM,
-    DCPythiaConfig,
-    DCPythiaForCausalLM,
-    RCMHAConfig,
-    RCMHAForCausalLM,
-)
+from dynattn.families import FAMILIES, Family
 
 CARDS = Path(__file__).parent.parent / "model_cards"
-FAMILIES = {
-    "dcformer": (DCFormerConfig, DCFormerForCausalLM),
-    "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM),
-    "rcmha": (RCMHAConfig, RCMHAForCausalLM),
-}
-PAPERS = {"dcformer": "2405.08553", "dcpythia": "2405.08553", "rcmha": "2308.03429"}
+FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_metadata(family: str) -> None:
-    card = ModelCard.load(CARDS / f"{family}.md")
+def test_every_family_has_a_card() -> None:
+    assert {path.name for path in CARDS.glob("*.md")} == {family.card for family in FAMILIES.values()}
+
+
+@FAMILY
+def test_metadata(family: Family) -> None:
+    card = ModelCard.load(CARDS / family.card)
     data = card.data.to_dict()
     assert data["library_name"] == "transformers"
     assert data["pipeline_tag"] == "text-generation"
     assert data["license"] == "mit"
-    assert {"dynattn", family} <= set(data["tags"])
-    assert PAPERS[family] in card.text
+    assert {"dynattn", family.model_type} <= set(data["tags"])
+    assert family.paper in card.text
     for section in ("Architecture", "Use", "Limits", "Citation"):
         assert f"\n## {section}" in card.text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_of_sizes_is_true(family: str) -> None:
-    config_class, model_class = FAMILIES[family]
-    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (CARDS / f"{family}.md").read_text(), flags=re.M)
+@FAMILY
+def test_the_table_of_sizes_is_true(family: Family) -> None:
+    config_class: Any = family.load_config_class()
+    model_class = family.load_model_class("AutoModelForCausalLM")
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (CARDS / family.card).read_text(), flags=re.M)
     told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if cells.count("|") == 6}
     assert told.keys() == config_class.sizes.keys()
     for name, (hidden, layers, heads, mlp, vocabulary, context, parameters) in told.items():

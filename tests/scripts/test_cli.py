@@ -5,11 +5,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from transformers import HfArgumentParser
 
 from dynattn.scripts import cli
-from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.arguments import make_parser, name_first, parse_arguments
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import quickstart
@@ -75,6 +77,40 @@ def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
 def test_unknown_options() -> None:
     with pytest.raises(UserError, match="unknown options --stride 3; `x --help` lists"):
         parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
+
+
+@dataclass
+class EveryKind:
+    text: str
+    number: int = 1
+    share: float | None = None
+    switched_on: bool = True
+    switched_off: bool = False
+    choice: Literal["a", "b"] = "a"
+    level: Literal[1, 2] | None = None
+    sizes: list[int] = field(default_factory=lambda: [1, 2], metadata={"help": "which"})
+    names: list[str] | None = None
+    mapping: dict[str, int] | str | None = None
+
+
+def test_options_are_those_of_transformers() -> None:
+    usage = "%(prog)s [FILE.yaml] [--option value ...]"
+    ours, theirs = make_parser(EveryKind, prog="x"), HfArgumentParser(EveryKind, prog="x", usage=usage)
+    assert ours.format_help() == theirs.format_help()
+    line = ["--text", "t", "--no-switched-on", "--switched_off", "yes", "--choice", "b", "--level", "2"]
+    line += ["--sizes", "3", "4", "--names", "n", "--mapping", "{}"]
+    for argv in (line, ["--text=t", "--number", "3", "--switched-on", "0", "--switched-off"]):
+        assert vars(ours.parse_args(argv)) == vars(theirs.parse_args(argv))
+    for argv in (["--choice", "c"], ["--number", "x"], ["--switched_on", "maybe"], ["--level", "3"], []):
+        for parser in (ours, theirs):
+            with pytest.raises(SystemExit):
+                parser.parse_args(["--text", "t", *argv] if argv else argv)
+
+
+def test_a_first_word_is_the_value_of_an_option() -> None:
+    assert name_first(["folder", "--limit", "3"], "model") == ["--model", "folder", "--limit", "3"]
+    for argv in ([], ["--model", "folder"], ["run.yaml", "--limit", "3"]):
+        assert name_first(argv, "model") == argv
 
 
 def test_the_builtin_corpus_holds_out_a_tenth_without_overlap() -> None:

@@ -43,8 +43,6 @@ SMALL = {
     "eos_token_id": 0,
 }
 
-# Transformers' generic classifiers make their body with `AutoModel.from_config(config)`, which asks for trust again.
-
 
 def save_model(folder: Path, family: str = "DCFormer", head: str = "ForCausalLM", **options: Any) -> None:
     torch.manual_seed(1)
