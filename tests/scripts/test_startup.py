@@ -19,7 +19,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         status = ended.code
 print(json.dumps([status, [name for name in {HEAVY} if name in sys.modules]]))
 """
-CONVERSIONS = ("official", "rcmha", "upcycle", "check")
+CONVERSIONS = ("official", "rcmha", "pythia", "llama", "check")
 STUDIES = ("tiny-shakespeare", "upcycling")
 COMMANDS = [
     *([job] for job in JOBS),
