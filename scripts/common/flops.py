@@ -58,7 +58,7 @@ class ModelFlops:
         return positions.numel() * self.token + pairs * self.pair
 
     def training(self, positions: Tensor) -> int:
-        """FLOPs of a forward and a backward pass in which every weight learns."""
+        """FLOPs of a forward and a backward pass in which every weight learns, for `positions` `[..., T]`."""
         return TRAINING * self.forward(positions)
 
 

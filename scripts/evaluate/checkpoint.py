@@ -73,7 +73,7 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def refuse_nan(logits: torch.Tensor) -> None:
-    """Raises UserError if any of the logits is not a number."""
+    """Raises UserError if any of the logits `[B, T, V]` is NaN."""
     if logits.isnan().any():
         raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
 

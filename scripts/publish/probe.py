@@ -36,8 +36,8 @@ class PackageBlocker(MetaPathFinder):
 def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
     """Returns what a model in eval mode answers to a fixed batch, by the way of asking.
 
-    The first output of the model is compared: logits, or hidden states where it has no head. Values at padding are
-    nobody's business and set to zero.
+    An answer is the model's first output: logits `[B, T, V]`, hidden states `[B, T, E]` where it has no head, or class
+    scores `[B, C]`. Outputs at padding mean nothing and are set to zero. "generated" and "tokenizer" are token ids.
     """
     tokens = _probe_tokens(model)  # [B, T]
     mask = torch.ones_like(tokens)
@@ -85,7 +85,7 @@ def refuse_package(roots: Sequence[str]) -> None:
 
 
 def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Loads the folder, asks, saves the model again, loads that copy and asks it too; returns both answers.
+    """Returns what `measure` gets from the folder, and from a copy that the loaded model and tokenizer were saved to.
 
     Raises:
         RuntimeError: the classes are not those of the folder, or the saved copy lacks code.
@@ -123,7 +123,7 @@ def _probe_tokens(model: Any) -> Tensor:
 
 
 def _decode(model: Any, tokens: Tensor) -> Tensor:
-    """The first output for a prompt and then for one token at a time, with the cache, along dimension 1."""
+    """First outputs `[B, T, V]` for `tokens` `[B, T]`: a prompt at once, then one token at a time with the cache."""
     prompt = max(1, tokens.shape[1] - DECODED)
     step = model(tokens[:, :prompt], use_cache=True)
     outputs = [step[0]]
@@ -134,7 +134,8 @@ def _decode(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _hide_padding(output: Tensor, mask: Tensor) -> Tensor:
-    if output.shape[:2] != mask.shape:  # one output for each row, not for each token
+    """`output` `[B, T, V]` with zeros where `mask` `[B, T]` is 0; unchanged if it is `[B, C]`, one for each row."""
+    if output.shape[:2] != mask.shape:
         return output
     return output.masked_fill(~mask.bool()[..., None], 0.0)
 

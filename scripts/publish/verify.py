@@ -33,7 +33,7 @@ class PublishedCheck:
 
 
 def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Loads the checkpoint with the package's classes and returns what it answers to the probe.
+    """Loads the checkpoint with the package's classes and returns its answers, as `probe.measure` does.
 
     Raises:
         UserError: it does not load, its weights do not fit its configuration, or it answers something not finite.
@@ -101,7 +101,7 @@ def run_probe(work: Path) -> None:
 
 
 def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) -> PublishedCheck:
-    """Compares answers of the same names: integers exactly, floats up to a few roundings of the largest element.
+    """Compares answers of equal names and shapes: integers exactly, floats up to a few roundings of the largest one.
 
     Raises:
         UserError: an answer is absent or differs.
@@ -123,7 +123,7 @@ def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) ->
 
 
 def rounding_error(answer: Tensor) -> float:
-    """The allowed difference from `answer`: 0 for integers, a few roundings of the largest element for floats."""
+    """The allowed difference from `answer`: 0 for integers, for floats a few roundings of the largest element."""
     if not answer.is_floating_point():
         return 0.0
     return ROUNDINGS * torch.finfo(answer.dtype).eps * answer.abs().max().item()
