@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from dynattn.families import FAMILIES, Family
 from dynattn.remote_code import registered_classes
 
-from ..common.checkpoint_files import OTHERS, TOKENIZER_FILES, read_config
+from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, read_config
 from ..common.errors import UserError, last_line
 from .weights import Weights, read_weights
 
@@ -36,7 +36,7 @@ class Checkpoint:
     @property
     def files_to_copy(self) -> list[str]:
         """What is published as it is: weights, tokenizer, generation configuration, license, pictures of the card."""
-        patterns = (*OTHERS, *PICTURES, *(TOKENIZER_FILES if self.tokenizer else ()))
+        patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if self.tokenizer else ()))
         found = {path.name for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
         return [*self.weights.files, *sorted(found - set(self.weights.files))]
 
@@ -85,7 +85,7 @@ def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+    if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
