@@ -1,17 +1,54 @@
-"""Text and JSON files that appear as a whole or not at all."""
+"""Files that appear as a whole or not at all, whatever ends the process or the machine."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+# What file systems answer that cannot flush a folder; they have no more to offer.
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+
+def partial_path(path: Path) -> Path:
+    """The name beside `path` under which its content is written."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file under another name and renames it, so that no reader ever sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    put_in_place(partial, path)
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = 2, **options: Any) -> None:
     """Writes `content` as a JSON file with `write_whole`; `options` are those of `json.dumps`."""
     write_whole(path, json.dumps(content, indent=indent, **options) + "\n")
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Gives a complete file or folder its name once its content is on disk: no crash leaves the name without it."""
+    flush_tree(partial)
+    partial.replace(final)
+    flush(final.parent)
+
+
+def flush_tree(path: Path) -> None:
+    """Waits until a file, or a folder with all that lies in it, is on disk."""
+    for inner in path.rglob("*") if path.is_dir() else ():
+        if not inner.is_symlink():
+            flush(inner)
+    flush(path)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the list of names in a folder, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_FLUSH:
+            raise
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .atomic_file import put_in_place
 from .errors import UserError
 
 # Kinds of folders beside the destination. Their names end with the process that made them: `.NAME.partial-123`.
@@ -26,7 +27,7 @@ def staged_folder(destination: Path) -> Iterator[Path]:
         yield staging
         if destination.exists():
             destination.replace(replaced)
-        staging.replace(destination)
+        put_in_place(staging, destination)
     except OSError as error:
         raise UserError(f"cannot write {destination}: {error.strerror or error}") from error
     finally:

@@ -1,7 +1,8 @@
 """The arguments of `dynattn pretrain`: their meanings, defaults and ranges."""
 
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ..common.errors import UserError
@@ -24,6 +25,14 @@ POSITIVE = (
 )
 NOT_NEGATIVE = ("freeze_parent_steps", "warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
 FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
+# Adam never forgets with a decay of 1.
+BELOW_ONE = ("adam_beta1", "adam_beta2")
+# A norm of infinity clips nothing.
+MAY_BE_INFINITE = ("max_grad_norm",)
+LARGEST_INTEGER = 2**31 - 1
+# NumPy takes seeds below 2**32, and each process adds its number.
+LARGEST_SEED = 2**32 - 2**16
+MOST_WORKERS = 1024
 
 
 @dataclass
@@ -166,6 +175,7 @@ class PretrainArguments:
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
     def _check_ranges(self) -> None:
+        self._check_limits()
         for name in POSITIVE:
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "positive")
@@ -174,10 +184,30 @@ class PretrainArguments:
             _require(value is None or value >= 0, name, value, "zero or more")
         for name in FRACTIONS:
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+        for name in BELOW_ONE:
+            _require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
         _require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
         choices = get_args(Precision)
         _require(self.mixed_precision in choices, "mixed_precision", self.mixed_precision, f"one of {choices}")
+
+    def _check_limits(self) -> None:
+        """Refuses missing values, and numbers that nothing can compute with."""
+        for argument in fields(self):
+            name, value = argument.name, getattr(self, argument.name)
+            _require(value is not None or argument.default is None, name, value, "given, or left out")
+            if isinstance(value, float) and name not in MAY_BE_INFINITE:
+                _require(not math.isinf(value), name, value, "finite")
+            if isinstance(value, int) and name != "seed":
+                _require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
+        _require(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
+        _require(
+            self.dataloader_workers <= MOST_WORKERS,
+            "dataloader_workers",
+            self.dataloader_workers,
+            f"at most {MOST_WORKERS}",
+        )
+        _require("\0" not in str(self.output), "output", repr(self.output), "a path, which has no null byte")
 
     def _check_combinations(self) -> None:
         if self.max_steps is not None and self.epochs is not None:

@@ -1,6 +1,6 @@
 """A whole run, from arguments to a saved model.
 
-`run_job` shows the order:
+`pretrain` takes the output folder for itself and arranges how a signal ends the run. `run_job` shows the order:
 
 1. `RunFolder.start_point` chooses the checkpoint to resume from, and refuses to lose what the folder holds;
 2. `make_plan` prepares the data beside an earlier run, and builds and checks whatever can be refused;
@@ -14,32 +14,33 @@ Every process runs all of it; `on_main` marks the steps that only the first proc
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..common.errors import UserError
+from ..common.atomic_file import partial_path, put_in_place
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
+from .outputs.folder_lock import FolderLock
 from .outputs.metrics import MetricsLog
-from .outputs.run_folder import RunFolder, remove
+from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan, build_plan, describe
+from .processes import disk_errors_explained, on_all, on_main
 from .results import Result, summarize
+from .stopping import StopSignals
 from .trainer import Trainer
-
-Value = TypeVar("Value")
 
 
 def pretrain(arguments: PretrainArguments) -> Result:
@@ -48,30 +49,54 @@ def pretrain(arguments: PretrainArguments) -> Result:
     Call it from one process, or from every process of a `torchrun`.
 
     Raises:
-        UserError: a foreseeable mistake in the arguments, the data or the output folder, or a loss that is not finite.
+        UserError: a foreseeable mistake in the arguments, the data or the output folder, a disk that cannot be written,
+            or a loss that is not finite.
+        StoppedError: the process got SIGINT, SIGTERM or SIGHUP, and the current update is finished and saved.
     """
-    accelerator = build_accelerator(arguments)
-    try:
-        return run_job(accelerator, arguments)
-    finally:
-        # A process that exits while its model still holds the process group can hang.
-        accelerator.free_memory()
-        accelerator.end_training()
-
-
-def run_job(accelerator: Accelerator, arguments: PretrainArguments) -> Result:
-    """`pretrain` on an accelerator that the caller releases."""
-    started = time.perf_counter()
     run = RunFolder(Path(arguments.output))
-    resume_from = on_main(accelerator, lambda: run.start_point(arguments.resume, arguments.overwrite))
+    accelerator = build_accelerator(arguments)
+    with disk_errors_explained(run.path):
+        try:
+            with StopSignals(accelerator.is_main_process) as signals, occupied(accelerator, run):
+                return run_job(accelerator, arguments, run, signals)
+        finally:
+            # A process that exits while its model still holds the process group can hang.
+            accelerator.free_memory()
+            accelerator.end_training()
+
+
+def run_job(accelerator: Accelerator, arguments: PretrainArguments, run: RunFolder, signals: StopSignals) -> Result:
+    """`pretrain` in a folder that no other run uses, on an accelerator that the caller releases."""
+    started = time.perf_counter()
+    resume_from = on_main(accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite))
     plan = make_plan(accelerator, arguments, run, resume_from)
-    on_main(accelerator, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
+    on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, resume_from))
-    trainer = build_trainer(accelerator, arguments, run, plan, resume_from)
+    trainer = build_trainer(accelerator, arguments, run, plan, resume_from, signals)
     validation = trainer.train()
-    result = on_main(accelerator, lambda: summarize(trainer, validation, time.perf_counter() - started))
+    result = on_main(accelerator, run.path, lambda: summarize(trainer, validation, time.perf_counter() - started))
     save_final(trainer, result)
     return result
+
+
+@contextmanager
+def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
+    """Keeps other runs out of the folder during the block, and removes whatever a failure left half written."""
+    lock = FolderLock(run.lock)
+
+    def occupy() -> None:
+        run.check_ours()
+        lock.take()
+        run.remove_leftovers()
+
+    try:
+        on_main(accelerator, run.path, occupy)
+        yield
+    finally:
+        if lock.is_held:
+            with suppress(OSError):  # the disk may be what failed; the next run removes the rest
+                run.remove_leftovers()
+            lock.release()
 
 
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
@@ -90,39 +115,22 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     )
 
 
-def on_main(accelerator: Accelerator, work: Callable[[], Value]) -> Value:
-    """Runs `work` on the main process once all have arrived; its value or its `UserError` reaches every process."""
-    accelerator.wait_for_everyone()
-    outcome: list[tuple[Value | None, UserError | None]] = [(None, None)]
-    if accelerator.is_main_process:
-        try:
-            outcome = [(work(), None)]
-        except UserError as error:
-            outcome = [(None, error)]
-    broadcast_object_list(outcome)
-    value, mistake = outcome[0]
-    if mistake is not None:
-        raise mistake
-    return value  # type: ignore[return-value]
-
-
 def make_plan(accelerator: Accelerator, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
-    """Prepares the data and plans the run; if the run is refused, the output folder stays as it was."""
-    try:
-        source = on_main(accelerator, lambda: prepare(arguments, run))
-        plan = build_plan(arguments, run, source, accelerator.num_processes)
-        if resume_from is not None:
-            checkpoint.check_same_run(resume_from, plan.fingerprint)
-    except UserError:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            run.discard_prepared()
-        raise
+    """Prepares the data and plans the run; if one process refuses it, all do, and what the folder held stays."""
+    source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
+    plan = on_all(run.path, lambda: build_plan(arguments, run, source, accelerator.num_processes))
+    if resume_from is not None:
+        on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan
 
 
 def build_trainer(
-    accelerator: Accelerator, arguments: PretrainArguments, run: RunFolder, plan: Plan, resume_from: Path | None
+    accelerator: Accelerator,
+    arguments: PretrainArguments,
+    run: RunFolder,
+    plan: Plan,
+    resume_from: Path | None,
+    signals: StopSignals,
 ) -> Trainer:
     """Places model and optimizer on the devices and, when resuming, restores their saved state."""
     model = plan.model.to(accelerator.device)
@@ -133,16 +141,16 @@ def build_trainer(
     set_seed(arguments.seed, device_specific=True)
     progress = TrainingProgress() if resume_from is None else checkpoint.load(accelerator, resume_from, plan.memory)
     metrics = MetricsLog(run.metrics, accelerator, progress.step)
-    return Trainer(accelerator, arguments, plan, run, prepared_model, optimizer, metrics, progress, throughput)
+    return Trainer(accelerator, arguments, plan, run, prepared_model, optimizer, metrics, progress, throughput, signals)
 
 
 def save_final(trainer: Trainer, result: Result) -> None:
     """Saves model, tokenizer, generation settings and card under another name and renames them when all are there."""
     accelerator, run = trainer.accelerator, trainer.run
-    partial = run.path / f".{run.model.name}.partial"
+    partial = partial_path(run.model)
     weights = accelerator.get_state_dict(trainer.model)
-    if accelerator.is_main_process:
-        remove(partial)
+
+    def save() -> None:
         model, tokenizer = accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
         model.generation_config = generation_config(model)
         model.save_pretrained(partial, state_dict=weights)
@@ -152,8 +160,9 @@ def save_final(trainer: Trainer, result: Result) -> None:
         tokenizer.save_pretrained(partial)
         write_card(partial, trainer.arguments, result, model.config.model_type)
         result.write(run.result, trainer.arguments)
-        partial.rename(run.model)
-    accelerator.wait_for_everyone()
+        put_in_place(partial, run.model)
+
+    on_main(accelerator, run.path, save)
 
 
 def generation_config(model: PreTrainedModel) -> GenerationConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..common.arguments import parse_arguments
 from ..common.errors import UserError
 from .arguments import PretrainArguments
+from .stopping import StoppedError
 
 RECIPES = Path(__file__).parent / "recipes"
 DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
@@ -33,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
         if is_first_process():
             raise
         return 2
+    except StoppedError as stopped:
+        if is_first_process():
+            print(f"\n{stopped}", file=sys.stderr)
+        return 128 + stopped.number
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
         return 130
@@ -43,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 def find_shipped(argv: Sequence[str]) -> list[str]:
     """Puts the path of a shipped YAML file in place of its bare name, unless the user has a file of that name."""
-    shipped = RECIPES / argv[0] if argv else None
-    if shipped is None or shipped.suffix != ".yaml" or Path(argv[0]).exists() or not shipped.exists():
+    shipped = {recipe.name: recipe for recipe in RECIPES.glob("*.yaml")}
+    if not argv or argv[0] not in shipped or Path(argv[0]).exists():
         return list(argv)
-    return [str(shipped), *argv[1:]]
+    return [str(shipped[argv[0]]), *argv[1:]]
 
 
 def is_first_process() -> bool:

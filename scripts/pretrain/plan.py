@@ -84,10 +84,14 @@ def build_fingerprint(
 ) -> Fingerprint:
     """What must not change between saving a checkpoint and resuming from it, in values that survive JSON."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
-    data = dataclasses.asdict(source)
-    data.pop("name")
     settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS}
-    fingerprint = {**architecture, **data, **settings, **dataclasses.asdict(schedule), "global_batch": global_batch}
+    fingerprint = {
+        **architecture,
+        **source.fingerprint(),
+        **settings,
+        **dataclasses.asdict(schedule),
+        "global_batch": global_batch,
+    }
     return json.loads(json.dumps(fingerprint))
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -24,6 +25,7 @@ from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan
 from .schedule import group_schedules, prepare_update
+from .stopping import StoppedError, StopSignals, ignore_signals
 from .validation import Validation, count_targets, validate
 
 Batch = dict[str, Tensor]
@@ -36,6 +38,9 @@ class Trainer:
     `model` and `optimizer` have gone through `accelerator.prepare`. The loss of an update is the mean over all target
     tokens of all its forward passes on all processes, so that gradient accumulation, processes and batch size only
     matter through their product.
+
+    Attributes:
+        stop_requested: whether a process had been asked to stop when the last update was made, which all of them know.
     """
 
     accelerator: Accelerator
@@ -47,26 +52,34 @@ class Trainer:
     metrics: MetricsLog
     progress: TrainingProgress
     throughput: Throughput
+    signals: StopSignals
+    stop_requested: bool = False
 
     def train(self) -> Validation:
         """Makes all remaining updates and returns the last validation.
 
         Raises:
             UserError: a loss or gradient is not finite; nothing has been saved after it.
+            StoppedError: a process was asked to stop; the last update has been saved.
         """
+        self.signals.finish_updates(True)
         batches = iter(self._loader())
-        validation = None
+        validation = self._validate() if self._is_due_from_before() else None
         with self._progress_bar() as bar:
             while self.progress.step < self.plan.schedule.max_steps:
                 loss, norm = self._timed_update(batches)
                 self._show(bar, loss)
                 if self._due(self.arguments.log_every):
                     self._log_training(norm)
-                if self._due(self.arguments.eval_every):
+                if self._due(self.arguments.eval_every) and not self.stop_requested:
                     validation = self._validate()
-                if self._due(self.arguments.save_every):
+                if self._due(self.arguments.save_every) or self.stop_requested:
                     self._save()
-        return validation or self._measure_validation()
+                if self.stop_requested:
+                    self._stop()
+        validation = validation or self._measure_validation()
+        self.signals.finish_updates(False)
+        return validation
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
         """Makes the next update and counts it; returns what `_update` returns."""
@@ -81,17 +94,23 @@ class Trainer:
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
-        loss = self._accumulate(batches)
+        loss, stops = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
-        values = torch.stack([loss, norm.to(loss)]).tolist()
-        self._check_finite(*values)
+        values = torch.stack([loss, norm.to(loss), stops]).tolist()
+        self._check_finite(values[0], values[1])
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.stop_requested = values[2] > 0
         return values[0], values[1]
 
+    def _summed_over_processes(self, loss: Tensor) -> Tensor:
+        """The sum of the losses `[]` of all processes, and how many of these were asked to stop; together `[2]`."""
+        is_asked = loss.new_tensor(float(self.signals.requested > 0))
+        return self.accelerator.reduce(torch.stack([loss, is_asked]), reduction="sum")
+
     def _accumulate(self, batches: list[Batch]) -> Tensor:
-        """All forward and backward passes of an update over `batches` of `[B, T]`; returns the mean loss `[]`."""
+        """All forward and backward passes over `batches` of `[B, T]`; returns this process's share `[]` of the loss."""
         device, processes = self.accelerator.device, self.accelerator.num_processes
         counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
@@ -107,18 +126,20 @@ class Trainer:
                 # Gradients are averaged over processes, while each loss is already a share of the sum over them.
                 self.accelerator.backward(loss * processes)
             total += loss.detach()
-        return self.accelerator.reduce(total, reduction="sum")
+        return total
 
     def _check_finite(self, loss: float, norm: float) -> None:
         """Ends the run before an update that would spoil the weights."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        saved = checkpoint.list_checkpoints(self.run.checkpoints)
-        last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
         raise UserError(
-            f"update {self.progress.step + 1} has loss {loss} and gradient norm {norm}, so training stopped; {last}; "
-            "lower learning_rate or max_grad_norm, or lengthen warmup_steps, in a new run"
+            f"update {self.progress.step + 1} has loss {loss} and gradient norm {norm}, so training stopped; "
+            f"{self._last_checkpoint()}; lower learning_rate or max_grad_norm, or lengthen warmup_steps, in a new run"
         )
+
+    def _last_checkpoint(self) -> str:
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
     def _log_training(self, norm: float) -> None:
         """Writes the mean loss since the last line, the rates, the gradient norm of the last update and the speed."""
@@ -148,11 +169,18 @@ class Trainer:
         validation = self._measure_validation()
         if not math.isfinite(validation.loss):
             raise UserError(
-                f"the validation loss after update {self.progress.step} is {validation.loss}; lower learning_rate"
+                f"the validation loss after update {self.progress.step} is {validation.loss}, so training stopped; "
+                f"{self._last_checkpoint()}; lower learning_rate in a new run"
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
         self.metrics.write({**record, **asdict(validation)})
+        self.progress.validated = self.progress.step
         return validation
+
+    def _is_due_from_before(self) -> bool:
+        """Whether the run was stopped, and saved, between an update and the validation that follows it."""
+        progress = self.progress
+        return 0 < progress.step != progress.validated and self._due(self.arguments.eval_every)
 
     def _measure_validation(self) -> Validation:
         """Scores the held-out text with an empty memory."""
@@ -162,6 +190,14 @@ class Trainer:
     def _save(self) -> None:
         folder, keep = self.run.checkpoints, self.arguments.keep_checkpoints
         checkpoint.save(self.accelerator, folder, self.progress, self.plan.memory, self.plan.fingerprint, keep)
+
+    def _stop(self) -> None:
+        """Ends the run after an update that has been saved, on all processes with the number of the same signal."""
+        arguments = self.arguments
+        is_repeatable = arguments.resume == "auto" and not arguments.overwrite
+        how = "the same command" if is_repeatable else "the same command without --resume and --overwrite"
+        number = max(gather_object([self.signals.requested]))
+        raise StoppedError(number, f"update {self.progress.step} is finished and saved, and {how} continues from there")
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every `every` updates, and after the last one, is to happen now."""
@@ -176,6 +212,7 @@ class Trainer:
             batch_sampler=ProcessBatches(self.plan.order, steps, self.arguments.batch_size, process, processes),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",
+            worker_init_fn=ignore_signals,
             # Without a generator of its own the loader would draw from the random state that checkpoints restore.
             generator=torch.Generator(),
         )

@@ -1,16 +1,20 @@
 """Where training text comes from: the built-in corpus, local files, or the Hugging Face Hub."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset
+from numpy.typing import NDArray
 
 from ...common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
+
+logger = logging.getLogger(__name__)
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
@@ -27,7 +31,7 @@ class Documents:
 
 
 def load_documents(arguments: PretrainArguments) -> Documents:
-    """Loads both splits; no validation document is a training document.
+    """Loads both splits; documents that are held out are not in the training split, but copies of them may be.
 
     Raises:
         UserError: the data cannot be found or read, lacks the column, or holds no text.
@@ -106,11 +110,11 @@ def find_files(source: str) -> list[Path] | None:
 
 
 def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Splits off `share` of the documents, at least one; of a single document the end is split off, after a line."""
+    """Splits off `share` of the documents, at least one and not all; of a single document its end, after a line."""
     if len(dataset) == 1:
         head, tail = cut_tail(dataset[0]["text"], share)
         return Dataset.from_dict({"text": [head]}), Dataset.from_dict({"text": [tail]})
-    count = max(1, round(share * len(dataset)))
+    count = min(max(1, round(share * len(dataset))), len(dataset) - 1)
     order = np.random.default_rng(HOLD_OUT_SEED).permutation(len(dataset))
     return dataset.select(np.sort(order[count:])), dataset.select(np.sort(order[:count]))
 
@@ -129,15 +133,49 @@ def iterate_texts(dataset: Dataset, batch_size: int = 1000) -> Iterator[list[str
         yield batch["text"]
 
 
-def fingerprint(dataset: Dataset) -> str:
-    """A digest of the documents and their order; it does not depend on where they are stored."""
-    digest = hashlib.blake2b(digest_size=16)
+@dataclass(frozen=True)
+class Digest:
+    """Documents by their content; it does not depend on where they are stored.
+
+    Attributes:
+        fingerprint: of the documents and their order.
+        documents: `[N]` a hash of each document.
+    """
+
+    fingerprint: str
+    documents: NDArray[np.uint64]
+
+
+def digest(dataset: Dataset) -> Digest:
+    """Reads all documents once."""
+    whole = hashlib.blake2b(digest_size=16)
+    hashes = bytearray()
     for texts in iterate_texts(dataset):
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "little"))
-            digest.update(encoded)
-    return digest.hexdigest()
+            whole.update(len(encoded).to_bytes(8, "little"))
+            whole.update(encoded)
+            hashes += hashlib.blake2b(encoded, digest_size=8).digest()
+    return Digest(whole.hexdigest(), np.frombuffer(hashes, dtype=np.uint64))
+
+
+def warn_of_copies(train: Digest, validation: Digest) -> None:
+    """Tells how many documents occur more than once, in a split or in both."""
+    for name, split in {"training": train, "validation": validation}.items():
+        if copies := len(split.documents) - len(np.unique(split.documents)):
+            logger.warning(
+                "%d of the %d %s documents are copies of others; was a file given twice?",
+                copies,
+                len(split.documents),
+                name,
+            )
+    if shared := int(np.isin(validation.documents, train.documents).sum()):
+        logger.warning(
+            "%d of the %d validation documents are also training documents, so the validation loss is too low; remove "
+            "the copies, or name other validation data",
+            shared,
+            len(validation.documents),
+        )
 
 
 def _load_files(suffix: str, files: list[Path]) -> Dataset:

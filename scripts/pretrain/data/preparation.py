@@ -1,15 +1,18 @@
 """From documents to a tokenizer and token streams on disk, from which every process reads."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
-from ..outputs.run_folder import RunFolder, remove
+from ..outputs import checksums
+from ..outputs.run_folder import RunFolder
 from . import documents, tokenizer
 from .packing import PackedSequences, Sequences, StreamSegments, TokenStream, write_stream
 
@@ -18,12 +21,31 @@ SOURCE_FILE = "source.json"
 
 @dataclass(frozen=True)
 class Source:
-    """What the tokenizer and the token streams were made from: fingerprints of the texts and the tokenizer's origin."""
+    """What the tokenizer and the token streams were made from, and what was made.
+
+    Attributes:
+        name: of the data, for records.
+        training_data, validation_data: fingerprints of the texts.
+        tokenizer: its origin.
+        files: size and checksum of every file that was made, relative to the folder of the run; sources of the same
+            texts and tokenizer are equal whatever was made from them.
+    """
 
     name: str
     training_data: str
     validation_data: str
     tokenizer: str
+    files: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run resumes with: the same texts, cut into the same tokens."""
+        return {
+            "training_data": self.training_data,
+            "validation_data": self.validation_data,
+            "tokenizer": self.tokenizer,
+            "training_tokens": self.files["data/train/tokens.bin"],
+            "validation_tokens": self.files["data/validation/tokens.bin"],
+        }
 
 
 def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
@@ -32,23 +54,26 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     Only one process may call this.
 
     Raises:
-        UserError: the data or the tokenizer cannot be used.
+        UserError: the data or the tokenizer cannot be used, or what the run already has is damaged.
     """
-    remove(run.prepared)
     loaded = documents.load_documents(arguments)
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
+    train, validation = documents.digest(loaded.train), documents.digest(loaded.validation)
     source = Source(
         name=loaded.name,
-        training_data=documents.fingerprint(loaded.train),
-        validation_data=documents.fingerprint(loaded.validation),
+        training_data=train.fingerprint,
+        validation_data=validation.fingerprint,
         tokenizer=tokenizer.fingerprint(given) if given else f"bpe {arguments.vocab_size}",
     )
     if source.training_data == source.validation_data:
         raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
-    if source != _read_source(run.data):
-        chosen = given or tokenizer.train_bpe(documents.iterate_texts(loaded.train), arguments.vocab_size)
-        _write_prepared(run, chosen, loaded, source)
-    return source
+    documents.warn_of_copies(train, validation)
+    stored = _read_source(run.data)
+    if source == stored:
+        _check_undamaged(run, stored)
+        return stored
+    chosen = given or tokenizer.train_bpe(documents.iterate_texts(loaded.train), arguments.vocab_size)
+    return _write_prepared(run, chosen, loaded, source)
 
 
 def open_sequences(
@@ -99,18 +124,30 @@ def _as_streams(
 
 def _write_prepared(
     run: RunFolder, chosen: PreTrainedTokenizerBase, loaded: documents.Documents, source: Source
-) -> None:
-    """Stores the tokenizer, and both splits as token streams."""
+) -> Source:
+    """Stores the tokenizer, both splits as token streams, and last the source with the checksums of these files."""
     chosen.save_pretrained(run.prepared / run.tokenizer.name)
     data = run.prepared / run.data.name
     write_stream(documents.iterate_texts(loaded.train), chosen, data / "train")
     write_stream(documents.iterate_texts(loaded.validation), chosen, data / "validation")
+    made = [file for file in run.prepared.rglob("*") if file.is_file()]
+    source = replace(source, files=checksums.measure_files(run.prepared, made))
     write_json(data / SOURCE_FILE, asdict(source))
+    return source
+
+
+def _check_undamaged(run: RunFolder, source: Source) -> None:
+    """Refuses tokenizer and token streams that are not what was prepared."""
+    if damage := checksums.find_damage(run.path, source.files):
+        raise UserError(
+            f"the prepared data in {run.path} is damaged: {damage}; delete {run.data}, and the same command makes it anew"
+        )
 
 
 def _read_source(data: Path) -> Source | None:
-    """What the token streams of an earlier run were made from; None if there are none."""
+    """What the token streams of an earlier run were made from; None if there are none, or none with checksums."""
     try:
-        return Source(**json.loads((data / SOURCE_FILE).read_text()))
+        source = Source(**json.loads((data / SOURCE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    return source if source.files else None

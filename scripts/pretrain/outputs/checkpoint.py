@@ -1,12 +1,13 @@
 """Checkpoints that are whole or absent, and that resume only the run that made them.
 
 A checkpoint is what `Accelerator.save_state` writes (weights as safetensors, optimizer and random states), the memory
-of each process, if it carries one, and `state.json` with the progress, the fingerprint of the run, and size and
-checksum of every file. It is written under another name and renamed, so a run that is killed while saving leaves no
-half checkpoint.
+of each process, if it carries one, and `state.json` with the progress, the fingerprint of the run, size and checksum
+of every other file, and a checksum of all this. It is written under another name and renamed, so a run that is killed
+while saving leaves no half checkpoint.
 """
 
 import json
+import pickle
 import re
 import shutil
 import zlib
@@ -15,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils.other import load as load_without_code
+from safetensors import SafetensorError
 
-from ...common.atomic_file import write_json
-from ...common.errors import UserError
+from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.errors import UserError, first_line
 from ...common.segment_memory import CarriedMemory
+from ..processes import on_all, on_main
+from . import checksums
 
 STATE_FILE = "state.json"
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
-CHUNK_BYTES = 1 << 24
+# What a checkpoint is called while it is deleted.
+DELETED = ".deleted"
 
 Fingerprint = dict[str, Any]
 
@@ -36,6 +42,7 @@ class TrainingProgress:
         tokens: tokens read by all processes.
         seconds: time spent on updates, without validation and saving.
         loss_sum, loss_count: the losses since the last line of training metrics.
+        validated: the update after which the last validation was made.
     """
 
     step: int = 0
@@ -43,6 +50,7 @@ class TrainingProgress:
     seconds: float = 0.0
     loss_sum: float = 0.0
     loss_count: int = 0
+    validated: int = 0
 
     def add(self, loss: float, tokens: int, seconds: float) -> None:
         """Counts an update."""
@@ -61,28 +69,47 @@ def save(
     fingerprint: Fingerprint,
     keep: int,
 ) -> Path:
-    """Writes `folder/step-NNNNNN`, deletes all but the newest `keep` checkpoints (0 deletes none); returns its path."""
+    """Writes `folder/step-NNNNNN`, deletes all but the newest `keep` checkpoints (0 deletes none); returns its path.
+
+    Raises:
+        UserError: the disk is full or cannot be written; the earlier checkpoints are as they were.
+    """
     final = folder / f"step-{progress.step:06d}"
-    partial = folder / f".{final.name}.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_path(final)
+
+    def begin() -> None:
+        remove_leftovers(folder)
         partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    memory.save(partial, accelerator)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+
+    def write_share() -> None:
+        accelerator.save_state(str(partial))
+        memory.save(partial, accelerator)
+
+    def complete() -> None:
         _write_state(partial, progress, fingerprint)
         _replace(final, partial)
         for old in list_checkpoints(folder)[: -keep if keep else 0]:
             _delete(old)
-    accelerator.wait_for_everyone()
+
+    on_main(accelerator, folder, begin)
+    on_all(folder, write_share)
+    on_main(accelerator, folder, complete)
     return final
 
 
 def load(accelerator: Accelerator, path: Path, memory: CarriedMemory) -> TrainingProgress:
-    """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress."""
-    accelerator.load_state(str(path))
+    """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress.
+
+    Raises:
+        UserError: a file holds something else than tensors and plain values; nothing in it is run.
+    """
+    random_states = path / f"random_states_{accelerator.process_index}.pkl"
+    try:
+        accelerator.load_state(str(path))
+        if random_states.exists():
+            load_without_code(random_states)  # `load_state` is silent about random states that it cannot read
+    except (pickle.UnpicklingError, SafetensorError) as error:
+        raise UserError(f"cannot load the checkpoint {path}: {first_line(error)}; resume from another one") from error
     memory.load(path, accelerator)
     return TrainingProgress(**_read_state(path)["progress"])
 
@@ -112,18 +139,16 @@ def verify(path: Path) -> None:
 def find_damage(path: Path) -> str | None:
     """Says what is wrong with a checkpoint, or None."""
     try:
-        files = _read_state(path)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        state = _read_state(path)
+        checksum = state.pop("checksum")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"{STATE_FILE} is missing or cannot be read"
-    for name, (size, checksum) in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _measure(file)[1] != checksum:
-            return f"{name} does not have the contents that were saved"
-    return None
+    if checksum != _state_checksum(state):
+        return f"{STATE_FILE} does not have the contents that were saved"
+    names = {file.name for file in path.iterdir() if not file.name.startswith(".")}
+    if unknown := sorted(names - state["files"].keys() - {STATE_FILE}):
+        return f"{unknown[0]} was not saved with it"
+    return checksums.find_damage(path, state["files"])
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
@@ -146,20 +171,28 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
 
 def _write_state(path: Path, progress: TrainingProgress, fingerprint: Fingerprint) -> None:
     """Adds `state.json` to a folder that holds everything else."""
-    files = {file.name: _measure(file) for file in sorted(path.iterdir())}
-    write_json(path / STATE_FILE, {"progress": asdict(progress), "fingerprint": fingerprint, "files": files})
+    files = checksums.measure_files(path, path.iterdir())
+    state = {"progress": asdict(progress), "fingerprint": fingerprint, "files": files}
+    write_json(path / STATE_FILE, {**state, "checksum": _state_checksum(state)})
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what is left of checkpoints that were not completely written or deleted."""
+    for pattern in (".step-*.partial", DELETED):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
 def _replace(final: Path, partial: Path) -> None:
     """Gives a complete checkpoint its name, in place of an earlier one."""
     if final.exists():
         _delete(final)
-    partial.rename(final)
+    put_in_place(partial, final)
 
 
 def _delete(path: Path) -> None:
     """Deletes a checkpoint under another name, so that no half of it is ever found."""
-    doomed = path.with_name(".deleted")
+    doomed = path.with_name(DELETED)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -169,13 +202,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text())
 
 
-def _measure(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC-32."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return path.stat().st_size, checksum
+def _state_checksum(state: dict[str, Any]) -> int:
+    """CRC-32 of the other content of `state.json`, which is the same before it is written and after it is read."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _step(path: Path) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.atomic_file import write_json
+from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
 from . import checkpoint
 
@@ -62,13 +62,17 @@ class RunFolder:
         """Tokenizer and data of a run that has not begun yet."""
         return self.path / ".prepared"
 
+    @property
+    def lock(self) -> Path:
+        """Names the process that uses the folder, while one does."""
+        return self.path / ".lock"
+
     def start_point(self, resume: str, overwrite: bool) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
         """
-        self._check_ours()
         chosen = self._choose(resume, overwrite)
         in_place = chosen is not None and self._holds(chosen)
         if overwrite and in_place:
@@ -82,7 +86,11 @@ class RunFolder:
         return chosen
 
     def begin(self, arguments: Mapping[str, Any], resume_from: Path | None) -> None:
-        """Moves the prepared tokenizer and data into place, and deletes an older run unless it is the one to resume."""
+        """Moves the prepared tokenizer and data into place, and deletes an older run unless it is the one to resume.
+
+        The marker comes first: without it, what a killed process leaves here would pass for foreign content.
+        """
+        write_json(self.marker, dict(arguments), default=str)
         if resume_from is None or not self._holds(resume_from):
             kept = () if self.prepared.exists() else (self.tokenizer, self.data)
             for path in self._own_paths():
@@ -91,15 +99,14 @@ class RunFolder:
         if self.prepared.exists():
             for name in (self.tokenizer.name, self.data.name):
                 remove(self.path / name)
-                (self.prepared / name).rename(self.path / name)
+                put_in_place(self.prepared / name, self.path / name)
             self.prepared.rmdir()
-        write_json(self.marker, dict(arguments), default=str)
 
-    def discard_prepared(self) -> None:
-        """Removes what a run that could not begin had prepared, and the folder if nothing else is in it."""
-        remove(self.prepared)
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+    def remove_leftovers(self) -> None:
+        """Removes what an earlier process had begun to write and not completed."""
+        for path in self._partial_paths():
+            remove(path)
+        checkpoint.remove_leftovers(self.checkpoints)
 
     def _choose(self, resume: str, overwrite: bool) -> Path | None:
         """The checkpoint that the arguments ask for, if any."""
@@ -113,9 +120,8 @@ class RunFolder:
         return chosen.resolve().parent == self.checkpoints.resolve()
 
     def _own_paths(self) -> tuple[Path, ...]:
-        """All that a run leaves in its folder."""
+        """All that a run leaves in its folder, but for the marker."""
         return (
-            self.marker,
             self.checkpoints,
             self.tokenizer,
             self.data,
@@ -125,12 +131,21 @@ class RunFolder:
             self.result,
         )
 
-    def _check_ours(self) -> None:
-        """Refuses a file, and a folder with foreign content."""
+    def _partial_paths(self) -> tuple[Path, ...]:
+        """The names under which files and folders are written before they are complete."""
+        return self.prepared, *(partial_path(path) for path in (self.marker, *self._own_paths()))
+
+    def check_ours(self) -> None:
+        """Refuses a file, and a folder with foreign content.
+
+        Raises:
+            UserError: there is one.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output={self.path} is a file; give a folder")
         if self.path.is_dir() and not self.marker.exists():
-            foreign = sorted(entry.name for entry in self.path.iterdir() if entry != self.prepared)
+            ours = (self.lock, *self._partial_paths())
+            foreign = sorted(entry.name for entry in self.path.iterdir() if entry not in ours)
             if foreign:
                 raise UserError(
                     f"output={self.path} holds {foreign[0]} and no run of dynattn pretrain; give a new or empty folder"

@@ -1,0 +1,90 @@
+"""A lock on a folder that the operating system releases when its process ends, however that happens."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from ...common.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# What network file systems answer that have no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+class FolderLock:
+    """An exclusive lock on the folder in which the file `path` lies; the file names the process that holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._file is not None
+
+    def take(self) -> None:
+        """Takes the lock, and makes the folder if it is not there.
+
+        Raises:
+            UserError: another process holds the lock; the message names it.
+            OSError: the folder cannot be made or written.
+        """
+        while self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("a+", encoding="utf-8")
+            self._lock(file)
+            # The holder before removes the file, and a lock on a file that has no name anymore protects nothing.
+            if self._is_named(file):
+                self._file = file
+            else:
+                file.close()
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Gives the lock back, and removes the file, and the folder if nothing else is in it."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+            self.path.parent.rmdir()
+        with suppress(OSError):
+            # Processes that were forked meanwhile share the open file, so closing it would not be enough.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        with suppress(OSError):
+            self._file.close()
+        self._file = None
+
+    def _lock(self, file: TextIO) -> None:
+        """Locks an open file, or closes it and says who has locked it."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                logger.warning(
+                    "%s has no locks (%s); let no other run use it meanwhile", self.path.parent, error.strerror
+                )
+                return
+            file.seek(0)
+            holder = file.read() or "another process"
+            file.close()
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise UserError(
+                f"output={self.path.parent} is in use by {holder}; wait for it to end, or give another folder"
+            ) from None
+
+    def _is_named(self, file: TextIO) -> bool:
+        """Whether the open file is the one that others find under its name."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,69 @@
+"""Work that one process or all of them do, so that a user's mistake in one of them ends all in the same way."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
+
+from ..common.errors import UserError, first_line
+
+Value = TypeVar("Value")
+
+# Parts of the messages of torch's writer, which does not say what the operating system answered.
+TORCH_WRITER = ("iostream", "inline_container")
+
+
+def on_main(accelerator: Accelerator, output: Path, work: Callable[[], Value]) -> Value:
+    """Runs `work` on the main process once all have arrived; its value or its `UserError` reaches every process.
+
+    Args:
+        output: the folder that the work may write.
+    """
+    accelerator.wait_for_everyone()
+    outcome = [attempt(work, output) if accelerator.is_main_process else (None, None)]
+    broadcast_object_list(outcome)
+    value, mistake = outcome[0]
+    if mistake is not None:
+        raise mistake
+    return value  # type: ignore[return-value]
+
+
+def on_all(output: Path, work: Callable[[], Value]) -> Value:
+    """Runs `work`, which may write `output`, on every process; if some raise `UserError`, all raise the first of them.
+
+    `work` must not wait for other processes after a step that can fail.
+    """
+    value, mistake = attempt(work, output)
+    mistakes = [other for other in gather_object([mistake]) if other is not None]
+    if mistakes:
+        raise mistakes[0]
+    return value  # type: ignore[return-value]
+
+
+def attempt(work: Callable[[], Value], output: Path) -> tuple[Value | None, UserError | None]:
+    """What `work` returns, or its `UserError`."""
+    try:
+        with disk_errors_explained(output):
+            return work(), None
+    except UserError as error:
+        return None, error
+
+
+@contextmanager
+def disk_errors_explained(output: Path) -> Iterator[None]:
+    """Turns what a full disk, or a folder that cannot be written, makes the block raise into a `UserError`."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(part in str(error) for part in TORCH_WRITER):
+            raise
+        named = getattr(error, "filename", None)
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(
+            f"cannot read or write {named or f'the files of output={output}'}: {reason}; output must be a folder that "
+            "can be written, with room left; the same command then continues from the newest checkpoint"
+        ) from error

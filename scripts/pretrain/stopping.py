@@ -1,0 +1,94 @@
+"""Runs that end when the system asks them to: after their current update, with a checkpoint."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A terminal sends its signal to all processes, and torchrun then passes it on to them once more.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal ended the run; the message says what is left of it.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int, left: str) -> None:
+        super().__init__(number, left)
+        self.number, self.left = number, left
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}; {self.left}"
+
+
+class StopSignals:
+    """Takes SIGINT, SIGTERM and SIGHUP while the block runs.
+
+    The first one is a request that `requested` holds if `finish_updates` was called, and ends the block at once
+    otherwise. A second one has the effect that it had before the block. Signals that the process ignores, as under
+    nohup, stay ignored, and outside the main thread, where Python allows no handlers, signals are left alone.
+
+    Args:
+        speaks: whether this process tells what it does. Until `finish_updates`, the others are ended by a signal as if
+            this class was not there: they wait for the first one, and cannot react.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self.speaks = speaks
+        self.requested = 0
+        self._finishes_updates = False
+        self._since = 0.0
+        self._process = os.getpid()
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if self.speaks:
+            self._install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def finish_updates(self, wanted: bool) -> None:
+        """Whether a signal waits in `requested` from now on; with `wanted` false, it ends the block at once again."""
+        self._install()
+        self._finishes_updates = wanted
+
+    def _install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if number not in self._earlier and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._earlier[number] = signal.signal(number, self._receive)
+
+    def _restore(self) -> None:
+        while self._earlier:
+            signal.signal(*self._earlier.popitem())
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler; it writes with `os.write`, because it may have interrupted another write."""
+        if os.getpid() != self._process:
+            return
+        if self.requested:
+            if time.monotonic() - self._since > SAME_REQUEST_SECONDS:
+                self._restore()
+                os.kill(os.getpid(), number)
+            return
+        self.requested, self._since = number, time.monotonic()
+        if not self._finishes_updates:
+            raise StoppedError(number, "no update had been interrupted, and the same command continues the run")
+        if self.speaks:
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())
+
+
+def ignore_signals(worker: int) -> None:
+    """Lets process `worker` of a data loader live until its run ends, when a signal goes to all processes at once."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
