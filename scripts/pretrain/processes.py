@@ -7,13 +7,14 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
 
 from ..common.errors import UserError, first_line
 
 Value = TypeVar("Value")
 
-# Parts of the messages of torch's writer, which does not say what the operating system answered.
+# What stands in errors of libraries that do not raise `OSError`: those written in Rust, and torch's writer, which does
+# not say what the operating system answered.
+RUST_ANSWER = "(os error "
 TORCH_WRITER = ("iostream", "inline_container")
 
 
@@ -58,12 +59,23 @@ def disk_errors_explained(output: Path) -> Iterator[None]:
     """Turns what a full disk, or a folder that cannot be written, makes the block raise into a `UserError`."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(part in str(error) for part in TORCH_WRITER):
+    except Exception as error:  # the tokenizers library raises a bare Exception
+        reason = _answer_of_the_disk(error)
+        if reason is None:
             raise
         named = getattr(error, "filename", None)
-        reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(
-            f"cannot read or write {named or f'the files of output={output}'}: {reason}; output must be a folder that "
-            "can be written, with room left; the same command then continues from the newest checkpoint"
+            f"cannot read or write {named or f'the files of output={output}'}: {reason}; make room there or "
+            "allow writing, or give another output folder"
         ) from error
+
+
+def _answer_of_the_disk(error: Exception) -> str | None:
+    """Why reading or writing failed, if that is what the error is about."""
+    if isinstance(error, OSError):
+        return error.strerror or first_line(error)
+    if RUST_ANSWER in str(error):
+        return first_line(error)
+    if any(part in str(error) for part in TORCH_WRITER):
+        return "a file could not be written to its end"
+    return None

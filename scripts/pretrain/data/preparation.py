@@ -140,7 +140,7 @@ def _check_undamaged(run: RunFolder, source: Source) -> None:
     """Refuses tokenizer and token streams that are not what was prepared."""
     if damage := checksums.find_damage(run.path, source.files):
         raise UserError(
-            f"the prepared data in {run.path} is damaged: {damage}; delete {run.data}, and the same command makes it anew"
+            f"the prepared data in {run.path} is damaged: {damage}; delete {run.data} to have it prepared again"
         )
 
 

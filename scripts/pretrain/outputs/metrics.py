@@ -22,7 +22,11 @@ class MetricsLog:
         self.path, self.accelerator = path, accelerator
         if accelerator.is_main_process:
             _keep_until(path, step)
-        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
+        try:
+            accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
+        except OSError:
+            accelerator.trackers.clear()  # one that has not started cannot be ended
+            raise
 
     def write(self, record: Record) -> None:
         """Stores one record: its `step`, its `split` and what was measured."""
