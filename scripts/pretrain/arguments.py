@@ -207,7 +207,7 @@ class PretrainArguments:
             self.dataloader_workers,
             f"at most {MOST_WORKERS}",
         )
-        _require("\0" not in str(self.output), "output", repr(self.output), "a path, which has no null byte")
+        _require(_is_writable_name(str(self.output)), "output", repr(self.output), "a path in UTF-8 without null bytes")
 
     def _check_combinations(self) -> None:
         if self.max_steps is not None and self.epochs is not None:
@@ -244,6 +244,11 @@ def _parse_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if parsed is not None and not isinstance(parsed, dict):
         raise UserError(f"model_config must be a mapping of field names to values, not {value!r}")
     return parsed
+
+
+def _is_writable_name(path: str) -> bool:
+    """Whether libraries in Rust, which know paths in UTF-8 alone, can write there."""
+    return "\0" not in path and path == path.encode("utf-8", "replace").decode()
 
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:

@@ -59,6 +59,8 @@ def disk_errors_explained(output: Path) -> Iterator[None]:
     """Turns what a full disk, or a folder that cannot be written, makes the block raise into a `UserError`."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # the tokenizers library raises a bare Exception
         reason = _answer_of_the_disk(error)
         if reason is None:

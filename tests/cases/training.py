@@ -12,12 +12,36 @@ from typing import Any
 import pytest
 
 from dynattn.scripts.common.arguments import parse_arguments
-from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.main import find_shipped
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
+from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.trainer import Trainer
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.1,
+}
+RUN = {
+    "model_type": "llama",
+    "model_config": LLAMA,
+    "vocab_size": 300,
+    "sequence_length": 32,
+    "batch_size": 4,
+    "max_steps": 12,
+    "warmup_steps": 2,
+    "learning_rate": 1e-2,
+    "validation_share": 0.1,
+    "log_every": 1,
+    "eval_every": 4,
+    "save_every": 4,
+}
 
 
 def write_corpus(path: Path, longest: int = 3) -> Path:
@@ -46,6 +70,30 @@ def killed_after(step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(Trainer, "_show", show)
         yield
+
+
+def run(output: Path, corpus: Path, **changes: Any) -> Result:
+    """A small run in this process: `RUN` with `changes`."""
+    return pretrain(arguments(output, corpus, **changes))
+
+
+def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
+    """The arguments of `run`."""
+    return PretrainArguments(**{"output": str(output), "dataset": str(corpus), **RUN, **changes})
+
+
+def without_timing(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics without the fields that differ from run to run."""
+    return [
+        {name: value for name, value in line.items() if name not in ("seconds", *RATES)}
+        for line in read_metrics(output / "metrics.jsonl")
+    ]
+
+
+def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
+    """Leaves what `run` leaves if it dies after `step` updates."""
+    with killed_after(step):
+        run(output, corpus, **changes)
 
 
 def curve(output: Path, *names: str, split: str | None = None) -> list[list[Any]]:

@@ -1,11 +1,14 @@
 """Files that appear as a whole or not at all."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from dynattn.scripts.common.atomic_file import write_json, write_whole
+from dynattn.scripts.common.atomic_file import flush, put_in_place, write_json, write_whole
+from dynattn.scripts.common.atomic_folder import staged_folder
 
 
 def test_json_is_written_with_its_options_and_leaves_nothing_beside_it(tmp_path: Path):
@@ -25,3 +28,55 @@ def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path, monkey
     with pytest.raises(OSError):
         write_whole(tmp_path / "a.txt", "new")
     assert (tmp_path / "a.txt").read_text() == "old"
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is flushed to the disk, and of what is renamed, in order."""
+    seen: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def note_flush(descriptor: int) -> None:
+        seen.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def note_rename(self: Path, target: Path) -> Path:
+        seen.append(f"{self.name} -> {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    return seen
+
+
+def test_content_is_on_disk_before_it_gets_its_name(tmp_path: Path, events: list[str]):
+    write_whole(tmp_path / "a.txt", "text")
+    assert events == [".a.txt.partial", ".a.txt.partial -> a.txt", tmp_path.name]
+
+
+def test_all_of_a_folder_is_on_disk_before_it_gets_its_name(tmp_path: Path, events: list[str]):
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    (tmp_path / "new" / "deep" / "file").write_text("text")
+    (tmp_path / "new" / "link").symlink_to("nowhere")
+    put_in_place(tmp_path / "new", tmp_path / "final")
+    assert sorted(events[:3]) == ["deep", "file", "new"]
+    assert events[3:] == ["new -> final", tmp_path.name]
+    events.clear()
+    with staged_folder(tmp_path / "staged") as staging:
+        (staging / "file").write_text("text")
+    assert events == ["file", staging.name, f"{staging.name} -> staged", tmp_path.name]
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True), (errno.ENOSPC, True)])
+def test_only_file_systems_that_cannot_flush_are_excused(
+    number: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(descriptor: int) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if is_told:
+        with pytest.raises(OSError):
+            flush(tmp_path)
+    else:
+        flush(tmp_path)

@@ -31,6 +31,13 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--learning_rate nan", "learning_rate=nan must be positive"),
         ("--validation_share 1", "validation_share=1.0 must be above 0 and below 1"),
         ("--sequence_length 1", "sequence_length=1 must be 2 or more"),
+        ("--seed -1", "seed=-1 must be between 0 and 4294901760"),
+        ("--seed 4294967296", "seed=4294967296 must be between 0 and"),
+        ("--adam_beta2 1", "adam_beta2=1.0 must be below 1"),
+        ("--learning_rate inf", "learning_rate=inf must be finite"),
+        ("--epochs inf", "epochs=inf must be finite"),
+        ("--batch_size 99999999999", "batch_size=99999999999 must be at most 2147483647"),
+        ("--dataloader_workers 100000", "dataloader_workers=100000 must be at most 1024"),
         ("--max_steps 3 --epochs 1", "exclude each other"),
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
         ("--init_from a --model_type llama", "already fixes the model"),
@@ -58,6 +65,32 @@ def test_shipped_files_are_found_by_name_and_parse(name: str, tmp_path: Path, mo
     assert parse(name, "--seed", "3").seed == 3
     Path(name).write_text("output: mine\n")
     assert parse(name).output == "mine"
+
+
+def test_only_bare_names_are_those_of_shipped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/tiny.yaml").write_text("output: mine\n")
+    assert parse("configs/tiny.yaml").output == "mine"
+    assert parse(str(tmp_path / "configs" / "tiny.yaml")).output == "mine"
+    for missing in ("other/tiny.yaml", "../recipes/tiny.yaml", "x" * 300 + ".yaml"):
+        with pytest.raises(UserError, match="cannot read the argument file"):
+            parse(missing)
+
+
+@pytest.mark.parametrize("line", ["batch_size: null", "seed: null", "dataset: null"])
+def test_a_missing_value_in_a_file_is_one_clear_error(line: str, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(f"output: x\n{line}\n")
+    with pytest.raises(UserError, match="=None must be given, or left out"):
+        parse(str(tmp_path / "run.yaml"))
+
+
+def test_an_output_that_no_library_can_write_is_one_clear_error(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text('output: "a\\0b"\n')
+    with pytest.raises(UserError, match=re.escape(r"output='a\x00b' must be a path in UTF-8 without null bytes")):
+        parse(str(tmp_path / "run.yaml"))
+    with pytest.raises(UserError, match=re.escape(r"output='\udcff' must be a path in UTF-8")):
+        parse("--output", "\udcff")
 
 
 def test_help_and_mistyped_options_need_nothing_that_computes():

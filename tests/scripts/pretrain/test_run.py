@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.training import curve, killed_after
+from cases.training import LLAMA, arguments, curve, killed_run, run, without_timing
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,62 +18,11 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
-from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
+from dynattn.scripts.pretrain import Result
 from dynattn.scripts.pretrain import trainer as trainer_module
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
-from dynattn.scripts.pretrain.results import RATES
-
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "attention_dropout": 0.1,
-}
-RUN = {
-    "model_type": "llama",
-    "model_config": LLAMA,
-    "vocab_size": 300,
-    "sequence_length": 32,
-    "batch_size": 4,
-    "max_steps": 12,
-    "warmup_steps": 2,
-    "learning_rate": 1e-2,
-    "validation_share": 0.1,
-    "log_every": 1,
-    "eval_every": 4,
-    "save_every": 4,
-}
-
-
-@pytest.fixture(scope="module")
-def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(tmp_path_factory.mktemp("runs") / "straight", corpus)
-
-
-def run(output: Path, corpus: Path, **changes: Any) -> Result:
-    return pretrain(arguments(output, corpus, **changes))
-
-
-def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
-    return PretrainArguments(**{"output": str(output), "dataset": str(corpus), **RUN, **changes})
-
-
-def without_timing(output: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics without the fields that differ from run to run."""
-    return [
-        {name: value for name, value in line.items() if name not in ("seconds", *RATES)}
-        for line in read_metrics(output / "metrics.jsonl")
-    ]
-
-
-def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
-    with killed_after(step):
-        run(output, corpus, **changes)
 
 
 def test_a_finished_run_learned_and_leaves_everything(finished: Result):
@@ -266,32 +215,6 @@ def test_resuming_another_run_names_what_changed(
 ):
     with pytest.raises(UserError, match=message):
         run(interrupted, corpus, **changes)
-
-
-@pytest.fixture(scope="module")
-def interrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("runs") / "interrupted"
-    killed_run(output, corpus, 10)
-    return output
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "state.json"])
-@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
-def test_a_damaged_checkpoint_is_named_with_the_one_to_use(
-    name: str, damage: str, interrupted: Path, corpus: Path, tmp_path: Path
-):
-    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
-    file = output / "checkpoints" / "step-000008" / name
-    content = file.read_bytes()
-    if damage == "delete":
-        file.unlink()
-    else:
-        middle = len(content) // 2
-        file.write_bytes(
-            content[:middle] + (b"" if damage == "truncate" else bytes([content[middle] ^ 255]) + content[middle + 1 :])
-        )
-    with pytest.raises(UserError, match=rf"step-000008 is damaged: {name}.*; resume from .*step-000004 instead"):
-        run(output, corpus)
 
 
 def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Result, corpus: Path, tmp_path: Path):

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, load_documents
+from dynattn.scripts.pretrain.data.documents import cut_tail, digest, hold_out, load_documents, warn_of_copies
 
 
 def test_held_out_documents_are_not_training_documents():
@@ -15,6 +15,28 @@ def test_held_out_documents_are_not_training_documents():
     train, validation = hold_out(dataset, share=0.1)
     assert len(validation["text"]) == 5
     assert sorted([*train["text"], *validation["text"]]) == sorted(dataset["text"])
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_both_splits_get_a_document(share: float):
+    train, validation = hold_out(Dataset.from_dict({"text": ["a", "b", "c"]}), share)
+    assert min(len(train), len(validation)) >= 1
+
+
+def test_copies_in_and_across_splits_are_counted(caplog: pytest.LogCaptureFixture):
+    train = digest(Dataset.from_dict({"text": ["a", "b", "a", "c", "a"]}))
+    warn_of_copies(train, digest(Dataset.from_dict({"text": ["a", "d", "b"]})))
+    assert [record.message for record in caplog.records] == [
+        "2 of the 5 training documents are copies of others; was a file given twice?",
+        "2 of the 3 validation documents are also training documents, so the validation loss is too low; remove the "
+        "copies, or name other validation data",
+    ]
+    caplog.clear()
+    warn_of_copies(train, digest(Dataset.from_dict({"text": ["d", "e", "d"]})))
+    assert "1 of the 3 validation documents are copies" in caplog.messages[-1]
+    caplog.clear()
+    warn_of_copies(*(digest(Dataset.from_dict({"text": texts})) for texts in (["a", "b"], ["c"])))
+    assert not caplog.records
 
 
 def test_a_single_document_is_cut_after_a_line():

@@ -1,0 +1,69 @@
+"""A lock that one process at a time holds, and that ends with its process."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.outputs import folder_lock
+from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_holder_is_named_and_nothing_is_left_at_the_end(tmp_path: Path):
+    first, second = (FolderLock(tmp_path / "run" / ".lock") for _ in range(2))
+    first.take()
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on {socket.gethostname()}; wait for it"):
+        second.take()
+    assert (first.is_held, second.is_held) == (True, False)
+    second.release()
+    first.release()
+    assert not (tmp_path / "run").exists()
+    second.take()
+    (tmp_path / "run" / "kept").touch()
+    second.release()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["kept"]
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path):
+    path = tmp_path / ".lock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "taken\n"
+    with pytest.raises(UserError, match=f"in use by process {process.pid} on"):
+        FolderLock(path).take()
+    process.kill()
+    process.communicate()
+    lock = FolderLock(path)
+    lock.take()
+    assert str(os.getpid()) in path.read_text()
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(folder_lock.NO_LOCKS[0], "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    lock = FolderLock(tmp_path / ".lock")
+    lock.take()
+    assert "has no locks (No locks available)" in caplog.text
+    lock.release()
+    assert not lock.path.exists()
