@@ -33,7 +33,7 @@ from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.folder_lock import FolderLock
-from .outputs.metrics import MetricsLog
+from .outputs.metrics import MetricsLog, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan, build_plan, describe
@@ -55,7 +55,7 @@ def pretrain(arguments: PretrainArguments) -> Result:
     """
     run = RunFolder(Path(arguments.output))
     accelerator = build_accelerator(arguments)
-    with disk_errors_explained(run.path):
+    with disk_errors_explained(run.path), tensorboard_errors_told_once():
         try:
             with StopSignals(accelerator.is_main_process) as signals, occupied(accelerator, run):
                 return run_job(accelerator, arguments, run, signals)

@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 2 -m dynattn.scripts.cli pretrain [FILE.yaml] [--option value ...]
 
 FILE.yaml is a file of yours or the name of one of the shipped `recipes`, like `tiny.yaml`.
-The output folder must be on storage that all processes see.
+The output folder must be on storage that all processes see. SIGINT, SIGTERM and SIGHUP end a run after its current
+update, with a checkpoint from which the same command continues; the exit status is then 128 and the signal's number.
 """
 
 import os

@@ -1,6 +1,9 @@
 """The run's measurements: one JSON object a line, TensorBoard, and the terminal."""
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,22 @@ class MetricsLog:
         split, step = record["split"], record["step"]
         values = {f"{split}/{name}": value for name, value in record.items() if name not in ("split", "step")}
         self.accelerator.log(values, step=step)
+
+
+@contextmanager
+def tensorboard_errors_told_once() -> Iterator[None]:
+    """Silences TensorBoard's thread, which prints a traceback of the error that it hands to the next call as well."""
+    usual = threading.excepthook
+
+    def tell(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__.partition(".")[0] != "tensorboard":
+            usual(failure)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 def read_metrics(path: Path, split: str | None = None) -> list[Record]:

@@ -1,5 +1,6 @@
 """Runs that find their files damaged, their folder in use, or their disk full."""
 
+import errno
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases.training import killed_run, run, without_timing
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
@@ -165,6 +167,18 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(size: int, finished: R
     assert not output.exists() or not [path for path in output.rglob(".*") if path.name != ".metrics.jsonl.partial"]
     run(output, corpus)
     assert without_timing(output) == without_timing(finished.output)
+
+
+def test_tensorboard_that_cannot_write_prints_no_traceback(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    def refuse(self: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    with pytest.raises(UserError, match="cannot read or write .*: No space left on device"):
+        run(tmp_path / "run", corpus)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(finished: Result, corpus: Path, tmp_path: Path):
