@@ -176,7 +176,7 @@ def test_tensorboard_that_cannot_write_prints_no_traceback(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(RecordWriter, "write", refuse)
-    with pytest.raises(UserError, match="cannot read or write .*: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot read or write .*: No space left on device"):
         run(tmp_path / "run", corpus)
     assert "Traceback" not in capfd.readouterr().err
 
