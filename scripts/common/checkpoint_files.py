@@ -1,11 +1,15 @@
-"""The files of a checkpoint folder that a user named: reading its `config.json`, finding what lies beside it."""
+"""The files of a checkpoint folder that a user named: finding and reading them, and refusing what is no checkpoint.
+
+A folder may come from anywhere, so nothing in it is taken at its word: not its links, its JSON, or its sizes.
+"""
 
 import json
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from .errors import UserError, last_line
 
 # Patterns of file names: a tokenizer's, and those of what else lies beside weights and configuration.
 TOKENIZER_PATTERNS = (
@@ -13,13 +17,24 @@ TOKENIZER_PATTERNS = (
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
 )
 COMPANION_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*")
+# Transformers loads the base model that this file names, from wherever it is, instead of the folder that it is in.
+ADAPTER = "adapter_config.json"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# What all formats call the number of layers, and the sizes that are dimensions of tensors or divide them.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+WIDTHS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("dim", "n_head", "vocab", "d_model", "d_ff", "heads"),
+)
+# Bounds of JSON files: levels of lists and objects, and the integers that tensors and configurations can hold.
+DEEPEST, LARGEST = 64, 2**63 - 1
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of `config.json`.
 
     Raises:
-        UserError: the folder, or the file, is missing or damaged.
+        UserError: the folder, or the file, is missing or damaged, or no configuration of a plain model.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
@@ -27,15 +42,139 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         what = "has no config.json" if any(folder.iterdir()) else "is empty"
         raise UserError(f"{folder} {what}; give the folder of a checkpoint")
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if (folder / ADAPTER).exists():
+        raise UserError(f"{folder} holds an adapter ({ADAPTER}); merge it into its model, and save that")
+    content = read_json(folder / "config.json")
     if not isinstance(content, dict):
         raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
+    check_fields(content)
     return content
 
 
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Raises UserError where a field of `config.json` that configuration classes do not check has no possible value."""
+    for name in ("dtype", "torch_dtype"):
+        if config.get(name) is not None and config[name] not in DTYPES:
+            raise UserError(_impossible(config, name, f"it can be {', '.join(DTYPES)}"))
+    if config.get("quantization_config") is not None:
+        needed = "quantised weights are not supported; take the checkpoint that they were made from"
+        raise UserError(_impossible(config, "quantization_config", needed))
+    if not isinstance(config.get("model_type", ""), str):
+        raise UserError(_impossible(config, "model_type", "it must be text"))
+    architectures = config.get("architectures") or []
+    if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
+        raise UserError(_impossible(config, "architectures", "it must be a list of class names"))
+    for name, value in config.items():
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(_impossible(config, name, f"integers go up to {LARGEST}"))
+
+
+def check_sizes(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuses sizes in `config.json` that no model with these tensors can have, before such a model is built.
+
+    Every layer has a tensor of its own, and no width exceeds the longest dimension of a tensor.
+
+    Args:
+        config: content of `config.json`, of any format.
+        shapes: of the tensors in the weight files, by name.
+
+    Raises:
+        UserError: a size is not positive, or too large.
+    """
+    longest = max((length for shape in shapes.values() for length in shape), default=0)
+    bounds = dict.fromkeys(LAYERS, (len(shapes), "tensors there are"))
+    bounds |= dict.fromkeys(WIDTHS, (longest, "the longest dimension of a tensor"))
+    for name, (limit, what) in bounds.items():
+        if type(config.get(name)) is int and not 1 <= config[name] <= limit:
+            needed = f"with these weights it must be positive and at most {limit} ({what})"
+            raise UserError(_impossible(config, name, f"{needed}; use the configuration that belongs to the weights"))
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file in a checkpoint folder.
+
+    Raises:
+        UserError: it is a link to a file elsewhere, cannot be read, is not JSON, or is nested too deeply.
+    """
+    require_inside(path)
+    too_deep = UserError(f"{path} is nested more than {DEEPEST} levels deep; copy or save the checkpoint again")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    if _depth(content) > DEEPEST:
+        raise too_deep
+    return content
+
+
+def refusal_of(error: Exception) -> str:
+    """Why a configuration or a model refused the fields of `config.json`, in one line."""
+    is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
+    return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
+
+
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """The sorted names of the files in `folder` that match one of `patterns`."""
-    return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    """The sorted names of the files in `folder` that match one of `patterns`.
+
+    Raises:
+        UserError: one is a link to a file elsewhere.
+    """
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(require_inside(path).name for path in found)
+
+
+def file_of_index(index: Path, name: object) -> Path:
+    """The weight file `name` that an index lists.
+
+    Raises:
+        UserError: `name` is no name of a file in the folder of the index, or a link to a file elsewhere.
+    """
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 255 or Path(name).name != name:
+        raise UserError(
+            f"{index} names the weight file {reprlib.repr(name)}, which is no file name in that folder; "
+            "copy or save the checkpoint again"
+        )
+    return require_inside(index.with_name(name))
+
+
+def require_inside(path: Path) -> Path:
+    """Returns `path`, a file directly in a checkpoint folder.
+
+    Raises:
+        UserError: it is a link that leaves the folder, other than from a snapshot in the Hub's cache to its blobs.
+    """
+    folder = path.parent.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} is a link that leads nowhere: {error}; put the file itself there") from error
+    if not target.is_relative_to(_hub_repository(folder) or folder):
+        raise UserError(f"{path} is a link to {target}, outside the checkpoint's folder; put the file itself there")
+    return path
+
+
+def _hub_repository(folder: Path) -> Path | None:
+    """The folder `models--*` of the Hub's cache if `folder` is a snapshot in it, whose files are links to blobs."""
+    for parent in (folder, *folder.parents):
+        repository = parent.parent.parent
+        if parent.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return repository
+    return None
+
+
+def _depth(content: Any) -> int:
+    """Levels of lists and objects in JSON; text and numbers alone have one."""
+    depth, level = 0, [content]
+    while level:
+        lists = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        depth, level = depth + 1, [child for children in lists for child in children]
+    return depth
+
+
+def _impossible(config: Mapping[str, Any], name: str, needed: str) -> str:
+    """What is wrong with a field of `config.json`, in one line."""
+    return f"{name} in config.json is {reprlib.repr(config[name])}; {needed}"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import Any, Literal
 
 from ...common.errors import UserError
@@ -53,7 +54,7 @@ def parse_size(text: str) -> int:
     unit = match and UNITS.get(match[2] or "B")
     if not (match and unit):
         raise UserError(f"max_shard_size {text!r} is no size; write it as 5GB, 500MB or 200MiB")
-    size = int(float(match[1]) * unit)
+    size = int(Decimal(match[1]) * unit)
     if size < 1:
         raise UserError(f"max_shard_size {text!r} holds nothing; give at least 1KB")
     return size

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from ...common.atomic_folder import check_destination, recover, staged_folder
-from ...common.checkpoint_files import read_config
+from ...common.checkpoint_files import check_sizes, read_config
+from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
 from .companion_files import copy_companions
 from .tensor_source import TensorSource
@@ -100,7 +101,7 @@ class ConversionPlan(ABC):
 
 Arguments = TypeVar("Arguments", bound=ConversionArguments)
 Plan = TypeVar("Plan", bound=ConversionPlan)
-Planner = Callable[[Arguments, dict[str, Any], Path], Plan]
+Planner = Callable[[Arguments, dict[str, Any], TensorSource], Plan]
 
 
 def convert(
@@ -111,17 +112,19 @@ def convert(
     Args:
         arguments: what the user asked for.
         source: the folder to read.
-        forward: plans a conversion to our format, from the arguments, the content of `config.json` and the folder.
+        forward: plans a conversion to our format, from the arguments, the content of `config.json` and the weights.
         reverse: plans a conversion from our format likewise.
 
     Raises:
         UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
     """
-    destination = Path(arguments.destination).resolve()
+    destination = resolve_destination(arguments.destination)
     raw = read_config(source)
     recover(destination)
     check_destination(destination, source, arguments.overwrite)
-    plan = (reverse if arguments.reverse else forward)(arguments, raw, source)
+    weights = TensorSource(source)
+    check_sizes(raw, weights.shapes)
+    plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)
     with staged_folder(destination) as staging:
         write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
         copy_companions(source, staging)

@@ -8,6 +8,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
+from ...common.folder_names import check_revision, resolve_folder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.bin.index.json")
@@ -19,15 +20,16 @@ def locate(source: str, revision: str | None = None) -> Path:
     Raises:
         UserError: it is neither, or the Hub cannot be reached or does not have it.
     """
-    folder = Path(source)
-    if folder.exists() or not _may_be_on_the_hub(source):
+    check_revision(revision)
+    folder = resolve_folder(source)
+    if folder.exists():
         if revision is not None:
             raise UserError(f"--revision {revision} only matters for a name on the Hub, and {source} is a folder")
-        if not folder.exists():
-            raise UserError(f"{source} does not exist; give the folder of a checkpoint, or its name on the Hub")
-        return folder.resolve()
+        return folder
+    if not _may_be_on_the_hub(source):
+        raise UserError(f"{source} does not exist; give the folder of a checkpoint, or its name on the Hub")
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=_patterns(source, revision)))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=_patterns(source, revision))).resolve()
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         where = source if revision is None else f"{source} at {revision}"
         raise UserError(

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ...common.checkpoint_files import read_config, refusal_of
 from ...common.errors import UserError, last_line
 from .tensor_source import TensorSource, count_elements
 
@@ -21,10 +21,11 @@ def load_config(folder: Path) -> PreTrainedConfig:
     Raises:
         UserError: it is not valid.
     """
+    read_config(folder)
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, OSError, KeyError) as error:
-        raise UserError(f"{folder / 'config.json'} is not valid: {last_line(error)}") from error
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # Transformers checks few fields, so that a bad value ends in any exception
+        raise UserError(f"{folder / 'config.json'} is not valid: {refusal_of(error)}") from error
 
 
 def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> PreTrainedModel:
@@ -40,7 +41,9 @@ def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | 
     """
     require_memory(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the converted model does not load: {last_line(error)}") from error
@@ -64,6 +67,7 @@ def load_for_probe(
     """
     require_memory(folder)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    options["trust_remote_code"] = False
     try:
         with quiet_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)

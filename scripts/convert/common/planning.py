@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ...common.checkpoint_files import refusal_of
 from ...common.errors import UserError
 from .tensor_source import TensorSource, common_dtype
 from .weight_map import Step, foreign_shapes
@@ -17,9 +18,16 @@ def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torc
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Our model with shapes only: its weights have no storage."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    """Our model with shapes only: its weights have no storage.
+
+    Raises:
+        UserError: there can be no such model.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"config.json describes no possible model: {refusal_of(error)}") from error
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, torch.Size]:

@@ -1,6 +1,5 @@
 """Writing a checkpoint in files of limited size, with never more than one of them in memory."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from .tensor_source import count_elements
 from .weight_map import Step
@@ -56,7 +56,7 @@ def write_shards(
             places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = count_elements(shapes[key] for key in places) * dtype.itemsize
-        _write_index(folder / INDEX, places, total)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
     return places
 
 
@@ -84,11 +84,6 @@ def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize < tensor.dtype.itemsize and not torch.equal(result.isfinite(), tensor.isfinite()):
         raise UserError(f"{key} has numbers that are too large for {dtype}; choose another --dtype")
     return result
-
-
-def _write_index(path: Path, places: Mapping[str, str], total_size: int) -> None:
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(places.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

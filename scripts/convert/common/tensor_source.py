@@ -1,6 +1,5 @@
 """Reading a checkpoint's tensors one by one, from safetensors or `.bin`, in one file or several."""
 
-import json
 import pickle
 import re
 import zipfile
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.checkpoint_files import file_of_index, read_json, require_inside
 from ...common.errors import UserError, first_line
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -113,10 +113,10 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     """
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if (index := folder / f"{stem}{suffix}.index.json").is_file():
-            placed = {key: folder / name for key, name in _read_index(index).items()}
+            placed = _read_index(index)
             return _require_files(sorted(set(placed.values())), index.name), placed
         if (single := folder / f"{stem}{suffix}").is_file():
-            return [single], {}
+            return [require_inside(single)], {}
         found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
         if found:
             return _require_files(_complete_numbering(found), "their numbering"), {}
@@ -135,22 +135,36 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path} is damaged, or a pickle that runs code, and was not opened; get the weights as safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a damaged file may end in any exception of the pickle format's many instructions
         raise UserError(f"{path} is truncated or no weight file: {first_line(error)}; copy or save it again") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
         raise UserError(f"{path} holds something else than tensors by name; save the model's state_dict() in it")
+    for key, tensor in content.items():
+        _require_stored(path, key, tensor)
     return {key: tensor.detach() for key, tensor in content.items()}
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = {key: Path(name).name for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no index of shards; copy or save the checkpoint again") from error
-    if not names:
+def _require_stored(path: Path, key: str, tensor: Tensor) -> None:
+    """Raises UserError where the file holds fewer elements than `tensor` `[...]` has: it is expanded, sparse or meta."""
+    is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise UserError(
+            f"{key} in {path} has shape {tuple(tensor.shape)}, but the file does not store all of its elements; "
+            "save it again as a contiguous tensor"
+        )
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """The file in which an index of shards places each tensor."""
+    content = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{path} is no index of shards; copy or save the checkpoint again")
+    if not weight_map:
         raise UserError(f"{path} names no weights; copy or save the checkpoint again")
-    return names
+    return {key: file_of_index(path, name) for key, name in weight_map.items()}
 
 
 def _complete_numbering(found: list[Path]) -> list[Path]:
@@ -167,6 +181,7 @@ def _require_files(paths: list[Path], said_by: str) -> list[Path]:
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is missing, but {said_by} names it; copy it there")
+        require_inside(path)
     return paths
 
 

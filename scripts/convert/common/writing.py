@@ -1,6 +1,5 @@
 """Writing a converted checkpoint: weights in shards, configuration, tokenizer."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ...common import atomic_file
 from .arguments import parse_size
 from .companion_files import adopt_special_tokens
 from .shards import write_shards
@@ -30,7 +30,7 @@ def write_weights(
 
 def write_json(folder: Path, content: dict[str, Any]) -> None:
     """Writes a foreign `config.json`."""
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    atomic_file.write_json(folder / "config.json", content)
 
 
 def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:

@@ -165,8 +165,8 @@ class OfficialConfig:
             "norm_eps",
             "rope_base",
         ):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name} in config.json is {getattr(self, name)}; it must be positive")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name} in config.json is {getattr(self, name)}; it must be positive and finite")
         if self.n_local_heads != self.n_head:
             raise UserError(
                 f"n_local_heads ({self.n_local_heads}) differs from n_head ({self.n_head}): the official code gives "

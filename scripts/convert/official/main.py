@@ -4,7 +4,6 @@ Run: `dynattn convert official SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.command_line import conversion_main
@@ -25,7 +24,8 @@ def convert_official(arguments: OfficialArguments) -> "Conversion":
     Raises:
         UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
     """
+    from ...common.folder_names import resolve_folder
     from ..common.driver import convert
     from .plan import plan_forward, plan_reverse
 
-    return convert(arguments, Path(arguments.source).resolve(), forward=plan_forward, reverse=plan_reverse)
+    return convert(arguments, resolve_folder(arguments.source), forward=plan_forward, reverse=plan_reverse)

@@ -72,13 +72,12 @@ class Conversion(ConversionPlan):
             yield "windows", f"{window} keys, itself included, for a token of {local} local layers"
 
 
-def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], folder: Path) -> Conversion:
+def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], source: TensorSource) -> Conversion:
     """Reads the official format: configuration, names and redundant tensors, but not yet the weights.
 
     Raises:
         UserError: they do not fit each other, or something would be lost.
     """
-    source = TensorSource(folder)
     official = OfficialConfig.from_json(raw, source.headers, arguments.family)
     keep_static = arguments.static == "keep"
     weight_map = official_map(official, prefer_merged=arguments.prefer_merged, keep_static=keep_static)
@@ -101,7 +100,7 @@ def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], folder: Path
     )
 
 
-def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], folder: Path) -> Conversion:
+def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: TensorSource) -> Conversion:
     """Reads our format: configuration, names and shapes, but not yet the weights.
 
     Raises:
@@ -109,9 +108,8 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], folder: Path
     """
     if "hidden_size" not in raw:
         raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
-    config = load_config(folder)
+    config = load_config(source.folder)
     official = to_official(config)
-    source = TensorSource(folder)
     steps = plan_export(official_map(official), source.headers)
     check_shapes(source, shapes_of(meta_model(config)))
     return Conversion(

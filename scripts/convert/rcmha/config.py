@@ -50,6 +50,7 @@ class OfficialRCMHAConfig:
         rows = find_shape(shapes, TABLES)
         if rows:
             found.setdefault("P", rows[0] // 2)
+            check_positions(found["P"], rows[0])
         kernel = find_shape(shapes, KERNELS)
         if len(kernel) == 3:
             found["kernel_size"] = kernel[-1]
@@ -148,6 +149,15 @@ def check_kind(kind: str, keys: Iterable[str]) -> None:
         raise UserError(
             f"config.json says {kind}, but the weights are of {found} ({'with' if has['conv'] else 'without'} "
             f"convolutions, {'with' if has['tables'] else 'without'} position tables); correct it"
+        )
+
+
+def check_positions(positions: Any, rows: int) -> None:
+    """Raises UserError where P of `config.json` is not half the `rows` of the position tables."""
+    if positions != rows // 2:
+        raise UserError(
+            f"P in config.json is {positions!r}, but the position tables have {rows} rows, which is twice "
+            f"{rows // 2}; set P to that"
         )
 
 

@@ -7,7 +7,6 @@ Run: `dynattn convert rcmha SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.command_line import conversion_main
@@ -28,7 +27,8 @@ def convert_rcmha(arguments: RCMHAArguments) -> "RCMHAConversion":
     Raises:
         UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
     """
+    from ...common.folder_names import resolve_folder
     from ..common.driver import convert
     from .plan import plan_forward, plan_reverse
 
-    return convert(arguments, Path(arguments.source).resolve(), forward=plan_forward, reverse=plan_reverse)
+    return convert(arguments, resolve_folder(arguments.source), forward=plan_forward, reverse=plan_reverse)

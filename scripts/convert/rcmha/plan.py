@@ -101,13 +101,12 @@ class RCMHAConversion(ConversionPlan):
         )
 
 
-def plan_forward(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -> RCMHAConversion:
+def plan_forward(arguments: RCMHAArguments, raw: dict[str, Any], source: TensorSource) -> RCMHAConversion:
     """Reads the official format: configuration, names and shapes, but not yet the weights.
 
     Raises:
         UserError: they do not fit each other, or something would be lost.
     """
-    source = TensorSource(folder)
     official = OfficialRCMHAConfig.from_json(raw, source.shapes)
     config = official.to_ours(arguments.memory_type, arguments.max_position_embeddings)
     steps, dropped = plan_import(rcmha_map(official, config.num_relative_positions), source.headers)
@@ -124,7 +123,7 @@ def plan_forward(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -
     )
 
 
-def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -> RCMHAConversion:
+def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], source: TensorSource) -> RCMHAConversion:
     """Reads our format: configuration, names and shapes, but not yet the weights.
 
     Raises:
@@ -132,11 +131,10 @@ def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], folder: Path) -
     """
     if "kind" in raw and "hidden_size" not in raw:
         raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
-    config = load_config(folder)
+    config = load_config(source.folder)
     if not isinstance(config, RCMHAConfig):
-        raise UserError(f"{folder} holds a {config.model_type!r} model, but only rcmha can be converted here")
+        raise UserError(f"{source.folder} holds a {config.model_type!r} model, but only rcmha can be converted here")
     official = to_official(config, arguments.official_positions, from_streaming=arguments.from_streaming)
-    source = TensorSource(folder)
     steps = plan_export(rcmha_map(official, config.num_relative_positions), source.headers)
     check_shapes(source, shapes_of(meta_model(config)))
     return RCMHAConversion(

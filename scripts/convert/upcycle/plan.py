@@ -96,14 +96,15 @@ class Upcycling(ConversionPlan):
         return f"{self.arguments.destination} ({self.config.model_type})"
 
 
-def plan_upcycling(arguments: UpcycleArguments, raw: dict[str, Any], folder: Path, *, parent: Parent) -> Upcycling:
+def plan_upcycling(
+    arguments: UpcycleArguments, raw: dict[str, Any], source: TensorSource, *, parent: Parent
+) -> Upcycling:
     """Reads a plain model: configuration and names, but not yet the weights.
 
     Raises:
         UserError: it is none of the family, is damaged, or would lose something.
     """
-    theirs = read_family(folder, raw, parent.model_types)
-    source = TensorSource(folder)
+    theirs = read_family(source.folder, raw, parent.model_types)
     config_class, fields = CONFIG_MAPPING[parent.ours], parent.fields(theirs)
     plain = make_config(config_class, **{**fields, **NO_COMPOSITION})
     config = make_config(config_class, **{**fields, **chosen_fields(arguments, plain)})
@@ -125,14 +126,13 @@ def plan_upcycling(arguments: UpcycleArguments, raw: dict[str, Any], folder: Pat
     )
 
 
-def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], folder: Path, *, parent: Parent) -> Upcycling:
+def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorSource, *, parent: Parent) -> Upcycling:
     """Reads one of our models to write the plain model that it contains: configuration, names and composition.
 
     Raises:
         UserError: it is none of ours, composes heads, or the parent's code cannot run it.
     """
-    ours = read_family(folder, raw, (parent.ours,))
-    source = TensorSource(folder)
+    ours = read_family(source.folder, raw, (parent.ours,))
     config = make_config(parent.restore, ours)
     expected = shapes_of(meta_model(ours))
     composition = sorted(key for key in expected if COMPOSITION in key)

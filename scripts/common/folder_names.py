@@ -1,0 +1,56 @@
+"""The folders, and the revisions on the Hub, that a user names: refused before anything is done with them."""
+
+import os
+import re
+from pathlib import Path
+
+from .errors import UserError
+
+# Longest name of a folder to write, in bytes: file systems allow 255, and scratch folders beside it add to its name.
+LONGEST_NAME = 220
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# What git allows as the name of a branch or tag; a name with `..` could leave the Hub's cache.
+REVISION = re.compile(r"(?!.*\.\.)[^\x00-\x20\x7f~^:?*\[\\/.-][^\x00-\x20\x7f~^:?*\[\\]*")
+
+
+def resolve_folder(name: str) -> Path:
+    """Returns the absolute path of a folder, which need not exist, with links followed.
+
+    Raises:
+        UserError: the system can have no such folder, or does not allow to look at it.
+    """
+    if not name or CONTROL.search(name):
+        raise UserError(f"{_short(name)} is no name of a folder (empty, or with control characters); give another")
+    try:
+        folder = Path(name).resolve()
+        folder.exists()  # raises where a name is too long, or a folder above must not be entered
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "its links go round in a circle"
+        raise UserError(f"{_short(name)} cannot be a folder: {reason}; give another") from error
+    return folder
+
+
+def resolve_destination(name: str) -> Path:
+    """Returns the absolute path of a folder to write.
+
+    Raises:
+        UserError: it is no name of a folder, is too long, or the command runs in it.
+    """
+    folder = resolve_folder(name)
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise UserError(f"the folder name {_short(folder.name)} has {length} bytes; give one of at most {LONGEST_NAME}")
+    if Path.cwd().is_relative_to(folder):
+        raise UserError(f"{folder} holds the current folder, so it cannot be written as a whole; give another folder")
+    return folder
+
+
+def check_revision(revision: str | None) -> None:
+    """Raises UserError where no branch, tag or commit can have such a name."""
+    if revision is not None and not (REVISION.fullmatch(revision) and len(revision) <= LONGEST_NAME):
+        raise UserError(f"revision {_short(revision)} is no branch, tag or commit; give one, such as main")
+
+
+def _short(name: str) -> str:
+    """A name in quotes and one line, without its middle if it is long."""
+    text = repr(name)
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-37:]}"
