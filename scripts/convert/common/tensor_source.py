@@ -147,7 +147,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _require_stored(path: Path, key: str, tensor: Tensor) -> None:
-    """Raises UserError where the file holds fewer elements than `tensor` `[...]` has: it is expanded, sparse or meta."""
+    """Raises UserError where the file lacks elements of `tensor` `[...]`: it is expanded, sparse or on no device."""
     is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         raise UserError(
