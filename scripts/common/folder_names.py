@@ -8,7 +8,8 @@ from .errors import UserError
 
 # Longest name of a folder to write, in bytes: file systems allow 255, and scratch folders beside it add to its name.
 LONGEST_NAME = 220
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Characters that end a line or are no text in UTF-8, so that no report or model card can name the folder.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
 # What git allows as the name of a branch or tag; a name with `..` could leave the Hub's cache.
 REVISION = re.compile(r"(?!.*\.\.)[^\x00-\x20\x7f~^:?*\[\\/.-][^\x00-\x20\x7f~^:?*\[\\]*")
 
@@ -19,8 +20,8 @@ def resolve_folder(name: str) -> Path:
     Raises:
         UserError: the system can have no such folder, or does not allow to look at it.
     """
-    if not name or CONTROL.search(name):
-        raise UserError(f"{_short(name)} is no name of a folder (empty, or with control characters); give another")
+    if not name or UNPRINTABLE.search(name):
+        raise UserError(f"{_short(name)} is no name of a folder (empty, or with unprintable characters); give another")
     try:
         folder = Path(name).resolve()
         folder.exists()  # raises where a name is too long, or a folder above must not be entered

@@ -7,6 +7,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..common.errors import UserError
+from ..common.folder_names import check_revision, resolve_destination, resolve_folder
 
 
 @dataclass
@@ -14,7 +15,7 @@ class PublishArguments:
     """Arguments of one publication; a YAML file holds the same names.
 
     Raises:
-        UserError: the Hub cannot have a repository of that name, or an argument has no effect without it.
+        UserError: the Hub cannot have a repository or branch of that name, or an argument has no effect without it.
     """
 
     checkpoint: str = field(metadata={"help": "checkpoint folder; may be given without the option's name"})
@@ -35,6 +36,7 @@ class PublishArguments:
     commit_message: str | None = field(default=None, metadata={"help": "message of the commit on the Hub"})
 
     def __post_init__(self) -> None:
+        check_revision(self.revision)
         if self.repo is not None:
             try:
                 validate_repo_id(self.repo)
@@ -49,6 +51,10 @@ class PublishArguments:
 
     @property
     def destination(self) -> Path:
-        """The folder to write, as an absolute path."""
-        source = Path(self.checkpoint).resolve()
-        return Path(self.output).resolve() if self.output else source.with_name(f"{source.name}-hub")
+        """The folder to write, as an absolute path.
+
+        Raises:
+            UserError: there can be no such folder.
+        """
+        beside = f"{resolve_folder(self.checkpoint)}-hub"
+        return resolve_destination(beside if self.output is None else self.output)

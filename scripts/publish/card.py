@@ -11,8 +11,9 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig
 
-from ..common.errors import UserError
-from .checkpoint import Checkpoint, last_line
+from ..common.checkpoint_files import require_inside
+from ..common.errors import UserError, last_line
+from .checkpoint import Checkpoint
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -79,7 +80,7 @@ from transformers import {imports}
 
 
 def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None) -> str:
-    """Returns the text of README.md.
+    """Returns the text of README.md; a YAML library writes its metadata.
 
     Args:
         checkpoint: its README.md is kept, and completed where metadata or a way to load it are missing.
@@ -98,11 +99,24 @@ def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None) ->
 
 
 def _read_card(path: Path) -> ModelCard:
+    require_inside(path)
     try:
         text = path.read_text(encoding="utf-8")
-        return ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+        card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is no model card that the Hub accepts: {last_line(error)}") from error
+    _check_metadata(card.data, path)
+    return card
+
+
+def _check_metadata(data: Any, path: Path) -> None:
+    """Raises UserError where the Hub, or `_complete_metadata`, would make nothing of a field."""
+    for name in ("license", "pipeline_tag"):
+        if not isinstance(data.get(name), str | None):
+            raise UserError(f"{name} in {path} is {data.get(name)!r}; it must be text")
+    tags = data.tags or []
+    if not isinstance(tags, str) and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        raise UserError(f"tags in {path} are {tags!r}; they must be a list of texts")
 
 
 def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
@@ -151,10 +165,11 @@ def _bibtex(paper: str) -> str:
 
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
+    quoted = json.dumps(name, ensure_ascii=False)  # also Python's way to write a text
     classes = [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
 
     def load(options: str) -> str:
         variables = {"AutoTokenizer": "tokenizer"}
-        return "\n".join(f'{variables.get(cls, "model")} = {cls}.from_pretrained("{name}"{options})' for cls in classes)
+        return "\n".join(f"{variables.get(cls, 'model')} = {cls}.from_pretrained({quoted}{options})" for cls in classes)
 
     return USAGE.format(imports=", ".join(classes), load=load(""), load_remote=load(", trust_remote_code=True"))

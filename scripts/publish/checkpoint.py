@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from dynattn.families import FAMILIES, Family
 from dynattn.remote_code import registered_classes
 
-from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, read_config
+from ..common.checkpoint_files import (
+    COMPANION_PATTERNS,
+    TOKENIZER_PATTERNS,
+    check_sizes,
+    matching_files,
+    read_config,
+    refusal_of,
+)
 from ..common.errors import UserError, last_line
+from ..common.folder_names import resolve_folder
 from .weights import Weights, read_weights
 
 PICTURES = ("*.png", "*.svg")  # of the card
@@ -37,8 +43,8 @@ class Checkpoint:
     def files_to_copy(self) -> list[str]:
         """What is published as it is: weights, tokenizer, generation configuration, license, pictures of the card."""
         patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if self.tokenizer else ()))
-        found = {path.name for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
-        return [*self.weights.files, *sorted(found - set(self.weights.files))]
+        found = matching_files(self.folder, patterns)
+        return [*self.weights.files, *(name for name in found if name not in self.weights.files)]
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -47,13 +53,16 @@ def read_checkpoint(path: str) -> Checkpoint:
     Raises:
         UserError: something is missing, damaged, or not of this package.
     """
-    folder = Path(path).resolve()
-    config_class = _find_config_class(read_config(folder), folder)
+    folder = resolve_folder(path)
+    raw = read_config(folder)
+    config_class = _find_config_class(raw.get("model_type"), folder)
+    weights = read_weights(folder)
+    check_sizes(raw, weights.shapes)
     try:
         config = config_class.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, OSError) as error:
+    except Exception as error:  # Transformers checks few fields, so that a bad value ends in any exception
         raise UserError(
-            f"{folder / 'config.json'} is not a valid {config_class.__name__}: {last_line(error)}"
+            f"{folder / 'config.json'} is not a valid {config_class.__name__}: {refusal_of(error)}"
         ) from error
     auto_class, model_class = _find_model_class(config, folder)
     tokenizer = _load_tokenizer(folder)
@@ -62,11 +71,10 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {config.vocab_size}; "
             "put the tokenizer there that the model was trained with"
         )
-    return Checkpoint(folder, config, auto_class, model_class, read_weights(folder), tokenizer)
+    return Checkpoint(folder, config, auto_class, model_class, weights, tokenizer)
 
 
-def _find_config_class(config: dict[str, Any], folder: Path) -> type[PreTrainedConfig]:
-    model_type = config.get("model_type")
+def _find_config_class(model_type: object, folder: Path) -> type[PreTrainedConfig]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published")
     return FAMILIES[model_type].load_config_class()
@@ -85,7 +93,7 @@ def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
+    if not matching_files(folder, TOKENIZER_PATTERNS):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

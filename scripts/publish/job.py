@@ -1,6 +1,5 @@
 """The job: check the checkpoint, write a temporary folder, verify it, move it into place, push it."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from dynattn.remote_code import write_code
 
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_destination, recover, staged_folder
+from ..common.checkpoint_files import read_config
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
@@ -60,8 +60,7 @@ def write_folder(folder: Path, checkpoint: Checkpoint, *, repo: str | None, lice
     for name in checkpoint.files_to_copy:
         shutil.copyfile(checkpoint.folder / name, folder / name)
     write_code(checkpoint.config, folder)
-    config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
-    config["auto_map"] = checkpoint.config.auto_map
+    config = {**read_config(checkpoint.folder), "auto_map": checkpoint.config.auto_map}
     write_json(folder / "config.json", config, sort_keys=True)
     card = make_card(checkpoint, name=repo or checkpoint.folder.name, license_name=license_name)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..common.checkpoint_files import refusal_of
 from ..common.errors import UserError, last_line
 from . import probe
 from .checkpoint import Checkpoint
@@ -41,8 +42,8 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     auto = getattr(transformers, checkpoint.auto_class)
     try:
         model, info = auto.from_pretrained(checkpoint.folder, dtype="auto", output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{checkpoint.folder} does not load: {last_line(error)}") from error
+    except (ArithmeticError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint.folder} does not load: {refusal_of(error)}") from error
     for kind, verb in (("missing_keys", "lacks"), ("unexpected_keys", "has besides"), ("mismatched_keys", "misshapes")):
         if names := sorted(map(str, info[kind])):
             raise UserError(

@@ -1,13 +1,14 @@
 """The safetensors files of a checkpoint: which they are, and whether they are whole."""
 
-import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from ..common.checkpoint_files import file_of_index, read_json, require_inside
 from ..common.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -16,10 +17,11 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold the weights, with the index if there are several, and how many elements they hold."""
+    """The files that hold the weights, with the index if there are several, and what their headers say."""
 
     files: list[str]
     elements: Counter[str] = field(default_factory=Counter)  # by dtype as safetensors spells it, such as "BF16"
+    shapes: dict[str, Sequence[int]] = field(default_factory=dict)  # by the name of the tensor
 
     @property
     def total(self) -> int:
@@ -31,22 +33,26 @@ def read_weights(folder: Path) -> Weights:
     """Finds the weights in `folder` as Transformers does and reads all headers, but no weights.
 
     Raises:
-        UserError: there are none, a shard is missing or damaged, or the index names what a shard lacks.
+        UserError: there are none, a shard is missing, damaged or a link to elsewhere, the index names what a shard
+            lacks, or two shards have the same tensor.
     """
     shards = _find_shards(folder)
-    elements: Counter[str] = Counter()
+    weights = Weights([*shards, *([] if (folder / SINGLE).is_file() else [INDEX])])
     for name, expected in shards.items():
-        counted, keys = _read_header(folder / name)
-        if absent := sorted(expected - keys):
+        counted, shapes = _read_header(folder / name)
+        if absent := sorted(expected - shapes.keys()):
             raise UserError(f"{folder / INDEX} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
-        elements += counted
-    return Weights([*shards, *([] if SINGLE in shards else [INDEX])], elements)
+        if twice := sorted(shapes.keys() & weights.shapes.keys()):
+            raise UserError(f"{twice[0]} is in {name} and in another shard of {folder}; save the checkpoint again")
+        weights.elements.update(counted)
+        weights.shapes.update(shapes)
+    return weights
 
 
 def _find_shards(folder: Path) -> dict[str, set[str]]:
     """The weight files with the tensors that each must have."""
     if (folder / SINGLE).is_file():
-        return {SINGLE: set()}
+        return {require_inside(folder / SINGLE).name: set()}
     if not (folder / INDEX).is_file():
         others = sorted(path.name for pattern in ("*.bin", "*.safetensors") for path in folder.glob(pattern))
         found = f" (there is {others[0]})" if others else ""
@@ -55,32 +61,33 @@ def _find_shards(folder: Path) -> dict[str, set[str]]:
     for key, name in _read_weight_map(folder / INDEX).items():
         shards.setdefault(name, set()).add(key)
     for name in sorted(shards):
-        if Path(name).name != name or not (folder / name).is_file():
+        if not file_of_index(folder / INDEX, name).is_file():
             raise UserError(f"{folder / INDEX} names the shard {name}, which is not in that folder; copy it there")
     return dict(sorted(shards.items()))
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not (weight_map and all(isinstance(name, str) for name in weight_map.values())):
-            raise ValueError("weight_map is empty or holds something else than file names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of shards ({error}); save the checkpoint again") from error
+    content = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not (weight_map and isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
+        raise UserError(
+            f"{path} is not an index of shards, with weight_map from tensors to files; save the checkpoint again"
+        )
     return weight_map
 
 
-def _read_header(path: Path) -> tuple[Counter[str], set[str]]:
+def _read_header(path: Path) -> tuple[Counter[str], dict[str, Sequence[int]]]:
+    """The number of elements by dtype, and the shape of each tensor."""
     elements: Counter[str] = Counter()
     try:
         with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            for key in keys:
-                tensor = file.get_slice(key)
-                elements[tensor.get_dtype()] += math.prod(tensor.get_shape())
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  the handle is no mapping
+            shapes = {key: part.get_shape() for key, part in slices.items()}
+            for key, part in slices.items():
+                elements[part.get_dtype()] += math.prod(shapes[key])
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes"
         raise UserError(
             f"{path} ({size}) is truncated or no safetensors file: {error}; copy or save it again"
         ) from error
-    return elements, keys
+    return elements, shapes

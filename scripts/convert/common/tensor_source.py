@@ -43,6 +43,8 @@ class TensorSource:
         self.headers: dict[str, Header] = {}
         for path in self.files:
             for key, header in self._read_headers(path).items():
+                if not key.isprintable():
+                    raise UserError(f"{path.name} names a tensor {key!r}, with unprintable characters; rename it")
                 if key in self.headers:
                     raise UserError(f"{key} is in {self.headers[key].path.name} and in {path.name}; keep one of them")
                 self.headers[key] = header
