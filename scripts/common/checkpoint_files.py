@@ -4,6 +4,7 @@ A folder may come from anywhere, so nothing in it is taken at its word: not its 
 """
 
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,13 +29,15 @@ WIDTHS = (
 )
 # Bounds of JSON files: levels of lists and objects, and the integers that tensors and configurations can hold.
 DEEPEST, LARGEST = 64, 2**63 - 1
+# Bytes that file systems allow in the name of a file.
+LONGEST_NAME = 255
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of `config.json`.
+    """Returns the content of `config.json`; a `generation_config.json` beside it, which is passed on, must be JSON too.
 
     Raises:
-        UserError: the folder, or the file, is missing or damaged, or no configuration of a plain model.
+        UserError: the folder, or a file, is missing or damaged, or the model is quantised or an adapter.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
@@ -48,6 +51,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
     check_fields(content)
+    if (generation := folder / "generation_config.json").is_file():
+        read_json(generation)
     return content
 
 
@@ -133,12 +138,13 @@ def file_of_index(index: Path, name: object) -> Path:
     Raises:
         UserError: `name` is no name of a file in the folder of the index, or a link to a file elsewhere.
     """
-    if not isinstance(name, str) or not name.isprintable() or len(name) > 255 or Path(name).name != name:
+    is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name and bool(name.strip("."))
+    if not is_name or len(os.fsencode(str(name))) > LONGEST_NAME:
         raise UserError(
             f"{index} names the weight file {reprlib.repr(name)}, which is no file name in that folder; "
             "copy or save the checkpoint again"
         )
-    return require_inside(index.with_name(name))
+    return require_inside(index.with_name(str(name)))
 
 
 def require_inside(path: Path) -> Path:

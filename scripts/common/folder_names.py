@@ -35,13 +35,16 @@ def resolve_destination(name: str) -> Path:
     """Returns the absolute path of a folder to write.
 
     Raises:
-        UserError: it is no name of a folder, is too long, or the command runs in it.
+        UserError: it is no name of a folder, is too long, lies in a file, or the command runs in it.
     """
     folder = resolve_folder(name)
     if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
         raise UserError(f"the folder name {_short(folder.name)} has {length} bytes; give one of at most {LONGEST_NAME}")
     if Path.cwd().is_relative_to(folder):
         raise UserError(f"{folder} holds the current folder, so it cannot be written as a whole; give another folder")
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir():
+        raise UserError(f"{above} is a file, so that no folder can be written in it; give another folder")
     return folder
 
 
