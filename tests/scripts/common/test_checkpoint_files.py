@@ -1,0 +1,85 @@
+"""What is believed of a checkpoint folder: links, JSON, sizes."""
+
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts.common.checkpoint_files import (
+    DEEPEST,
+    check_sizes,
+    file_of_index,
+    matching_files,
+    read_json,
+    refusal_of,
+    require_inside,
+)
+from dynattn.scripts.common.errors import UserError
+
+
+def link(path: Path, target: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+    return path
+
+
+def test_links_stay_in_the_folder_or_in_the_cache_of_their_repository(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123abc"
+    inside = [
+        link(tmp_path / "plain" / "a", "b"),
+        link(snapshot / "a", "../../blobs/0123"),
+        link(snapshot / "part" / "a", "../../../blobs/0123"),
+    ]
+    assert [require_inside(path) for path in inside] == inside
+    outside = [
+        link(tmp_path / "plain" / "c", "../b"),
+        link(tmp_path / "plain" / "blobs", "../../blobs/0123"),
+        link(snapshot / "b", "../../../models--org--other/blobs/0123"),
+        link(snapshot / "c", "/etc/hosts"),
+    ]
+    for path in outside:
+        with pytest.raises(UserError, match=f"{path.name} is a link to .*, outside the checkpoint's folder"):
+            require_inside(path)
+    with pytest.raises(UserError, match="leads nowhere"):
+        require_inside(link(tmp_path / "plain" / "circle", "circle"))
+
+
+def test_patterns_match_files_but_no_folders(tmp_path: Path) -> None:
+    (tmp_path / "LICENSE.txt").touch()
+    (tmp_path / "LICENSES").mkdir()
+    assert matching_files(tmp_path, ["LICENSE*", "*.txt"]) == ["LICENSE.txt"]
+    link(tmp_path / "LICENSE", "../elsewhere")
+    assert matching_files(tmp_path, ["LICENSE*"]) == ["LICENSE.txt"]  # there is no such file to copy
+    tmp_path.with_name("elsewhere").touch()
+    with pytest.raises(UserError, match="LICENSE is a link"):
+        matching_files(tmp_path, ["LICENSE*"])
+
+
+def test_json_may_be_deep_but_not_too_deep(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    levels = DEEPEST - 1  # the innermost value is a level of its own
+    file.write_text('{"a":' * levels + "1" + "}" * levels)
+    assert "a" in read_json(file)
+    file.write_text('{"a":' * DEEPEST + "1" + "}" * DEEPEST)
+    with pytest.raises(UserError, match="levels deep"):
+        read_json(file)
+
+
+def test_sizes_fit_the_tensors() -> None:
+    shapes = {"embedding": (61, 32), "layer.0": (32, 48), "layer.1": (32, 48)}
+    check_sizes({"n_layer": 2, "vocab_size": 61, "head_dim": None, "dim": "32", "heads": True}, shapes)
+    for config in ({"n_layer": 4}, {"vocab_size": 62}, {"head_dim": 0}, {"dim": -1}):
+        with pytest.raises(UserError, match=rf"{next(iter(config))} in config.json is .* at most (3|61) \("):
+            check_sizes(config, shapes)
+
+
+def test_names_in_an_index(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    assert file_of_index(index, "model-é.safetensors") == tmp_path / "model-é.safetensors"
+    for name in ("é" * 200, "..", "a/b", None):
+        with pytest.raises(UserError, match="no file name in that folder"):
+            file_of_index(index, name)
+
+
+def test_reasons_are_sentences_or_name_their_kind() -> None:
+    assert refusal_of(ValueError("first\nheads (0) must be positive")) == "heads (0) must be positive"
+    assert refusal_of(KeyError("gelu2")) == "KeyError: 'gelu2'"

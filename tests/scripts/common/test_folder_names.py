@@ -1,0 +1,39 @@
+"""Names of folders and revisions that a user may give, and those that nothing can have."""
+
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.folder_names import LONGEST_NAME, check_revision, resolve_destination, resolve_folder
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("folder")
+    assert resolve_folder(str(tmp_path / "link" / "inside")) == tmp_path / "folder" / "inside"
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "a\u2028b", "a\udcffb", "x" * 300, "x/" * 3000])
+def test_names_that_no_folder_has(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolve_folder(name)
+    assert len(str(error.value)) < 250
+    assert str(error.value).isprintable()
+
+
+def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    longest = "x" * LONGEST_NAME
+    assert resolve_destination(f"made/{longest}") == tmp_path / "made" / longest
+    (tmp_path / "file").touch()
+    for name in (".", "..", "/", longest + "x", "file/inside"):
+        with pytest.raises(UserError, match=r"give (another|one)"):
+            resolve_destination(name)
+
+
+def test_revisions() -> None:
+    for revision in (None, "main", "v1.0", "refs/pr/1", "step3000", "feature#1", "0123456789abcdef"):
+        check_revision(revision)
+    for revision in ("", "a b", "a\n", "a..b", "../a", "-a", "/a", "a:b", "a\\b", "x" * 300):
+        with pytest.raises(UserError, match="is no branch, tag or commit"):
+            check_revision(revision)
