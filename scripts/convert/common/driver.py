@@ -1,7 +1,8 @@
 """The one sequence of every conversion: check everything, write aside, verify, then move in place.
 
 A kind of conversion defines its arguments, a `ConversionPlan` with a planner for each direction, its weight map, and an
-entry point named in the table of `scripts/convert/main.py`; `official` is an example.
+entry point named in the table of `scripts/convert/main.py`; `official` is an example. What its `config.json` calls the
+sizes of a model belongs into `LAYERS` and `WIDTHS` of `scripts/common/checkpoint_files.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -16,11 +16,11 @@ from cases.checkpoints import (
     write_checkpoint,
 )
 from cases.golden import case_names, read_case, tensors_under
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from dynattn import DCFormerConfig, RCMHAConfig, RCMHAForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts.convert.common.transforms import CausalKernel, Select
 from dynattn.scripts.convert.rcmha import layout as rcmha_layout
 from dynattn.scripts.convert.rcmha.config import OfficialRCMHAConfig
@@ -365,8 +365,8 @@ def test_what_is_ours_already_or_of_another_family(tmp_path: Path, refused: Call
     assert "--from-streaming, but memory_type is 'segment'" in refused(
         "--reverse", "--from-streaming", source=tmp_path / "ours"
     )
-    DCFormerConfig().save_pretrained(tmp_path / "other")
-    save_file({"norm.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    DCFormerForCausalLM(DCFormerConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "other")
     assert "a 'dcformer' model" in refused("--reverse", source=tmp_path / "other")
     assert "not of an official RCMHA model" in refused(source=tmp_path / "other")
 
