@@ -33,18 +33,12 @@ class Checkpoint:
     model_class: type
     weights: Weights
     tokenizer: PreTrainedTokenizerBase | None
+    files_to_copy: list[str]  # what is published as it is: weights, tokenizer, license, pictures of the card and so on
 
     @property
     def family(self) -> Family:
         """The family of its configuration."""
         return FAMILIES[self.config.model_type]
-
-    @property
-    def files_to_copy(self) -> list[str]:
-        """What is published as it is: weights, tokenizer, generation configuration, license, pictures of the card."""
-        patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if self.tokenizer else ()))
-        found = matching_files(self.folder, patterns)
-        return [*self.weights.files, *(name for name in found if name not in self.weights.files)]
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -71,7 +65,9 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {config.vocab_size}; "
             "put the tokenizer there that the model was trained with"
         )
-    return Checkpoint(folder, config, auto_class, model_class, weights, tokenizer)
+    patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer else ()))
+    files = list(dict.fromkeys([*weights.files, *matching_files(folder, patterns)]))
+    return Checkpoint(folder, config, auto_class, model_class, weights, tokenizer, files)
 
 
 def _find_config_class(model_type: object, folder: Path) -> type[PreTrainedConfig]:

@@ -17,7 +17,7 @@ from ...common.atomic_folder import check_destination, recover, staged_folder
 from ...common.checkpoint_files import check_sizes, read_config
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
-from .companion_files import copy_companions
+from .companion_files import copy_companions, find_companions
 from .tensor_source import TensorSource
 from .weight_map import Step
 from .writing import write_weights
@@ -123,12 +123,13 @@ def convert(
     raw = read_config(source)
     recover(destination)
     check_destination(destination, source, arguments.overwrite)
+    companions = find_companions(source)
     weights = TensorSource(source)
     check_sizes(raw, weights.shapes)
     plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)
     with staged_folder(destination) as staging:
         write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
-        copy_companions(source, staging)
+        copy_companions(companions, staging)
         plan.warnings.extend(plan.write_config(staging))
         if arguments.verify:
             plan.verify(staging)

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,7 +133,8 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
         UserError: the file is damaged, needs code, or holds something else than tensors by name.
     """
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings(action="ignore"):  # of unusual pickles, which are either read or refused
+            content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} is damaged, or a pickle that runs code, and was not opened; get the weights as safetensors"

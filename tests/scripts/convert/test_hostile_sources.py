@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_links_out_of_the_folder(name: str, target: str, place: Path, refused: C
         (source / name).unlink(missing_ok=True)
         (source / name).symlink_to(target if target.startswith("..") else place / target)
 
-    line = refused("llama", link)
+    line = refused("llama", link, "--destination", place / "parent" / "made")
     assert f"{name} is a link to {place / 'outside'}, outside the checkpoint's folder" in line
 
 
@@ -204,11 +205,22 @@ def test_names_of_tensors_that_would_break_a_line(refused: Callable[..., str]) -
     ids=["expanded", "sparse", "number", "code"],
 )
 def test_pickles_of_odd_content(content: dict[Any, Any], says: str, refused: Callable[..., str]) -> None:
-    def pickle(source: Path) -> None:
+    def write(source: Path) -> None:
         (source / "model.safetensors").unlink()
         torch.save(content, source / "pytorch_model.bin")
 
-    assert says in refused("llama", pickle)
+    assert says in refused("llama", write)
+
+
+def test_a_pickle_of_another_protocol_is_refused_in_one_line(
+    refused: Callable[..., str], recwarn: pytest.WarningsRecorder
+) -> None:
+    def write(source: Path) -> None:
+        (source / "model.safetensors").unlink()
+        (source / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": shutil.rmtree}))
+
+    assert "a pickle that runs code" in refused("llama", write)
+    assert not [warning for warning in recwarn if "pickle protocol" in str(warning.message)]
 
 
 def test_an_adapter_that_names_another_model(place: Path, refused: Callable[..., str]) -> None:
