@@ -9,6 +9,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.validation import check_composed_call
 
 logger = logging.get_logger(__name__)
 
@@ -77,6 +78,17 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`."""
         masking = mask_arguments(attention_mask, sliding_window)
+        check_composed_call(
+            query,
+            key,
+            value,
+            pre=pre,
+            post=post,
+            scaling=scaling,
+            attention_mask=masking["attention_mask"],
+            sliding_window=sliding_window,
+            first_keys=first_keys,
+        )
         return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **masking)
 
     return forward

@@ -1,12 +1,19 @@
-"""Shared libraries of C code that are compiled once on the machine where they run, and kept in the user's cache."""
+"""Shared libraries of C code that are compiled once on the machine where they run, and kept in the user's cache.
+
+A library in the cache is code that will run, so that it is loaded only if nobody but the user can have written it, and
+only if it is complete: its file name holds the checksum of its contents.
+"""
 
 import ctypes
 import functools
 import hashlib
 import os
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,6 +23,8 @@ CAPABILITIES = {
     "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"), 16),
     "AVX2": (("-mavx2", "-mfma"), 8),
 }
+# A compiler that has not ended after so many seconds never will.
+COMPILER_SECONDS = 120
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
@@ -33,6 +42,29 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 
 
+def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], functions: tuple[str, ...]) -> ctypes.CDLL | None:
+    """Returns `load_library(source, macros)`, or None if there is no such library with these functions.
+
+    Warns at the first failure of a process. After that nothing more is compiled: a compiler that fails or hangs once
+    does so again.
+    """
+    if _failures:
+        return None
+    try:
+        library = load_library(source, macros)
+        for name in functions:
+            getattr(library, name)
+    except Exception as error:  # a compiler and its results can fail in any way, and there is an answer without them
+        _failures.append(str(error))
+        warnings.warn(f"attention on this CPU is several times slower than it could be: {error}", stacklevel=2)
+        return None
+    return library
+
+
+# What has failed in this process: at most one message.
+_failures: list[str] = []
+
+
 @functools.cache
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Returns the library compiled from `source`, from the cache if this machine has compiled the same before.
@@ -45,7 +77,7 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
         macros: names and values that the compiler defines.
 
     Raises:
-        OSError: there is no compiler, it fails, or its result cannot be loaded.
+        OSError: there is no compiler, it fails or takes longer than `COMPILER_SECONDS`, or its result cannot be loaded.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -54,47 +86,97 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
     command = (compiler, *flags, *(f"-D{name}={value}" for name, value in macros))
     try:
         return _load((*command, "-fopenmp"), source)
+    except TimeoutError:
+        raise
     except OSError:
         return _load(command, source)
 
 
 def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:
-    """Loads the library cached under the hash of `source` and `command`, after compiling it if there is none."""
-    name = hashlib.sha256("\n".join((source, *command)).encode()).hexdigest()[:24] + ".so"
-    path = _cache_folder() / name
-    if not path.exists():
-        _compile(command, source, path)
-    return ctypes.CDLL(str(path))
+    """Loads the library that is cached for `source` and `command`, after compiling it if there is none."""
+    key = hashlib.sha256("\n".join((source, *command)).encode()).hexdigest()[:24]
+    folder = _cache_folder()
+    for path in folder.glob(f"{key}-*.so"):
+        if _is_intact(path):
+            return ctypes.CDLL(str(path))
+        path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compile(command, source, folder, key)))
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a file is the user's own, closed to others, and has the contents that its name tells."""
+    try:
+        return _is_private(path) and path.stem.endswith(_checksum(path))
+    except OSError:  # another process has just removed it
+        return False
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder, which must not be a link, belongs to this user and nobody else can write to it."""
+    status = path.lstat()
+    is_link, others_write = stat.S_ISLNK(status.st_mode), status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return not is_link and status.st_uid == os.geteuid() and not others_write
 
 
 def _cache_folder() -> Path:
-    """The user's cache, or a temporary folder where that cannot be written to."""
+    """The user's cache, a folder of this user among the temporary files, or a temporary folder: the first that is safe.
+
+    The second one serves where there is no home to write to, so that not every process compiles anew.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "dynattn"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return _temporary_folder()
-    return folder if os.access(folder, os.W_OK) else _temporary_folder()
+    for folder in (Path(root) / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) and not _can_be_replaced(folder):
+                return folder
+        except OSError:
+            continue
+    return Path(_temporary_folder().name)
+
+
+def _can_be_replaced(folder: Path) -> bool:
+    """Whether others may rename a folder above, which only its owner may do where the sticky bit is set."""
+    modes = (parent.stat().st_mode for parent in folder.resolve().parents)
+    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
 
 
 @functools.cache
-def _temporary_folder() -> Path:
-    """One folder for the whole process."""
-    return Path(tempfile.mkdtemp(prefix="dynattn-"))
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """One folder for the whole process, removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="dynattn-", ignore_cleanup_errors=True)
 
 
-def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
-    """Compiles into a temporary folder and then moves the library to `path`, so that no process loads half of one."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, linked = Path(folder) / "code.o", Path(folder) / path.name
+def _compile(command: tuple[str, ...], source: str, folder: Path, key: str) -> Path:
+    """Compiles in a temporary folder and then moves the library into `folder`, so that no process loads half of one."""
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
+        compiled, linked = Path(temporary) / "code.o", Path(temporary) / "library.so"
         _call((*command, "-x", "c", "-c", "-", "-o", str(compiled)), source)
         _call((command[0], "-shared", str(compiled), "-o", str(linked), "-lm"), "")
-        linked.replace(path)
+        linked.chmod(0o700)
+        return linked.rename(folder / f"{key}-{_checksum(linked)}.so")
 
 
 def _call(command: tuple[str, ...], text: str) -> None:
     """Runs `command` with `text` as its standard input; raises OSError with its messages if it fails."""
-    result = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
-    if result.returncode:
-        raise OSError(f"{command[0]} failed with exit code {result.returncode}: {result.stderr.strip()[:2000]}")
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, messages = process.communicate(text, timeout=COMPILER_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{command[0]} has not ended after {COMPILER_SECONDS} seconds") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that a compiler's driver starts
+    if process.returncode:
+        raise OSError(f"{command[0]} failed with exit code {process.returncode}: {messages.strip()[:2000]}")

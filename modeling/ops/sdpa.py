@@ -38,6 +38,8 @@ def plain_attention(
         )
         visible = both(structural, given)
         mask = visible if bias is None or visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
     enable_gqa = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=builtin_causal, scale=scaling, enable_gqa=enable_gqa

@@ -12,14 +12,14 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
-from .composition import SIDES, Composition
+from .composition import Composition
 from .eager import dcmha_eager
 from .triton.attention import dcmha_triton
+from .validation import check_composed_call
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -49,7 +49,8 @@ def dcmha_attention(
     Args:
         query: `[B, H, T, D]`, floating point.
         key, value: `[B, H_kv, S, D]` with `H` a multiple of `H_kv`, same dtype as `query`.
-        pre, post: the composition of the scores and of the probabilities; `None` leaves the heads independent.
+        pre, post: the composition of the scores and of the probabilities; `None` leaves the heads independent. Factors
+            are in the dtype of `query` or in float32.
         scaling: factor on the scores, default `D ** -0.5`.
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
             causal and the window mask.
@@ -64,12 +65,20 @@ def dcmha_attention(
         `[B, T, H, D]`.
 
     Raises:
-        ValueError: shapes do not fit, or the implementation is unknown or cannot compose heads.
+        ValueError: shapes, dtypes or numbers do not fit, or the implementation is unknown or cannot compose heads.
     """
-    _check_shapes(query, key, value, pre, post, sliding_window)
+    check_composed_call(
+        query,
+        key,
+        value,
+        pre=pre,
+        post=post,
+        scaling=scaling,
+        attention_mask=attention_mask,
+        sliding_window=sliding_window,
+        first_keys=first_keys,
+    )
     name = resolve_implementation(implementation, composed=pre is not None or post is not None)
-    if first_keys is not None:
-        _check_first_keys(first_keys, query)
     output, _ = IMPLEMENTATIONS[name](
         query,
         key,
@@ -101,43 +110,3 @@ def resolve_implementation(name: str | None, *, composed: bool) -> str:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
     return name
-
-
-def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, pre: Composition | None, post: Composition | None, window: int | None
-) -> None:
-    """Raises ValueError unless query is `[B, H, T, D]`, key and value `[B, H_kv, S, D]`, and the rest fits them."""
-    if query.ndim != 4 or key.shape != value.shape or key.ndim != 4:
-        raise ValueError(
-            "query must be [B, H, T, D] and key and value [B, H_kv, S, D], not "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-        )
-    batch, heads, queries, width = query.shape
-    if key.shape[0] != batch or key.shape[3] != width or heads % key.shape[1]:
-        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)} in batch, heads or width")
-    if window is not None and window < 1:
-        raise ValueError(f"sliding_window must be at least 1 (the query itself), not {window}")
-    for stage, composition in (("pre", pre), ("post", post)):
-        if composition is not None:
-            _check_composition(stage, composition, batch, queries, key.shape[2], heads)
-
-
-def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
-    """Raises ValueError unless `first_keys` are integers `[B, T]`."""
-    expected = (query.shape[0], query.shape[2])
-    if first_keys.shape != expected or first_keys.is_floating_point() or first_keys.dtype == torch.bool:
-        raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
-
-
-def _check_composition(stage: str, composition: Composition, batch: int, queries: int, keys: int, heads: int) -> None:
-    for side in SIDES:
-        down, up, _ = composition.side(side)
-        if (down is None) != (up is None):
-            raise ValueError(f"{stage}: {side}_down and {side}_up come together or not at all")
-    for name, factor in composition.tensors().items():
-        length = queries if name.startswith("query") else keys
-        leading = (heads,) if name == "static" else (batch, length)
-        if factor.shape[: len(leading)] != leading or factor.shape[-1] != heads:
-            raise ValueError(
-                f"{stage}.{name} has shape {tuple(factor.shape)}; expected {leading} first and {heads} heads last"
-            )

@@ -41,6 +41,7 @@ def dcmha_eager(
     probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
     if post is not None:
         probs = compose(probs, post)
+    probs = probs.to(value.dtype)  # float32 factors of half precision heads make float32 maps
     return (probs @ value).transpose(1, 2), probs
 
 

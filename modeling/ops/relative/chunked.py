@@ -10,6 +10,7 @@ of the product whose row stride is shorter by one, and copies nothing.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..masking import split_mask
@@ -53,8 +54,9 @@ def relative_chunked(
 
     Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
 
-    A single query, and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding,
-    where its memory is linear too.
+    Queries before the first key see nothing; they are left out, and their rows of the output are zero. A single query,
+    and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding, where its
+    memory is linear too.
     """
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1 or offset is not None or not is_causal:
@@ -73,9 +75,12 @@ def relative_chunked(
             dropout=dropout,
         )
         return output, None
+    unseeing = max(queries - keys, 0)
+    if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
+        attention_mask = attention_mask[..., unseeing:, :]
     reach = keys if sliding_window is None else min(keys, sliding_window)
     tensors = [
-        query,
+        query[:, :, unseeing:],
         key,
         value,
         None if position_embeddings is None else position_embeddings[:reach],
@@ -86,7 +91,8 @@ def relative_chunked(
         dtype = torch.get_autocast_dtype(query.device.type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     seed = torch.randint(2**62, ()) if dropout else None
-    return _forward_op(*tensors, attention_mask, seed, scaling, sliding_window, dropout), None
+    output = _forward_op(*tensors, attention_mask, seed, scaling, sliding_window, dropout)
+    return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
 
 
 @torch.library.custom_op("dynattn::relative_chunked", mutates_args=())
@@ -113,15 +119,14 @@ def _forward_op(
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
-            probs = probs if kept is None else probs * kept
-            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = probs @ operands.value[:, :, chunk.keys]
+            weights = (probs if kept is None else probs * kept).to(query.dtype)
+            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = weights @ operands.value[:, :, chunk.keys]
         return output
 
 
 @torch.library.custom_op("dynattn::relative_chunked_backward", mutates_args=())
 def _backward_op(
     grad_output: Tensor,
-    output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -136,22 +141,23 @@ def _backward_op(
 ) -> list[Tensor]:
     """The gradients of those of the first six operands that are given, each in the shape of its operand.
 
-    `grad_output` and `output` are `[B, T, H, D]`.
+    `grad_output` is `[B, T, H, D]`.
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
         grads = Operands(*(None if t is None else torch.zeros_like(t) for t in operands[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
-        delta = (grad_output * output).sum(-1, keepdim=True).permute(2, 0, 1, 3)  # [H, B, T, 1]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
         for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             grad_chunk = grad_output[:, :, chunk.queries]
-            grads.value[:, :, chunk.keys] += (probs if kept is None else probs * kept).transpose(-1, -2) @ grad_chunk
-            grad_probs = grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)
+            weights = (probs if kept is None else probs * kept).to(query.dtype)
+            grads.value[:, :, chunk.keys] += weights.transpose(-1, -2) @ grad_chunk
+            grad_probs = (grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)).to(probs.dtype)
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
-            grad_scores = grad_probs.sub_(delta[:, :, chunk.queries]).mul_(probs).mul_(scaling)
-            chunk.accumulate(operands, grads, grad_scores)
+            # The mean that is subtracted is that of these very numbers: if all are equal, nothing but zero is left.
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            chunk.accumulate(operands, grads, grad_scores.mul_(scaling).to(query.dtype))
         return _as_given(grads)
 
 
@@ -163,21 +169,21 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 
 @_backward_op.register_fake
-def _(grad_output: Tensor, output: Tensor, *arguments: Any) -> list[Tensor]:
+def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     """Empty gradients in the shapes of their operands, `query` `[B, H, T, D]` first."""
     return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keeps the output `[B, T, H, D]` and all operands; probabilities are recomputed."""
-    ctx.save_for_backward(output, *inputs[: DIFFERENTIABLE + 2])
+    """Keeps all operands and nothing of the output `[B, T, H, D]`; probabilities are recomputed."""
+    ctx.save_for_backward(*inputs[: DIFFERENTIABLE + 2])
     ctx.settings = inputs[DIFFERENTIABLE + 2 :]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of all arguments of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    output, *tensors = ctx.saved_tensors
-    grads = iter(_backward_op(grad_output, output, *tensors, *ctx.settings))
+    tensors = ctx.saved_tensors
+    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings))
     given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
     return *given, None, None, *(None for _ in ctx.settings)
 
@@ -198,12 +204,12 @@ class _QueryChunk(NamedTuple):
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
     def probabilities(self, operands: Operands, scaling: float) -> Tensor:
-        """Softmax of the scores, `[H, B, c, n]`, in the dtype of the queries."""
+        """Softmax of the scores, `[H, B, c, n]`, in at least float32."""
         query = operands.query[:, :, self.queries]
         content = query if operands.content_bias is None else query + operands.content_bias
         key = operands.key[:, :, self.keys].transpose(-1, -2)
         positions = self._position_scores(operands, query)
-        if positions is None:
+        if positions is None or scaling == 0:  # some kernels of `baddbmm` leave their result unwritten if both are 0
             scores = (content @ key).mul_(scaling)
         else:
             batched = torch.baddbmm(
@@ -240,7 +246,7 @@ class _QueryChunk(NamedTuple):
             return None
         generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
         kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
-        return kept.to(probs.dtype).div_(1 - dropout)
+        return kept.to(probs.dtype).div_((1 - dropout) or 1.0)
 
     def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:
         """Scores of `query` `[H, B, c, D]` with the tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
@@ -308,7 +314,7 @@ class _QueryChunk(NamedTuple):
             hidden = ~self._of_chunk(operands.visible)
             scores = scores.masked_fill_(hidden, -torch.inf)
         dtype = torch.promote_types(scores.dtype, torch.float32)
-        probs = torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
+        probs = torch.softmax(scores, dim=-1, dtype=dtype)
         if hidden is None:
             return probs
         return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)

@@ -49,11 +49,12 @@ def relative_sdpa(
         mask = bias if mask is None else mask + bias
     if mask is not None and visible is not None:
         mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+    mask = visible if mask is None else mask
     output = F.scaled_dot_product_attention(
         content_query,
         key,
         value,
-        attn_mask=visible if mask is None else mask.expand(*query.shape[:3], key.shape[2]),
+        attn_mask=None if mask is None else mask.expand(*query.shape[:3], key.shape[2]),
         dropout_p=dropout,
         scale=scaling,
     )

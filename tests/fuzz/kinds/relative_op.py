@@ -35,18 +35,22 @@ def generate(random: Random) -> Case:
         "width": random.choice((1, 2, 3, 8, 16)),
     }
     window = random.choice((None, None, 1, 2, 7, 64, 1000))
-    reach = sizes["keys"] if window is None else min(sizes["keys"], window)
+    offset = random.choice((None, None, None, 0, random.randint(0, 20)))
+    farthest = max(sizes["keys"], 0 if offset is None else sizes["queries"] + offset)
+    reach = farthest if window is None else min(farthest, window)
+    tables = random.sample(TABLES, random.randint(0, 3))
+    is_causal = random.random() < 0.7 or not {*tables} <= {"content_bias"}  # tables have no rows for later keys
     implementation = random.choice(("chunked", "chunked", "sdpa", "default"))
     return {
         "class": implementation,
         "dtype": random.choice(list(DTYPES)),
         "sizes": sizes,
         "rows": reach + random.choice((0, 0, 1, 5)),
-        "tables": random.sample(TABLES, random.randint(0, 3)),
-        "is_causal": random.random() < 0.7,
+        "tables": tables,
+        "is_causal": is_causal,
         "window": window,
         "scaling": random.choice((None, None, 0.2, 0.0, -1.0)),
-        "offset": random.choice((None, None, None, 0, random.randint(0, 20))),
+        "offset": offset,
         "mask": random_mask(random, (sizes["batch"], sizes["heads"], sizes["queries"], sizes["keys"]))
         if random.random() < 0.5
         else None,

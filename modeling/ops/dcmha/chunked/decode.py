@@ -4,15 +4,18 @@ On a CPU it is one call of C code where `decode_native.serves`. Otherwise it is 
 `torch.compile` traces; its maps are `[B, S, H]`, in the layout of the factors.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...masking import masked_softmax, split_mask
-from ..composition import SIDES, Composition
+from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .composers.choice import choose_composer
 from .composers.native import NATIVE
 from .composers.stepwise import same_group
-from .decode_native import attend, attend_op, serves
+from .decode_native import attend, serves
 
 
 def attend_to_cache(
@@ -33,7 +36,78 @@ def attend_to_cache(
     compiles = torch.compiler.is_compiling()
     # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
     if not (compiles and query.dtype == torch.float32) and serves(query, key, value, pre, post, mask) and _has_c():
-        return (attend_op if compiles else attend)(query, key, value, pre, post, scaling, mask)
+        return (attend_op if compiles else _attend_in_c)(query, key, value, pre, post, scaling, mask)
+    return _attend_with_operators(query, key, value, pre, post, scaling, mask)
+
+
+def _attend_in_c(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """`attend_to_cache` where `serves`: returns `[B, 1, H, D]`, by operators if there is no C code for these sizes."""
+    output = attend(query, key, value, pre, post, scaling, mask)
+    return _attend_with_operators(query, key, value, pre, post, scaling, mask) if output is None else output
+
+
+def attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """`_attend_in_c` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
+    factors = [*list_tensors(pre), *list_tensors(post)]
+    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
+    return _attend_op(query, key, value, factors, mask, [pre is not None, post is not None], groups, scaling)
+
+
+@torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
+def _attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    factors: Sequence[Tensor | None],
+    mask: Tensor | None,
+    composes: Sequence[bool],
+    groups: int,
+    scaling: float,
+) -> Tensor:
+    """`_attend_in_c`, which returns `[B, 1, H, D]`.
+
+    Args:
+        factors: `list_tensors` of both stages, one after the other.
+        composes: which of the stages there are.
+    """
+    count = len(TENSORS)
+    pre = from_list(factors[:count], groups) if composes[0] else None
+    post = from_list(factors[count:], groups) if composes[1] else None
+    return _attend_in_c(query, key, value, pre, post, scaling, mask)
+
+
+@_attend_op.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    """An empty `[B, 1, H, D]` for a query `[B, H, 1, D]`."""
+    return query.new_empty(query.transpose(1, 2).shape)
+
+
+def _attend_with_operators(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`."""
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
     probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2))
@@ -67,10 +141,10 @@ def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tenso
     Inductor turns matrix products with one row into loops and fuses the producer of that row into them, so that
     composition would be repeated for every few columns. It leaves `baddbmm` to the BLAS library.
     """
-    batch, kv_heads = cached.shape[:2]
-    grouped = rows.reshape(batch * kv_heads, -1, rows.shape[-1])  # [B * H_kv, H / H_kv, a]
+    (batch, heads, inner), kv_heads = rows.shape, cached.shape[1]
+    grouped = rows.reshape(batch * kv_heads, heads // kv_heads, inner)
     product = torch.baddbmm(rows.new_zeros(1), grouped, cached.flatten(0, 1), beta=0, alpha=scaling)
-    return product.view(batch, -1, product.shape[-1])
+    return product.view(batch, heads, cached.shape[-1])
 
 
 def compose_maps(maps: Tensor, composition: Composition) -> Tensor:

@@ -2,20 +2,20 @@
 
 import functools
 from array import array
-from collections.abc import Sequence
 from ctypes import CDLL, c_float, c_long, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...native_library import lanes, load_library
-from ..composition import TENSORS, Composition, from_list, list_tensors
+from ...native_library import lanes, load_or_warn
+from ..composition import Composition, list_tensors
 from .csrc.sources import DECODE
 
 DTYPES = (torch.float32, torch.bfloat16)
 # One more thread is worth starting for this many elements of keys.
 ELEMENTS_PER_THREAD = 1 << 15
+# The most elements of a query `[H, D]`, which lies on the stack of a thread in float32.
+LARGEST_QUERY = 1 << 17
 
 
 def serves(
@@ -58,7 +58,7 @@ def attend(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
-) -> Tensor:
+) -> Tensor | None:
     """`attend_to_cache` for arguments that `serves` accepts. Maps and sums are float32, whatever the dtype.
 
     Results do not depend on the number of threads.
@@ -69,12 +69,14 @@ def attend(
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
 
     Returns:
-        `[B, 1, H, D]`.
+        `[B, 1, H, D]`; None where there is no C code for these sizes.
     """
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     library = _load(heads, kv_heads, groups, width, query.dtype.itemsize)
+    if library is None:
+        return None
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
     members += (*_mask_members(mask), *_stage_members(pre), *_stage_members(post), batch, keys)
     output = query.new_empty(batch, 1, heads, width)
@@ -83,50 +85,6 @@ def attend(
     problem = array("l", members)  # the struct `problem` of decode.c
     library.attend(output.data_ptr(), workspace.data_ptr(), problem.buffer_info()[0], scaling, threads)
     return output
-
-
-def attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-) -> Tensor:
-    """`attend` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
-    factors = [*list_tensors(pre), *list_tensors(post)]
-    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    return _attend_op(query, key, value, factors, mask, [pre is not None, post is not None], groups, scaling)
-
-
-@torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
-def _attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    factors: Sequence[Tensor | None],
-    mask: Tensor | None,
-    composes: Sequence[bool],
-    groups: int,
-    scaling: float,
-) -> Tensor:
-    """`attend`, which returns `[B, 1, H, D]`.
-
-    Args:
-        factors: `list_tensors` of both stages, one after the other.
-        composes: which of the stages there are.
-    """
-    count = len(TENSORS)
-    pre = from_list(factors[:count], groups) if composes[0] else None
-    post = from_list(factors[count:], groups) if composes[1] else None
-    return attend(query, key, value, pre, post, scaling, mask)
-
-
-@_attend_op.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    """An empty `[B, 1, H, D]` for a query `[B, H, 1, D]`."""
-    return query.new_empty(query.transpose(1, 2).shape)
 
 
 def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
@@ -155,15 +113,24 @@ def _factor_members(factor: Tensor | None) -> tuple[int, ...]:
 
 
 @functools.cache
-def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int) -> CDLL:
-    """decode.c, compiled for the widest registers that the heads of a group, and the elements of a head, fill."""
+def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int) -> CDLL | None:
+    """decode.c, compiled for the widest registers that the heads of a group, and the elements of a head, fill.
+
+    Returns:
+        None where it cannot be compiled, or a query does not fit on the stack.
+    """
+    if heads * width > LARGEST_QUERY:
+        return None
     head_lanes = width_lanes = lanes()
     while heads // groups % head_lanes:
         head_lanes //= 2
     while width_lanes * 4 > width * element_bytes:
         width_lanes //= 2
     macros = {"LANES": head_lanes, "WIDTH_LANES": width_lanes, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
-    library = load_library(DECODE, tuple((macros | {"WIDTH": width, "ELEMENT_BYTES": element_bytes}).items()))
+    macros |= {"WIDTH": width, "ELEMENT_BYTES": element_bytes}
+    library = load_or_warn(DECODE, tuple(macros.items()), ("workspace_size", "attend"))
+    if library is None:
+        return None
     library.workspace_size.argtypes, library.workspace_size.restype = (c_long, c_long), c_long
     library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
     library.attend.restype = None

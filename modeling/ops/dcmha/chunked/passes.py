@@ -27,7 +27,7 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
     structure = structure_of(inputs, settings)
-    composer = composer_for(inputs, structure, dtype)
+    composer = composer_for(inputs, settings, structure, dtype)
     for span in item_spans(inputs, structure, composer):
         items = read_items(inputs, settings, span, dtype)
         key_transposed, value = transpose_rows(items.key), items.value.contiguous()
@@ -61,7 +61,7 @@ def attend_backward(
     """
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     structure = structure_of(inputs, settings)
-    composer = composer_for(inputs, structure, dtype)
+    composer = composer_for(inputs, settings, structure, dtype)
     gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad)
     for span in item_spans(inputs, structure, composer):
         items = read_items(inputs, settings, span, dtype)

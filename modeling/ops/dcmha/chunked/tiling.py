@@ -14,6 +14,7 @@ from .arguments import ChunkedInputs, ChunkedSettings
 from .chunk import ScoreTransform
 from .composers.choice import choose_composer
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
+from .composers.native import StageShape
 from .composers.stepwise import STEPWISE
 
 # Queries of a chunk: the first of these numbers that keeps one map within `LARGEST_MAP` elements, or the last one. More
@@ -45,7 +46,7 @@ class Items(NamedTuple):
     pre: StageFactors | None
     post: StageFactors | None
     mask: Tensor | None  # [b or 1, H or 1, T or 1, S or 1]
-    first_keys: Tensor | None  # [b, T], int64
+    first_keys: Tensor | None  # [b, T], int64, contiguous as C code reads them
 
 
 class QueryChunk(NamedTuple):
@@ -80,12 +81,28 @@ def structure_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> Structure:
     return Structure(queries, keys, settings.is_causal, settings.sliding_window)
 
 
-def composer_for(inputs: ChunkedInputs, structure: Structure, dtype: torch.dtype) -> ChunkComposer:
-    """The composer for a call, chosen by its device, dtype and number of (head, query, key) triples."""
+def composer_for(
+    inputs: ChunkedInputs, settings: ChunkedSettings, structure: Structure, dtype: torch.dtype
+) -> ChunkComposer:
+    """The composer for a call, chosen by its device, dtype, terms and number of (head, query, key) triples."""
     queries = structure.queries
     keys = _length(structure.reach(slice(0, queries)))
     batch, heads = inputs.query.shape[:2]
-    return choose_composer(inputs.query.device, dtype, batch * heads * queries * keys // 2)
+    stages = (
+        (settings.pre_groups, inputs.pre_query, inputs.pre_key, inputs.pre_static),
+        (settings.post_groups, inputs.post_query, inputs.post_key, inputs.post_static),
+    )
+    shapes = [
+        StageShape(heads, groups, _count_terms(query), _count_terms(key))
+        for groups, query, key, static in stages
+        if not (query is key is static is None)
+    ]
+    return choose_composer(inputs.query.device, dtype, batch * heads * queries * keys // 2, *shapes)
+
+
+def _count_terms(terms: Tensor | None) -> int:
+    """The number of terms of `[B, T or S, terms, H]`."""
+    return 0 if terms is None else terms.shape[2]
 
 
 def item_spans(inputs: ChunkedInputs, structure: Structure, composer: ChunkComposer) -> list[slice]:
@@ -108,8 +125,13 @@ def read_items(inputs: ChunkedInputs, settings: ChunkedSettings, span: slice, dt
         _read_factors(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups, span, dtype),
         _read_factors(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups, span, dtype),
         None if inputs.mask is None else mask_of_items(inputs.mask, span),
-        None if inputs.first_keys is None else inputs.first_keys[span].to(inputs.query.device, torch.int64),
+        None if inputs.first_keys is None else _read_first_keys(inputs.first_keys[span], inputs.query.device),
     )
+
+
+def _read_first_keys(first_keys: Tensor, device: torch.device) -> Tensor:
+    """`[b, T]` of any integers and strides, as `Items` has them."""
+    return first_keys.to(device, torch.int64).contiguous()
 
 
 def _read_factors(

@@ -152,7 +152,8 @@ def _spans(
     `first_keys` `[rows of the batch, T]` leave out keys if they are on the CPU: otherwise reading them would wait for
     the device.
     """
-    known = first_keys if first_keys is not None and first_keys.device.type == "cpu" else None
+    is_known = first_keys is not None and first_keys.device.type == "cpu" and first_keys.numel() > 0
+    known = first_keys if is_known else None
     for start in range(0, structure.queries, rows):
         real = slice(start, min(start + rows, structure.queries))
         keys = structure.reach(real)

@@ -208,7 +208,7 @@ def test_bad_calls_say_what_is_wrong() -> None:
         ({"pre": Composition(query_down=torch.zeros(2, 3, 1, 4))}, "query_down and query_up come together"),
         (
             {"post": Composition(key_gate=torch.zeros(2, 3, 4))},
-            r"post.key_gate has shape .*; expected \(2, 5\)",
+            r"post.key_gate has shape .*; expected \(2, 5, 4\)",
         ),
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
     ]

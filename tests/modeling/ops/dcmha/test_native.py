@@ -39,17 +39,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def libraries() -> Iterator[None]:
-    """Forgets what is loaded, before and after."""
-    caches = (native_library.load_library, native._load, native.available)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
 def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
     tensors, keywords = random_inputs(case)
     keywords |= more

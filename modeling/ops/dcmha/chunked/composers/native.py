@@ -1,31 +1,48 @@
 """The composer for float32 on a CPU: in place, in C code that is compiled for the composition's ranks and heads."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from ctypes import c_long, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....native_library import lanes, load_library
+from ....native_library import lanes, load_or_warn
 from ..csrc.sources import COMPOSE
 from .interface import ChunkComposer, ChunkVisibility, StageFactors
 
 # Each function of compose.c: the number of its pointers, and of the integers that follow them.
 SIGNATURES = {"compose": (5, 8), "differentiate": (8, 8), "softmax": (2, 9), "softmax_backward": (3, 9)}
+# The most bytes that a function of compose.c may put on the stack of a thread; stages that need more do without C code.
+LARGEST_STACK = 1 << 20
+# `BLOCK_KEYS` and the larger `BLOCK_QUERIES` of compose.c.
+BLOCK_KEYS, BLOCK_QUERIES = 64, 4
 
 
-@functools.cache
-def available() -> bool:
-    """Whether C code can be compiled and loaded here; warns once where it cannot."""
-    try:
-        _load(1, 1, 0, 0)
-    except OSError as error:
-        warnings.warn(f"attention on this CPU is several times slower than it could be: {error}", stacklevel=2)
-        return False
-    return True
+class StageShape(NamedTuple):
+    """What compose.c is compiled for."""
+
+    heads: int  # H
+    groups: int
+    query_terms: int
+    key_terms: int
+
+    @property
+    def stack(self) -> int:
+        """How many bytes `differentiate` puts on the stack: two tiles of key terms, and two sets of hidden maps."""
+        tiles = 2 * self.key_terms * self.heads * BLOCK_KEYS
+        hidden = (self.query_terms + self.key_terms) * BLOCK_QUERIES * BLOCK_KEYS
+        return torch.float32.itemsize * (tiles + hidden)
+
+
+# Softmax is in every library, and takes that of no terms.
+SOFTMAX = StageShape(1, 1, 0, 0)
+
+
+def available(*shapes: StageShape) -> bool:
+    """Whether there is C code for softmax and for stages of these shapes; the first time this compiles it."""
+    return all(_load(shape) is not None for shape in (SOFTMAX, *shapes))
 
 
 def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
@@ -59,14 +76,14 @@ def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
     visibility.hide_by_mask(scores)
     heads = scores.shape[1] // visibility.items
     tensors = (scores, visibility.first_keys)
-    _load(1, 1, 0, 0).softmax(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(scores, heads))
+    _load(SOFTMAX).softmax(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(scores, heads))
 
 
 def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, visibility: ChunkVisibility) -> None:
     """Turns `out`, which is `gradient` `[c, bH, n]`, into the gradient of the scores."""
     heads = probs.shape[1] // visibility.items
     tensors = (gradient, probs, visibility.first_keys)
-    _load(1, 1, 0, 0).softmax_backward(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(probs, heads))
+    _load(SOFTMAX).softmax_backward(*map(_pointer, tensors), *_band(visibility), heads, *_map_sizes(probs, heads))
 
 
 NATIVE = ChunkComposer(compose, compose_backward, softmax, softmax_backward, in_place=True)
@@ -104,18 +121,24 @@ def _map_sizes(maps: Tensor, heads: int) -> tuple[int, ...]:
 
 def _band(visibility: ChunkVisibility) -> tuple[int, int, int]:
     """The index among the chunk's keys of its first query's own key; how many keys behind and ahead a query sees."""
-    structure, all_keys = visibility.structure, visibility.structure.keys
-    offset = visibility.queries.start + all_keys - structure.queries - visibility.keys.start
-    side = all_keys if structure.sliding_window is None else structure.sliding_window - 1
+    structure = visibility.structure
+    offset = visibility.queries.start + structure.keys - structure.queries - visibility.keys.start
+    unbounded = structure.queries + structure.keys  # the first of many queries stands far before the last key
+    side = unbounded if structure.sliding_window is None else structure.sliding_window - 1
     return offset, side, 0 if structure.is_causal else side
 
 
 @functools.cache
-def _load(heads: int, groups: int, query_terms: int, key_terms: int) -> Any:
-    macros = {"LANES": lanes(), "HEADS": heads, "GROUPS": groups}
-    macros |= {"QUERY_RANK": query_terms // 2, "QUERY_GATE": query_terms % 2}
-    macros |= {"KEY_RANK": key_terms // 2, "KEY_GATE": key_terms % 2}
-    library = load_library(COMPOSE, tuple(macros.items()))
+def _load(shape: StageShape) -> Any:
+    """compose.c, compiled for a stage; None where it cannot be compiled, or does not fit on the stack."""
+    if shape.stack > LARGEST_STACK:
+        return None
+    macros = {"LANES": lanes(), "HEADS": shape.heads, "GROUPS": shape.groups}
+    macros |= {"QUERY_RANK": shape.query_terms // 2, "QUERY_GATE": shape.query_terms % 2}
+    macros |= {"KEY_RANK": shape.key_terms // 2, "KEY_GATE": shape.key_terms % 2}
+    library = load_or_warn(COMPOSE, tuple(macros.items()), tuple(SIGNATURES))
+    if library is None:
+        return None
     for name, (pointers, integers) in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (c_void_p,) * pointers + (c_long,) * integers, None
@@ -125,4 +148,4 @@ def _load(heads: int, groups: int, query_terms: int, key_terms: int) -> Any:
 def _function_for(name: str, factors: StageFactors) -> Callable[..., None]:
     """The function `name` of compose.c, compiled for these factors."""
     terms = [0 if side is None else side.shape[dim] for side, dim in ((factors.query, 2), (factors.key, 1))]
-    return getattr(_load(factors.heads, factors.groups, *terms), name)
+    return getattr(_load(StageShape(factors.heads, factors.groups, *terms)), name)

@@ -1,0 +1,84 @@
+"""The checks of a call of `dcmha_attention` and of Transformers' attention interface to its implementations."""
+
+import torch
+from torch import Tensor
+
+from ..validation import check_call, check_dtype, is_integer
+from .composition import SIDES, Composition
+
+
+def check_composed_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    first_keys: Tensor | None,
+) -> None:
+    """Checks numbers, shapes and dtypes, and reads no contents; arguments are those of `dcmha_attention`.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key, value: `[B, H_kv, S, D]`.
+        attention_mask: broadcastable to `[B, H, T, S]`.
+        first_keys: `[B, T]`.
+
+    Raises:
+        ValueError: something does not fit; the text says what was given and what would fit.
+    """
+    check_call(query, key, value, attention_mask, scaling, sliding_window)
+    if first_keys is not None:
+        _check_first_keys(first_keys, query)
+    if pre is not None:
+        _check_stage("pre", pre, query, key)
+    if post is not None:
+        _check_stage("post", post, query, key)
+
+
+def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
+    """Raises ValueError unless `first_keys` are integers `[B, T]`, for a query `[B, H, T, D]`."""
+    expected = (query.shape[0], query.shape[2])
+    is_integral = not (first_keys.is_floating_point() or first_keys.is_complex() or first_keys.dtype == torch.bool)
+    if first_keys.shape != expected or not is_integral:
+        raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
+
+
+def _check_stage(stage: str, composition: Composition, query: Tensor, key: Tensor) -> None:
+    """Checks the factors of a stage against the query `[B, H, T, D]` and the key `[B, H_kv, S, D]`."""
+    heads = query.shape[1]
+    if not is_integer(composition.groups) or composition.groups < 1 or heads % composition.groups:
+        raise ValueError(
+            f"{stage}.groups must be a positive integer that divides the {heads} heads, not {composition.groups!r}"
+        )
+    for side, tokens in zip(SIDES, (query, key), strict=True):
+        _check_side(f"{stage}.{side}", *composition.side(side), (query.shape[0], tokens.shape[2], heads))
+    if composition.static is not None and composition.static.shape != (heads, heads):
+        _refuse(f"{stage}.static", composition.static, f"{(heads, heads)}")
+    for name, factor in composition.tensors().items():
+        check_dtype(f"{stage}.{name}", factor, query, torch.float32)
+
+
+def _check_side(
+    name: str, down: Tensor | None, up: Tensor | None, gate: Tensor | None, sizes: tuple[int, int, int]
+) -> None:
+    """Checks `down` and `up` `[B, T or S, R, H]` and `gate` `[B, T or S, H]` of one side of a stage."""
+    batch, tokens, heads = sizes
+    if (down is None) != (up is None):
+        stage, _, side = name.partition(".")
+        raise ValueError(f"{stage}: {side}_down and {side}_up come together or not at all")
+    if down is not None and up is not None:
+        if down.ndim != 4 or down.shape[2] < 1 or down.shape != (batch, tokens, down.shape[2], heads):
+            _refuse(f"{name}_down", down, f"({batch}, {tokens}, R, {heads}) with a rank R of at least 1")
+        if up.shape != down.shape:
+            _refuse(f"{name}_up", up, f"{tuple(down.shape)}, the shape of {name}_down")
+    if gate is not None and gate.shape != sizes:
+        _refuse(f"{name}_gate", gate, f"{sizes}")
+
+
+def _refuse(name: str, factor: Tensor, expected: str) -> None:
+    """Raises ValueError for a factor of any shape."""
+    raise ValueError(f"{name} has shape {tuple(factor.shape)}; expected {expected}")

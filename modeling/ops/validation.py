@@ -1,0 +1,107 @@
+"""What attention calls are checked for, whichever op and implementation serves them: numbers, shapes and dtypes.
+
+No contents are read, because that would wait for a device, and every layer of a decoding step is checked. What passes
+is safe for code that trusts shapes, as C code does.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> None:
+    """Checks what all ops take.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key, value: `[B, H_kv, S, D]` with `H` a multiple of `H_kv`.
+        attention_mask: up to four dimensions that broadcast to `[B, H, T, S]`.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise ValueError(
+            "query must be [B, H, T, D] and key and value [B, H_kv, S, D], not "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    (batch, heads, queries, width), (key_batch, kv_heads, keys, key_width) = query.shape, key.shape
+    if heads < 1 or kv_heads < 1 or width < 1:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must have at least one head and a width of 1"
+        )
+    if key_batch != batch or key_width != width or heads % kv_heads:
+        raise ValueError(
+            f"key {tuple(key.shape)} does not fit query {tuple(query.shape)} in batch, heads or width; batch and width "
+            "must be equal, and the heads of the query a multiple of those of the key"
+        )
+    _check_dtypes(query, key, value)
+    if attention_mask is not None:
+        _check_mask(attention_mask, (batch, heads, queries, keys))
+    check_window(sliding_window)
+    if scaling is not None and not (is_number(scaling) and -math.inf < scaling < math.inf):
+        raise ValueError(f"scaling must be a finite number, not {scaling!r}; None takes D ** -0.5")
+
+
+def check_window(sliding_window: int | None) -> None:
+    """Raises ValueError unless the window is None or a positive integer."""
+    if sliding_window is not None and not (is_integer(sliding_window) and sliding_window >= 1):
+        raise ValueError(f"sliding_window must be at least 1 (the query itself), an integer, not {sliding_window!r}")
+
+
+def check_dtype(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) -> None:
+    """Raises ValueError unless a tensor of any shape has the dtype of `query` `[B, H, T, D]` or one of `others`.
+
+    Under autocast it may have any floating-point dtype.
+    """
+    if tensor.dtype == query.dtype or tensor.dtype in others:
+        return
+    if not (tensor.dtype in DTYPES and torch.is_autocast_enabled(query.device.type)):
+        raise ValueError(f"{name} is {tensor.dtype}; cast it to {query.dtype}, the dtype of query")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, or one that a compiler traces; booleans are none."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an integer or a float, or one that a compiler traces."""
+    return isinstance(value, (float, torch.SymFloat)) or is_integer(value)
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """`[B, H, T, D]` and `[B, H_kv, S, D]` twice: floating point, and the same dtype unless autocast makes it so."""
+    dtypes = {tensor.dtype for tensor in (query, key, value)}
+    if not dtypes <= {*DTYPES}:
+        raise ValueError(f"query, key and value must be floating point, not {query.dtype}, {key.dtype}, {value.dtype}")
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(query.device.type):
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them to one dtype"
+        )
+
+
+def _check_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    """Raises ValueError unless `mask` is boolean or floating point, and broadcasts to `sizes` `[B, H, T, S]`."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {mask.dtype}; use a boolean one (True: visible), mask.bool(), or an additive one"
+        )
+    if mask.ndim > 4 or any(
+        given not in (1, size) for given, size in zip(reversed(mask.shape), reversed(sizes), strict=False)
+    ):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} does not broadcast to [B, H, T, S] = {tuple(sizes)}; each of its last "
+            "dimensions must be 1 or that size"
+        )
