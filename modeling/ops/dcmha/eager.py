@@ -1,5 +1,7 @@
 """The reference implementation: DCMHA in the order of the paper's equations, with every intermediate in memory."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -52,8 +54,10 @@ def compose(scores: Tensor, composition: Composition) -> Tensor:
         scores: `[B, H, T, S]`.
 
     Returns:
-        `[B, H, T, S]`.
+        `[B, H, T, S]`, in float32 if factors are and the scores are in half precision.
     """
+    dtype = functools.reduce(torch.promote_types, (term.dtype for term in composition.tensors().values()), scores.dtype)
+    scores, composition = scores.to(dtype), composition.map(lambda term: term.to(dtype))
     composed = scores
     if composition.static is not None:
         composed = composed + torch.einsum("bnts,nm->bmts", scores, composition.static)

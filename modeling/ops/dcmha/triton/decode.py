@@ -111,6 +111,8 @@ def _decode_op(
     post_groups: int,
 ) -> Tensor:
     """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `_tensors` lists them."""
+    if not query.numel() or not key.numel():
+        return query.new_zeros(query.transpose(1, 2).shape)
     with torch.no_grad(), torch.cuda.device_of(query):
         stages = _stage(pre), _stage(post)
         where = _mask(mask, first_keys, query.shape[0], key.shape[2])
@@ -136,8 +138,6 @@ def _attend(
 ) -> Tensor:
     """Launches the kernels for `[B, H, 1, D]` and `[B, H_kv, S, D]`, and returns `[B, 1, H, D]`."""
     kernels = load_kernels(query.device)
-    if not query.numel() or not key.numel():
-        return query.new_zeros(query.transpose(1, 2).shape)
     query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
     (batch, heads, _, width), (kv_heads, keys) = query.shape, key.shape[1:3]
     first = 0 if sliding_window is None else max(0, keys - sliding_window)

@@ -71,6 +71,10 @@ CASES = [
     Case(63, 257, window=100, mask="lowest"),
     Case(100, 63, mask="bias"),  # queries before the first key see nothing
     Case(257, 257, stages=()),
+    Case(70, 50, is_causal=False),  # every query sees every key, also those that stand before the first key
+    Case(200, 33, is_causal=False, mask="pairs", terms=DYNAMIC),
+    Case(200, 33, is_causal=False, window=100),
+    Case(200, 33),
 ]
 
 
@@ -193,6 +197,16 @@ def test_bfloat16_is_as_exact_as_the_reference_is(case: Case) -> None:
     for ours, theirs, true in zip(run(low, keywords, "chunked"), noise, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "case", [Case(7, 7, batch=0), Case(1, 7, batch=0), Case(0, 7), Case(1, 0), Case(7, 0), Case(0, 0)], ids=str
+)
+def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case, dtype: torch.dtype) -> None:
+    inputs = in_dtype(dtype, *random_inputs(case))
+    for ours, reference in zip(*(run(*inputs, name) for name in ("chunked", "eager")), strict=True):
+        assert torch.equal(ours, reference)
 
 
 def test_a_nan_stays_in_its_row() -> None:

@@ -2,15 +2,18 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynattn import Composition, dcmha_attention
+from dynattn.modeling.layers.attention_interface import attention_function
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, Attention
 from dynattn.modeling.ops.dcmha.composition import from_list, list_tensors, pack_factors, unpack_factors
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
@@ -219,3 +222,83 @@ def test_bad_calls_say_what_is_wrong() -> None:
         dcmha_attention(query, key[:, :3], value[:, :3])
     with pytest.raises(ValueError, match=r"query must be \[B, H, T, D\]"):
         dcmha_attention(query[0], key, value)
+
+
+BATCH, HEADS, QUERIES, KEYS, WIDTH, RANK = 2, 6, 3, 11, 4, 2
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"mask": torch.ones(2, 1, 1, 4, dtype=torch.bool)}, r"attention_mask \(2, 1, 1, 4\) does not broadcast to"),
+    ({"mask": torch.ones(3, 1, 1, 11, dtype=torch.bool)}, r"does not broadcast to \[B, H, T, S\] = \(2, 6, [13], 11\)"),
+    ({"mask": torch.ones(1, 2, 1, 1, 11, dtype=torch.bool)}, r"attention_mask \(.*1, 11\) does not broadcast"),
+    ({"mask": torch.ones(2, 1, 1, 11, dtype=torch.long)}, r"attention_mask is torch.int64; use a boolean one"),
+    ({"key_up": torch.ones(2, 11, 3, 6)}, r"key_up has shape \(2, 11, 3, 6\); expected \(2, 11, 2, 6\), the shape of"),
+    ({"key_down": torch.ones(2, 11, 6)}, r"key_down has shape \(2, 11, 6\); expected \(2, 11, R, 6\) with a rank R"),
+    ({"key_gate": torch.ones(2, 11, 1, 6)}, r"key_gate has shape \(2, 11, 1, 6\); expected \(2, 11, 6\)"),
+    ({"key_gate": torch.ones(3, 11, 6)}, r"key_gate has shape \(3, 11, 6\); expected \(2, 11, 6\)"),
+    ({"key_gate": torch.ones(2, 11, 4)}, r"key_gate has shape \(2, 11, 4\); expected \(2, 11, 6\)"),
+    ({"key_gate": torch.ones(2, 11, 6, dtype=torch.double)}, "key_gate is torch.float64; cast it to torch.float32"),
+    ({"static": torch.ones(6, 1, 6)}, r"static has shape \(6, 1, 6\); expected \(6, 6\)"),
+    ({"static": torch.ones(6, 6, dtype=torch.long)}, "static is torch.int64; cast it to torch.float32"),
+    *(
+        ({"groups": groups}, f"groups must be a positive integer that divides the 6 heads, not {groups}")
+        for groups in (4, 0, -2, 12, 1.5)
+    ),
+    ({"key": torch.ones(2, 0, 11, 4), "value": torch.ones(2, 0, 11, 4)}, "must have at least one head"),
+    ({"value": torch.ones(2, 6, 11, 4).double()}, "are torch.float32, torch.float32 and torch.float64; cast them"),
+    ({"window": 0}, "sliding_window must be at least 1"),
+    ({"window": -1}, r"sliding_window must be at least 1 \(the query itself\), an integer, not -1"),
+    ({"window": 2.0}, "an integer, not 2.0"),
+    ({"window": float("nan")}, "an integer, not nan"),
+    ({"scaling": float("nan")}, "scaling must be a finite number, not nan; None takes"),
+    ({"scaling": float("inf")}, "scaling must be a finite number, not inf"),
+    ({"scaling": "0.5"}, "scaling must be a finite number, not '0.5'"),
+    ({"first_keys": torch.zeros(1, 3, dtype=torch.long)}, r"first_keys must be integers \(2, [13]\)"),
+]
+
+
+@pytest.mark.parametrize("queries", [1, QUERIES])
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_every_way_to_an_implementation_refuses(wrong: dict[str, Any], message: str, queries: int) -> None:
+    """Some of these calls read memory that is not theirs, or never ended."""
+    calls = [lambda arguments, name=name: dcmha_attention(**arguments, implementation=name) for name in COMPOSING]
+    calls += [lambda arguments, attend=attend: through_interface(attend, arguments) for attend in COMPOSING.values()]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call(wrong_arguments(wrong, queries))
+
+
+def wrong_arguments(wrong: dict[str, Any], queries: int) -> dict[str, Any]:
+    """The arguments of the op, with these values in the place of some; factors are those of both stages."""
+    factors: dict[str, Any] = {"static": torch.randn(HEADS, HEADS)}
+    for side, length in (("query", queries), ("key", KEYS)):
+        factors |= {f"{side}_{kind}": torch.randn(BATCH, length, RANK, HEADS) for kind in ("down", "up")}
+        factors[f"{side}_gate"] = torch.randn(BATCH, length, HEADS)
+    given = {name: value for name, value in wrong.items() if name in (*factors, "groups")}
+    stage = Composition(**{**factors, **given})
+    return {
+        "query": torch.randn(BATCH, HEADS, queries, WIDTH),
+        "key": wrong.get("key", torch.randn(BATCH, HEADS, KEYS, WIDTH)),
+        "value": wrong.get("value", torch.randn(BATCH, HEADS, KEYS, WIDTH)),
+        "pre": stage,
+        "post": stage,
+        "attention_mask": wrong.get("mask"),
+        "sliding_window": wrong.get("window"),
+        "scaling": wrong.get("scaling", 0.5),
+        "first_keys": wrong.get("first_keys"),
+    }
+
+
+def through_interface(attend: Attention, arguments: dict[str, Any]) -> None:
+    """Calls an implementation as Transformers' attention interface does."""
+    attention_function(attend)(nn.Module(), **arguments)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_float32_factors_serve_heads_in_half_precision(queries: int) -> None:
+    query, key, value = (tensor.bfloat16() for tensor in random_inputs(2, 4, 2, queries, 5, 4))
+    stage = random_composition(set(TERMS), 2, queries, 5, 4, 2).map(lambda factor: factor.float())
+    expected, *outputs = (
+        dcmha_attention(query, key, value, pre=stage, post=stage, implementation=name) for name in COMPOSING
+    )
+    for output in outputs:
+        assert output.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(output, expected, atol=0.05, rtol=0.05)

@@ -85,12 +85,21 @@ def test_any_number_of_items_share_a_chunk(
     assert sizes[-2 * len(items) :] == 2 * items  # forward and backward
 
 
-@pytest.mark.parametrize("case", [Case(7, 7, batch=0), Case(0, 7), Case(0, 0)], ids=str)
-def test_nothing_to_attend_with_gives_nothing(case: Case) -> None:
-    inputs = in_dtype(torch.float32, *random_inputs(case))
-    for ours, reference in zip(*(run(*inputs, name) for name in ("chunked", "eager")), strict=True):
-        assert ours.shape == reference.shape
-        assert not ours.any()
+@pytest.mark.parametrize("turn", [lambda x: x.t().contiguous().t(), lambda x: x.repeat_interleave(2, 1)[:, ::2]])
+def test_first_keys_may_have_any_strides(turn: Any) -> None:
+    first_keys = documents(5, 130)[0]
+    turned = turn(first_keys)
+    assert turned.stride() != first_keys.stride()
+    assert_as_exact_as_the_reference(Case(130, 130, batch=5), first_keys=turned)
+
+
+@pytest.mark.parametrize("rank", [7, 8, 64])
+def test_stages_that_do_not_fit_on_a_stack_are_composed_without_c_code(rank: int) -> None:
+    """128 heads with rank 7 and gates are the last ones that do."""
+    case = Case(66, 66, heads=(128, 2), rank=rank, terms=DYNAMIC, batch=1)
+    shape = native.StageShape(128, 1, 2 * rank + 1, 2 * rank + 1)
+    assert (shape.stack <= native.LARGEST_STACK) == native.available(shape) == (rank == 7)
+    assert_as_exact_as_the_reference(case)
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])

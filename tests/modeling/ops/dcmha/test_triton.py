@@ -76,6 +76,8 @@ CASES = [
     Case(9, 9, heads=(6, 2), groups=(3, 3), rank=1),  # groups that share a key head
     Case(9, 9, heads=(4, 4), groups=(4, 2), terms=STATIC, rank=1),
     Case(9, 9, mask="additive"),
+    Case(19, 5, is_causal=False),
+    Case(19, 5, is_causal=False, mask="pairs", window=9),
 ]
 DECODING = [
     Case(1, 37, heads=(4, 2), batch=2),
@@ -229,6 +231,44 @@ def test_the_shipped_tensor_core_patches_equal_the_reference(heads: int, monkeyp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
     assert_no_noisier_than_the_reference(Case(17, 17), dtype)
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_with_one_key_give_no_gradient_to_scores(dtype: torch.dtype) -> None:
+    tensors, keywords = cast(*random_inputs(Case(17, 17, window=1)), dtype)
+    _, query, key, value, *_ = run(dcmha_triton, tensors, keywords)
+    assert max(query.abs().max(), key.abs().max()) < 1e-5 < value.abs().max()
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_that_cancel_are_bounded(dtype: torch.dtype) -> None:
+    """Equal values have equal gradients of all probabilities of a row, so that scores have none."""
+    tensors, keywords = cast(*random_inputs(Case(17, 17, stages=())), dtype)
+    with torch.no_grad():
+        tensors[1].fill_(1.0)
+        tensors[2].fill_(1.0)
+    output, _ = dcmha_triton(*tensors[:3], **keywords)
+    (query,) = torch.autograd.grad(output, tensors[:1], torch.ones_like(output))
+    of_probs = float(tensors[2].shape[-1])  # each of them
+    assert query.abs().max() <= 2**-11 * of_probs * keywords["scaling"] * 1.01
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case", [Case(5, 5, batch=0), Case(1, 5, batch=0), Case(5, 0), Case(1, 0), Case(0, 5), Case(0, 0)], ids=str
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case, documents: bool) -> None:
+    tensors, keywords = cast(*random_inputs(case), torch.float32)
+    keywords["first_keys"] = torch.zeros(case.batch, case.queries, dtype=torch.long) if documents else None
+    for needs_grad in (False, True):
+        with torch.set_grad_enabled(needs_grad):
+            output, _ = dcmha_triton(*tensors[:3], **keywords)
+        assert torch.equal(output, dcmha_eager(*tensors[:3], **keywords)[0])
 
 
 @interpreted

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dynattn import relative_attention
 from dynattn.modeling.ops.relative import chunked as chunked_module
+from dynattn.modeling.ops.relative.attention import RELATIVE
 
 BATCH, HEADS, WIDTH = 2, 3, 4
 TERMS = {"all": (1, 1, 1), "embeddings": (1, 0, 0), "bias": (0, 1, 0), "content": (0, 0, 1), "none": (0, 0, 0)}
@@ -127,6 +128,64 @@ def test_nan_stays_in_its_row_of_the_batch(implementation: str) -> None:
     torch.testing.assert_close(output[~wrong], expected[~wrong], atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("mask", [None, "queries", "keys"])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 4), (40, 1), (70, 33), (5, 0)])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
+def test_queries_before_the_first_key_see_nothing(
+    implementation: str, queries: int, keys: int, mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_module, "CHUNK", 16)
+    given = inputs(queries, keys)
+    shape = (BATCH, 1, queries if mask == "queries" else 1, keys)
+    options = {} if mask is None else {"attention_mask": torch.rand(shape) > 0.3}
+    expected, expected_grads = run(given, "eager", **options)
+    output, grads = run(given, implementation, **options)
+    assert not output[:, : queries - keys].any()
+    torch.testing.assert_close(output, expected, atol=1e-11, rtol=0)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads.get(name, torch.zeros_like(grad)), grad, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_scaling_of_zero_weighs_all_visible_keys_alike(dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) for name, x in inputs(65, 66).items() if x is not None}
+    output, grads = run(given, "chunked", scaling=0.0, sliding_window=2)  # type: ignore[arg-type]
+    mean = (given["value"][:, :, :-1] + given["value"][:, :, 1:]) / 2
+    torch.testing.assert_close(output, mean.transpose(1, 2), atol=2e-2, rtol=2e-2)
+    assert not grads["query"].any() and not grads["key"].any()
+
+
+@pytest.mark.parametrize("shape", [(5,), (1,), (4, 5), (4, 1)])
+@pytest.mark.parametrize("terms", [(0, 0, 0), (0, 0, 1)])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
+def test_masks_may_have_few_dimensions(implementation: str, terms: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    given = inputs(4, 5, terms)
+    options: dict[str, Any] = {"attention_mask": torch.rand(shape) > 0.3, "is_causal": False, "offset": 1}
+    expected, _ = run(given, "eager", **options)
+    torch.testing.assert_close(run(given, implementation, **options)[0], expected, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reason", ["one key", "equal values"])
+def test_gradients_that_cancel_are_as_small_as_those_of_the_definition(reason: str, dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) for name, x in inputs(70, 70).items() if x is not None}
+    if reason == "equal values":
+        given["value"][:] = given["value"][:, :, :1].clone()
+    options = {"sliding_window": 1 if reason == "one key" else None}
+    exact, double = run({name: x.double() for name, x in given.items()}, "eager", **options)[1], torch.float64
+    errors = {}
+    for name in ("eager", "chunked"):
+        grads = run(given, name, **options)[1]  # type: ignore[arg-type]
+        errors[name] = {leaf: (grads[leaf].to(double) - exact[leaf]).abs().max() for leaf in ("query", "key")}
+    for leaf, error in errors["chunked"].items():
+        assert error <= 2 * errors["eager"][leaf] + 1e-6
+
+
+def test_dropping_everything_gives_zeros() -> None:
+    for implementation in ("eager", "chunked"):
+        assert not relative_attention(**inputs(20, 20), dropout=1.0, implementation=implementation).any()  # type: ignore[arg-type]
+
+
 def test_chunked_in_bfloat16_errs_no_more_than_the_definition() -> None:
     given = inputs(100, 140)
     exact = relative_attention(**given, implementation="eager")  # type: ignore[arg-type]
@@ -179,6 +238,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"position_bias": random(8, 4)}, r"position_bias of shape \(8, 4\) must be \[L, 3\]"),
     ({"content_bias": random(3, 5)}, r"content_bias of shape \(3, 5\) must be \[3, 4\]"),
     ({"sliding_window": 0}, "sliding_window must be at least 1"),
+    ({"sliding_window": 2.5}, r"sliding_window must be at least 1 \(the query itself\), an integer, not 2.5"),
+    ({"scaling": float("nan")}, "scaling must be a finite number, not nan"),
+    ({"offset": 1.5}, "offset must be an integer, the position of the first query among the keys, not 1.5"),
+    ({"offset": torch.tensor([1, 2])}, r"offset must be one integer, not \(2,\) of torch.int64"),
+    ({"offset": 5}, "position_embeddings has 8 rows, but queries reach over 9 keys"),
+    ({"dropout": 1.5}, "dropout must be a probability, from 0 to 1, not 1.5"),
+    ({"dropout": float("nan")}, "dropout must be a probability, from 0 to 1, not nan"),
+    ({"is_causal": False}, "is_causal=False does not go with position_embeddings: distances to later keys have no row"),
+    ({"is_causal": False, "position_embeddings": None}, "is_causal=False does not go with position_bias"),
+    ({"position_bias": random(8, 3).long()}, "position_bias is torch.int64; cast it to torch.float64"),
+    ({"position_embeddings": torch.tensor(1.0)}, r"position_embeddings of shape \(\) must be \[L, 3, 4\]"),
+    ({"attention_mask": torch.ones(4, dtype=torch.bool)}, r"attention_mask \(4,\) does not broadcast to"),
     (
         {"implementation": "flash"},
         r"'flash' does not exist for this family; choose from \['chunked', 'eager', 'sdpa'\]",
@@ -186,10 +257,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[next(iter(wrong)) for wrong, _ in MISTAKES])
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_bad_calls_say_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        relative_attention(**{**inputs(4, 6), **wrong})  # type: ignore[arg-type]
+    for implementation in (None, *RELATIVE):
+        with pytest.raises(ValueError, match=message):
+            relative_attention(**{**inputs(4, 6), "implementation": implementation, **wrong})  # type: ignore[arg-type]
 
 
 def test_a_window_lets_short_tables_serve_long_sequences() -> None:

@@ -44,6 +44,7 @@ from .tiles import (
     mixed,
     no_hidden,
     probability,
+    rounded,
     store,
     store_of_factors,
     store_of_queries,
@@ -193,7 +194,9 @@ def dcmha_backward_post(
         store(probs, compose(prob, prob, hidden_probs, post, head), patch, head)
         if statics.plain is not None:
             store(statics.plain, prob, patch, head)
+        # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
         grad_prob = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
+        grad_prob = rounded(grad_prob, grad_probs.dtype.element_ty).to(tl.float32)
         store(grad_probs, grad_prob, patch, head)
         delta = tl.sum(prob * grad_prob, axis=1)
         store_of_queries(partial_delta, delta, head, heads, patch)

@@ -166,7 +166,9 @@ def dcmha_matrix_backward_post(
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
             grad = load(grad_composed, patch, padded)
+            # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
+            grad_prob = rounded(grad_prob, dtype).to(tl.float32)
             # Gradients overwrite gradients safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
