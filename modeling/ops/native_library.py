@@ -4,6 +4,7 @@ A library in the cache is code that will run, so that it is loaded only if nobod
 only if it is complete: its file name holds the checksum of its contents.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -135,7 +136,7 @@ def _cache_folder() -> Path:
                 return folder
         except OSError:
             continue
-    return Path(_temporary_folder().name)
+    return _temporary_folder(os.getpid())
 
 
 def _can_be_replaced(folder: Path) -> bool:
@@ -145,9 +146,17 @@ def _can_be_replaced(folder: Path) -> bool:
 
 
 @functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """One folder for the whole process, removed at its end."""
-    return tempfile.TemporaryDirectory(prefix="dynattn-", ignore_cleanup_errors=True)
+def _temporary_folder(process: int) -> Path:
+    """One folder for a whole process, removed at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="dynattn-"))
+    atexit.register(_remove, folder, process)
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Removes the folder of this process; processes that it forks leave it alone."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compile(command: tuple[str, ...], source: str, folder: Path, key: str) -> Path:

@@ -296,9 +296,8 @@ def through_interface(attend: Attention, arguments: dict[str, Any]) -> None:
 def test_float32_factors_serve_heads_in_half_precision(queries: int) -> None:
     query, key, value = (tensor.bfloat16() for tensor in random_inputs(2, 4, 2, queries, 5, 4))
     stage = random_composition(set(TERMS), 2, queries, 5, 4, 2).map(lambda factor: factor.float())
-    expected, *outputs = (
-        dcmha_attention(query, key, value, pre=stage, post=stage, implementation=name) for name in COMPOSING
+    output, expected = (
+        dcmha_attention(query, key, value, pre=stage, post=stage, implementation=name) for name in ("chunked", "eager")
     )
-    for output in outputs:
-        assert output.dtype == expected.dtype == torch.bfloat16
-        torch.testing.assert_close(output, expected, atol=0.05, rtol=0.05)
+    assert output.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected, atol=0.05, rtol=0.05)

@@ -1,7 +1,6 @@
 """The C code of the linear-memory op: as exact as the reference op in float32, whatever compiles it and runs it."""
 
 import ctypes
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -206,15 +205,6 @@ def test_what_is_compiled_once_is_only_loaded_later(
     native_library.load_library(COMPOSE, macros)
     assert library.stat().st_mtime_ns == written
     assert isinstance(ctypes.CDLL(str(library)).softmax, ctypes._CFuncPtr)
-
-
-def test_a_user_without_a_place_for_a_cache_gets_a_temporary_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = native_library._cache_folder()
-    assert folder.is_dir() and os.access(folder, os.W_OK) and folder.name.startswith("dynattn-")
 
 
 def test_who_composes_depends_on_device_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,17 @@ def test_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> N
 
 @interpreted
 @pytest.mark.usefixtures("small", "family")
+def test_float32_factors_serve_heads_in_half_precision() -> None:
+    tensors, keywords = cast(*random_inputs(Case(9, 12)), torch.float32)
+    heads = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors[:3]]
+    ours, theirs = (run(attend, [*heads, *tensors[3:]], keywords) for attend in (dcmha_triton, dcmha_eager))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).norm() <= 0.05 * other.norm()
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_with_one_key_give_no_gradient_to_scores(dtype: torch.dtype) -> None:
     tensors, keywords = cast(*random_inputs(Case(17, 17, window=1)), dtype)

@@ -19,5 +19,5 @@ def libraries() -> Iterator[None]:
 
 def forget() -> None:
     native_library._failures.clear()
-    for cache in (native_library.load_library, native._load, decode_native._load, native_library._temporary_folder):
+    for cache in (native_library.load_library, native._load, decode_native._load):
         cache.cache_clear()
