@@ -14,7 +14,7 @@ from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
-from .common.decoder_inputs import DecoderArguments, DecoderInputs, may_pack_documents
+from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.headwise_conv import HeadwiseCausalConv, init_conv
 from .layers.relative_attention import RCMHAAttention
@@ -89,6 +89,11 @@ class RCMHAPreTrainedModel(DecoderPreTrainedModel):
             for table in (module.position_embeddings, module.position_bias, module.content_bias):
                 init.normal_(table, std=std)
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """True: every call of a layer looks its implementation up in the configuration."""
+        return True
+
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.
 
@@ -123,15 +128,21 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         self.post_init()
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """Makes a mask only where there is padding or packed documents: the ops know causality, window and memory."""
+        """Refuses memory that gradient checkpointing would drop."""
         if given.past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
                 "checkpointing off, or train without past_key_values"
             )
-        if given.attention_mask is None and not may_pack_documents(given):
-            given = given._replace(attention_mask=dict.fromkeys(self.config.layer_types))
         return super().prepare_inputs(given)
+
+    def make_masks(
+        self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """Makes masks only where there is padding or packed documents: the ops know causality, window and memory."""
+        if given.attention_mask is None and starts is None:
+            return dict.fromkeys(self.config.layer_types)
+        return super().make_masks(given, inputs_embeds, starts)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache` keep the memory of the configured type."""
@@ -146,7 +157,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
             inputs.past_key_values,
             inputs.masks[self.config.layer_types[0]],
             given_mask=given.attention_mask,
-            packed=may_pack_documents(given),
+            document_starts=inputs.document_starts,
             rotary_emb=self.rotary_emb,
         )
         hidden_states = inputs.inputs_embeds

@@ -17,7 +17,7 @@ class Segment(NamedTuple):
     length: int  # T
     query_offset: Tensor | None = None  # position of the first query among the keys, if the keys are preallocated
     token_mask: Tensor | None = None  # [B, N], False for padding; None without padding
-    document_positions: Tensor | None = None  # [B, T], if a batch row may hold several documents
+    document_positions: Tensor | None = None  # [B, T] places in the token's document, if a row holds several
     rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines [B, N, D]
 
 
@@ -29,7 +29,7 @@ def describe_segment(
     mask: Tensor | None,
     *,
     given_mask: Any,
-    packed: bool,
+    document_starts: Tensor | None,
     rotary_emb: nn.Module | None,
 ) -> Segment:
     """Derives a segment from the inputs of a decoder.
@@ -39,7 +39,7 @@ def describe_segment(
         position_ids: `[B, T]` or `[1, T]`.
         mask: the mask of the layers, `[B, 1, T, S]` or None.
         given_mask: the `attention_mask` that the caller gave.
-        packed: the caller gave positions or borders, and positions may restart within a batch row.
+        document_starts: `[B, T]`, index of the first token of each token's document; None if rows hold one each.
 
     Raises:
         ValueError: the segment does not fit its memory, its batch or the positions of the model.
@@ -47,9 +47,12 @@ def describe_segment(
     length = inputs_embeds.shape[1]
     past_tokens = cache.get_seq_length() if cache is not None else 0
     keys, first_key = cache.get_mask_sizes(length, 0) if cache is not None else (length, 0)
-    document_positions = position_ids if packed else None
+    document_positions = None
+    if document_starts is not None:
+        document_positions = torch.arange(length, device=inputs_embeds.device) - document_starts
     check_batch(inputs_embeds.shape[0], cache)
-    check_positions(config, length, past_tokens, keys, document_positions)
+    check_relative_reach(config, length, keys, document_positions)
+    check_learned_positions(config, length, past_tokens, position_ids)
     query_offset = first_query_offset(cache, length, keys, first_key)
     read = keys if config.memory_type == "segment" else length
     token_mask = find_tokens(given_mask, mask, length, read, query_offset) if config.convolves else None
@@ -104,27 +107,39 @@ def check_batch(batch: int, cache: Cache | None) -> None:
         )
 
 
-def check_positions(
-    config: PreTrainedConfig, length: int, past_tokens: Any, keys: int, document_positions: Tensor | None
-) -> None:
-    """Raises ValueError if a segment reaches over more tokens than the model has positions for.
+def check_relative_reach(config: PreTrainedConfig, length: int, keys: int, document_positions: Tensor | None) -> None:
+    """Raises ValueError if a segment reaches over more keys than the relative position tables have rows.
 
-    Of packed documents the longest counts: their positions `[B, T]` are read for it, except while tracing.
+    Of packed documents the longest counts: their places `[B, T]` are read for it, except while tracing.
     """
     limit = config.max_position_embeddings
+    if not config.is_relative or config.sliding_window is not None or keys <= limit:
+        return
     if document_positions is not None:
-        if max(length, keys) <= limit or is_tracing(document_positions):
+        if is_tracing(document_positions):
             return
-        keys = int(document_positions.max()) + 1
-        past_tokens, length = 0, keys
-    if config.is_relative and config.sliding_window is None and keys > limit:
+        length = keys = int(document_positions.max()) + 1
+    if keys > limit:
         raise ValueError(
             f"a segment of {length} tokens reaches over {keys} keys, memory included, but the relative position tables "
             f"end at max_position_embeddings ({limit}); use shorter segments, a smaller cache or mem_len"
         )
-    if config.position_scheme == "learned" and isinstance(past_tokens, int) and past_tokens + length > limit:
+
+
+def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: Any, position_ids: Tensor) -> None:
+    """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
+
+    Positions are read for prompts, and for a token that may be beyond the table; reading makes decoding wait.
+    """
+    limit = config.max_position_embeddings
+    if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):
+        return
+    if length == 1 and past_tokens < limit:
+        return
+    needed = int(position_ids.max()) + 1
+    if needed > limit:
         raise ValueError(
-            f"a segment of {length} tokens after {past_tokens} others needs {past_tokens + length} learned positions, "
+            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
             f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
             "position_scheme"
         )

@@ -10,13 +10,18 @@ from ..caches.composed_cache import upgrade_to_composed_cache
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import resolve_implementation
 from .decoder import DecoderBody, DecoderPreTrainedModel
-from .decoder_inputs import DecoderArguments, DecoderInputs
+from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
 
 
 class ComposedPreTrainedModel(DecoderPreTrainedModel):
     """Flags for Transformers, initial weights, and the choice of the attention implementation."""
 
     _supports_attention_backend = True
+
+    @property
+    def supports_paged_cache(self) -> bool:
+        """True for a model without composition, which is a plain decoder."""
+        return not self.config.composes
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -55,5 +60,5 @@ class ComposedDecoderBody(DecoderBody):
         return inputs.inputs_embeds, {
             "position_embeddings": position_embeddings,
             "position_ids": inputs.position_ids,
-            "first_keys": inputs.first_keys,
+            "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }

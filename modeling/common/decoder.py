@@ -10,7 +10,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import DecoderArguments, DecoderInputs, prepare_decoder_inputs
+from .decoder_inputs import DecoderArguments, DecoderInputs, make_causal_masks, prepare_decoder_inputs
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -24,12 +24,17 @@ class DecoderPreTrainedModel(PreTrainedModel):
     # convolutions need all keys that a query sees on one device.
     _supports_context_parallel = False
 
+    @property
+    def supports_paged_cache(self) -> bool:
+        """Whether the layers read nothing of earlier tokens but the keys and values that a paged cache keeps."""
+        return False
+
 
 class DecoderBody:
     """The forward pass of a decoder, mixed in front of a family's `PreTrainedModel`.
 
-    A family's model makes the modules that are annotated here. It overrides `prepare_inputs` and `prepare_cache` where
-    its layers need other inputs or caches, and defines `layer_inputs`.
+    A family's model makes the modules that are annotated here. It overrides `prepare_inputs`, `prepare_cache` and
+    `make_masks` where its layers need other inputs, caches or masks, and defines `layer_inputs`.
     """
 
     config: Any
@@ -82,10 +87,16 @@ class DecoderBody:
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
         """Checks and completes the caller's arguments."""
-        return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache)
+        return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache, self.make_masks)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, keep what the layers of the family need; keys and values need nothing."""
+
+    def make_masks(
+        self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """The mask of each layer type, for embeddings `[B, T, E]` and the starts of packed documents `[B, T]`."""
+        return make_causal_masks(self.config, given, inputs_embeds, starts)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
         """The first layer's hidden states `[B, T, E]`, and the arguments that the family passes to all its layers."""

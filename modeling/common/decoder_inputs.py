@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
-from .packed_documents import document_positions, document_starts
+from .packed_documents import starts_by_borders, starts_by_positions
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
@@ -25,12 +25,12 @@ class DecoderArguments(NamedTuple):
         input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
         attention_mask: `[B, S]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, S]`; or one prepared
             mask for each layer type, as `generate` makes them.
-        position_ids: `[B, T]`. Where neither a mask nor a cache is given, positions that restart at 0 pack documents,
-            which then do not see each other.
+        position_ids: `[B, T]`. Where neither a mask `[B, S]` nor cached tokens are given, positions that restart pack
+            documents, which then do not see each other.
         past_key_values: a dynamic or static cache, extended in place to keep what the family's layers need.
         use_cache: whether to make and return a cache where none is given.
-        cu_seq_lens: `[documents + 1]` borders of the documents packed into a single row, instead of `position_ids`. A
-            mask that hides nothing is then ignored.
+        cu_seq_lens: `[documents + 1]` borders of the documents packed into a single row; `position_ids` are then only
+            positions, and by default restart at each border. A mask `[B, S]` that hides nothing is then ignored.
     """
 
     input_ids: Tensor | None
@@ -49,7 +49,7 @@ class DecoderInputs(NamedTuple):
     position_ids: Tensor  # [B, T] or [1, T]
     past_key_values: Cache | None
     masks: dict[str, Tensor | None]  # one for each layer type
-    first_keys: Tensor | None  # [B, T], the first key that each query sees; None where documents are not packed
+    document_starts: Tensor | None  # [B, T], index of the first token of each token's document; None if not packed
 
 
 def prepare_decoder_inputs(
@@ -57,81 +57,138 @@ def prepare_decoder_inputs(
     embed_tokens: nn.Module,
     given: DecoderArguments,
     prepare_cache: Callable[[Cache], None],
+    make_masks: Callable[[DecoderArguments, Tensor, Tensor | None], dict[str, Tensor | None]],
 ) -> DecoderInputs:
     """Checks the arguments of a decoder's forward pass and fills in what the caller left out.
 
     Args:
         embed_tokens: maps token ids `[B, T]` to embeddings `[B, T, E]`.
         prepare_cache: is called with the given or new cache before its length is read.
+        make_masks: makes the masks of the layer types, from the arguments, the embeddings `[B, T, E]` and the starts of
+            packed documents `[B, T]`.
 
     Raises:
-        ValueError: shapes that do not fit, or a batch row that is all padding.
+        ValueError: shapes that do not fit, a batch row that is all padding, or padding between packed documents.
     """
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
-    check_attention_mask(given.attention_mask, inputs_embeds)
-    if given.cu_seq_lens is not None and given.past_key_values is None:
-        given = with_document_positions(given, given.cu_seq_lens, inputs_embeds)
+    check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values)
+    starts = packed_document_starts(given, inputs_embeds)
+    if starts is not None and given.cu_seq_lens is not None:
+        given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
     cache = given.past_key_values
     if given.use_cache and cache is None:
         cache = DynamicCache(config=config)
     if cache is not None:
         prepare_cache(cache)
-    position_ids, first_keys = given.position_ids, packed_first_keys(config, given, inputs_embeds)
+    position_ids = given.position_ids
     if position_ids is None:
-        past_tokens = cache.get_seq_length() if cache is not None else 0
-        position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_tokens).unsqueeze(0)
+        position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
     masks = given.attention_mask
     if not isinstance(masks, dict):
-        # A complete mask would repeat what `first_keys` says, in memory quadratic in the length.
-        masks = make_masks(config, given, inputs_embeds, position_ids if first_keys is None else None)
-    return DecoderInputs(inputs_embeds, position_ids, cache, masks, first_keys)
+        masks = make_masks(given, inputs_embeds, starts)
+    return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 
 
 def may_pack_documents(given: DecoderArguments) -> bool:
-    """Whether the caller's positions or borders may pack several documents into one row; not beside a cache."""
-    return given.past_key_values is None and (given.position_ids is not None or given.cu_seq_lens is not None)
+    """Whether the caller's positions or borders may pack several documents into one row, as far as tokens allow."""
+    if given.cu_seq_lens is not None:
+        return True
+    positions_tell = given.attention_mask is None or is_complete_mask(given.attention_mask)
+    return positions_tell and given.position_ids is not None and given.position_ids.shape[-1] > 1
 
 
-def with_document_positions(given: DecoderArguments, cu_seq_lens: Tensor, inputs_embeds: Tensor) -> DecoderArguments:
-    """Replaces borders `[documents + 1]` of packed documents by positions `[1, T]`; drops a mask that hides nothing."""
-    attention_mask = given.attention_mask
-    if isinstance(attention_mask, Tensor) and bool(attention_mask.all()):
-        attention_mask = None
-    position_ids = document_positions(cu_seq_lens, inputs_embeds)
-    return given._replace(attention_mask=attention_mask, position_ids=position_ids)
+def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
+    """Index of the first token of each token's document, `[B, T]`; None where every row is one document.
 
-
-def packed_first_keys(config: PreTrainedConfig, given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
-    """The first key that each query sees, `[B, T]`; None where documents cannot be packed or a mask has to say it.
-
-    Only the ops with composed heads take first keys.
+    Beside a mask `[B, S]` positions repeat because of padding, and beside cached tokens they continue a document.
     """
-    if given.position_ids is None or given.attention_mask is not None or given.past_key_values is not None:
+    if not may_pack_documents(given) or not is_empty(given.past_key_values):
         return None
-    if not getattr(config, "composes", False):
-        return None
-    return document_starts(given.position_ids).expand(inputs_embeds.shape[:2])
+    if given.cu_seq_lens is not None:
+        return starts_by_borders(given.cu_seq_lens, inputs_embeds)
+    starts = starts_by_positions(given.position_ids).expand(inputs_embeds.shape[:2])  # type: ignore[arg-type]
+    return starts if is_tracing(starts) or bool(starts.any()) else None
 
 
-def make_masks(
-    config: PreTrainedConfig, given: DecoderArguments, inputs_embeds: Tensor, position_ids: Tensor | None
+def is_empty(cache: Cache | None) -> bool:
+    """Whether a cache holds no tokens. One that counts them on the device is not asked while tracing."""
+    length: Any = 0 if cache is None else cache.get_seq_length()
+    return not (isinstance(length, Tensor) and is_tracing(length)) and int(length) == 0
+
+
+def is_complete_mask(attention_mask: Any) -> bool:
+    """Whether a mask says of every query and key whether they see each other: `[B, 1, T, S]`, or prepared masks."""
+    return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
+
+
+def mask_beside_borders(attention_mask: Any) -> Any:
+    """The caller's mask, without one `[B, S]` that hides nothing.
+
+    Raises:
+        ValueError: a mask `[B, S]` hides tokens.
+    """
+    if attention_mask is None or is_complete_mask(attention_mask):
+        return attention_mask
+    if not attention_mask.all():
+        raise ValueError(
+            f"attention_mask hides {int((attention_mask == 0).sum())} tokens of documents packed by cu_seq_lens; drop "
+            "those tokens from the row, or make a document of them"
+        )
+    return None
+
+
+def default_positions(
+    config: PreTrainedConfig, attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, starts: Tensor | None
+) -> Tensor:
+    """Positions `[1, T]`, or `[B, T]` with padding, where the caller gave none.
+
+    They go on from the cached tokens, or from `starts` `[1, T]`, those of packed documents. Learned positions count the
+    real tokens of a mask `[B, S]`; to all other schemes only differences matter, which padding on the left leaves.
+    """
+    length = inputs_embeds.shape[1]
+    if (
+        getattr(config, "position_scheme", None) == "learned"
+        and isinstance(attention_mask, Tensor)
+        and not is_complete_mask(attention_mask)
+    ):
+        return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+    indices = torch.arange(length, device=inputs_embeds.device)[None]
+    if starts is not None:
+        return indices - starts
+    return indices + (cache.get_seq_length() if cache is not None else 0)
+
+
+def make_causal_masks(
+    config: PreTrainedConfig, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Transformers' mask for each layer type of the model, in the form that its attention implementation takes.
 
-    Transformers looks for packed documents in `position_ids` `[B, T]` only where it is given no cache, so it gets the
-    caller's cache and not a new, empty one.
+    `starts` `[B, T]` keep packed documents apart, except in models with composed heads, whose ops take them directly:
+    a complete mask would need memory quadratic in the length. Transformers' own search for packed documents would take
+    every jump of the positions for a border, so it gets none.
     """
+    apart = None if starts is None or getattr(config, "composes", False) else same_document(starts)
     return {
         layer_type: MASK_MAKERS[layer_type](
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=given.attention_mask,
             past_key_values=given.past_key_values,
-            position_ids=position_ids,
+            and_mask_function=apart,
         )
         for layer_type in sorted(set(config.layer_types))
     }
+
+
+def same_document(starts: Tensor) -> Callable[..., Tensor]:
+    """A mask function for Transformers: a query sees no key before the start of its document, in `starts` `[B, T]`."""
+
+    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
+        return key >= starts[batch, query]
+
+    return mask_function
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
@@ -146,11 +203,11 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
         raise ValueError(f"{name} must be {expected} with at least one token, not of shape {shape}")
 
 
-def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor) -> None:
+def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
-    Masks `[B, 1, T, S]` and prepared masks are not checked. The values of a mask are read for prompts only and never
-    while tracing, because reading them makes a decoding loop wait for the device.
+    Masks `[B, 1, T, S]` and prepared masks are not checked. Beside a cache the values of a mask are not read: the first
+    chunk of a prompt may be all padding in a short row, and reading makes a decoding loop wait for the device.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 4:
         return
@@ -160,7 +217,7 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor) -> None:
             f"attention_mask of shape {tuple(attention_mask.shape)} does not fit {batch} rows of {length} tokens; "
             "give one value for each cached and new token"
         )
-    if length == 1 or is_tracing(attention_mask):
+    if cache is not None or length == 1 or is_tracing(attention_mask):
         return
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:

@@ -26,6 +26,7 @@ class CausalLMHead:
     config: Any
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
+    supports_paged_cache: bool
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -33,6 +34,19 @@ class CausalLMHead:
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Transformers, which calls it for `generate_batch` and for its server too.
+
+        Raises:
+            ValueError: the model needs more of earlier tokens than the keys and values of a paged cache.
+        """
+        if not self.supports_paged_cache:
+            raise ValueError(
+                f"continuous batching keeps only keys and values of earlier tokens, and {type(self).__name__} with "
+                "this configuration needs more; use generate() with a batch that is padded on the left"
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple
     def forward(

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.composition import Composition, unpack_factors
 from .rms_norm import rms_normalize
 
 
@@ -84,18 +84,10 @@ class DynamicComposition(nn.Module):
 
     def _unpack(self, stage: int, factors: dict[str, Tensor]) -> Composition:
         """The composition of one stage, from the packed factors `[B, P * terms, T or S, H]` of each side."""
-        terms: dict[str, Tensor] = {}
-        for side, packed in factors.items():
-            first = stage * self.num_terms
-            component = packed[:, first : first + self.num_terms].transpose(1, 2)  # [B, T or S, terms, H]
-            if self.rank:
-                terms[f"{side}_down"] = component[:, :, : self.rank]
-                terms[f"{side}_up"] = component[:, :, self.rank : 2 * self.rank]
-            if self.has_gate:
-                terms[f"{side}_gate"] = component[:, :, -1]
-        if self.static_weight is not None:
-            terms["static"] = torch.block_diag(*self.static_weight[stage])
-        return Composition(**terms, groups=self.groups)
+        terms = slice(stage * self.num_terms, (stage + 1) * self.num_terms)
+        packed = {side: stages[:, terms].transpose(1, 2) for side, stages in factors.items()}  # [B, T or S, terms, H]
+        static = None if self.static_weight is None else torch.block_diag(*self.static_weight[stage])
+        return unpack_factors(packed, static, self.groups)
 
 
 @torch.no_grad()
