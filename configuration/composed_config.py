@@ -3,8 +3,9 @@
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.modeling_rope_utils import RopeParameters
 
+from .field_rules import check_one_rope, check_rope_parameters
 from .portable_config import PortableConfig, default_head_dim
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
@@ -19,7 +20,8 @@ class ComposedConfig(PortableConfig):
         num_key_value_heads (`int`, *optional*): fewer than `num_attention_heads` is grouped-query attention: keys and
             values are repeated, composition is over all query heads.
         head_dim (`int`, *optional*): by default `hidden_size // num_attention_heads`.
-        sliding_window (`int`, *optional*, defaults to 256): keys that a token of a sliding layer sees, itself included.
+        sliding_window (`int`, *optional*, defaults to 256): keys that a token of a sliding layer sees, itself included;
+            at least 2.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` for each layer; by default
             even layers slide and odd layers are full, or all are full when `sliding_window` is None.
         use_qk_norm (`bool`, defaults to `True`): RMS norm of each query and key head before the rotary embedding.
@@ -72,14 +74,25 @@ class ComposedConfig(PortableConfig):
     compose_init_scale: float | int = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.validate_fields()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads > 0:
+        if self.head_dim is None:
             self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
         if self.layer_types is None:
             pattern = "G" if self.sliding_window is None else "LG"
             self.layer_types = repeat_layer_types(pattern, self.num_hidden_layers)
         super().__post_init__(**kwargs)
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Brings rotary parameters into Transformers' form, and checks them; called by `PreTrainedConfig`."""
+        self.rope_parameters = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        check_one_rope(self.rope_parameters, tuple(LAYER_TYPES.values()))
+        self.rope_parameters = dict(self.rope_parameters)
+        kwargs = super().convert_rope_params_to_dict(**kwargs)
+        self.validate_heads()
+        self.validate_rotary()
+        return kwargs
 
     @property
     def compose_stages(self) -> tuple[str, ...]:
@@ -106,15 +119,18 @@ class ComposedConfig(PortableConfig):
     def validate_heads(self) -> None:
         """Part of the strict validation: head counts and widths fit each other."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads < 1 or kv_heads is None or kv_heads < 1 or heads % kv_heads:
+        if kv_heads is None or heads % kv_heads:
             raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
-        if self.head_dim is None or self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even and positive: rotary embedding turns pairs")
+        if self.head_dim is None or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "
+                f"({self.hidden_size}) / num_attention_heads ({heads})"
+            )
 
     def validate_composition(self) -> None:
-        """Part of the strict validation: groups, rank, widths and epsilon."""
+        """Part of the strict validation: groups and rank fit the heads."""
         heads = self.num_attention_heads
-        if self.compose_groups < 1 or heads % self.compose_groups:
+        if heads % self.compose_groups:
             raise ValueError(f"compose_groups ({self.compose_groups}) must divide num_attention_heads ({heads})")
         group = heads // self.compose_groups
         if not self.composes:
@@ -126,29 +142,28 @@ class ComposedConfig(PortableConfig):
             )
         if self.compose_low_rank and not 1 <= self.compose_rank <= group:
             raise ValueError(f"compose_rank ({self.compose_rank}) must be from 1 to the heads of a group ({group})")
-        if self.compose_hidden_size is not None and self.compose_hidden_size < 1:
-            raise ValueError(f"compose_hidden_size ({self.compose_hidden_size}) must be positive, or None")
-        if self.compose_norm_eps <= 0:
-            raise ValueError(f"compose_norm_eps ({self.compose_norm_eps}) must be positive")
 
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""
         types = set(self.layer_types or ())
         if unknown := sorted(types - set(LAYER_TYPES.values())):
             raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
-        if "sliding_attention" in types and self.sliding_window is None:
+        if "sliding_attention" not in types:
+            return
+        if self.sliding_window is None:
             raise ValueError(
                 "layer_types has 'sliding_attention' but sliding_window is None; say how many keys it sees"
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1 (the token itself), or None")
+        if self.sliding_window < 2:
+            # Transformers' dynamic cache, which keeps all but one key of a window, would keep all keys for one of 1.
+            raise ValueError(
+                f"sliding_window ({self.sliding_window}) must be at least 2: a token of a sliding layer would have "
+                "nothing but itself to attend to; give it more, or make no layer slide"
+            )
 
-    def validate_rope_type(self) -> None:
-        """Part of the strict validation: the rotary variant exists."""
-        known = {"default", *ROPE_INIT_FUNCTIONS}
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type not in known:
-            raise ValueError(f"rope_type {rope_type!r} does not exist; choose from {sorted(known)}")
+    def validate_rotary(self) -> None:
+        """Part of the strict validation: the rotary parameters are complete, in range and fit the heads."""
+        check_rope_parameters(self.rope_parameters or {}, self.head_dim or 0)
 
 
 def repeat_layer_types(pattern: str, num_hidden_layers: int) -> list[str]:

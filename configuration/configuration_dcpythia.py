@@ -55,21 +55,9 @@ class DCPythiaConfig(ComposedConfig):
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Folds GPT-NeoX's names into `rope_parameters` (called by `PreTrainedConfig`)."""
-        given = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
-        theta, factor = kwargs.pop("rotary_emb_base", self.default_theta), kwargs.pop("rotary_pct", 0.25)
-        self.rope_parameters = {"rope_theta": theta, "partial_rotary_factor": factor, **given}
-        self.standardize_rope_params()
-        return kwargs
-
-    def validate_rotary_width(self) -> None:
-        """Part of the strict validation: the rotated part of a head is made of pairs."""
-        factor: Any = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        width = int((self.head_dim or 0) * factor)
-        if width < 2 or width % 2:
-            raise ValueError(
-                f"partial_rotary_factor ({factor}) of head_dim ({self.head_dim}) rotates {width} dimensions; "
-                "they must be even and at least 2"
-            )
+        kwargs["rope_theta"] = kwargs.pop("rotary_emb_base", kwargs.get("rope_theta", self.default_theta))
+        kwargs["partial_rotary_factor"] = kwargs.pop("rotary_pct", kwargs.get("partial_rotary_factor", 0.25))
+        return super().convert_rope_params_to_dict(**kwargs)
 
 
 def _pythia(hidden_size: int, layers: int, heads: int, vocab_size: int = 50304) -> dict[str, Any]:

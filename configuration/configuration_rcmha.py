@@ -83,7 +83,8 @@ class RCMHAConfig(PortableConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if derived := sorted({"sliding_window", "layer_types"} & kwargs.keys()):
             raise ValueError(f"{derived} follow from memory_type and mem_len; set those instead")
-        if self.head_dim is None and self.num_attention_heads > 0:
+        self.validate_fields()
+        if self.head_dim is None:
             self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
         if self.qk_bias is None:
             self.qk_bias = not self.is_relative
@@ -131,16 +132,15 @@ class RCMHAConfig(PortableConfig):
             )
 
     def validate_heads(self) -> None:
-        """Part of the strict validation: head count and width."""
-        if self.num_attention_heads < 1 or self.head_dim is None or self.head_dim < 1:
-            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) and head_dim must be positive")
-        if self.position_scheme == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs")
+        """Part of the strict validation: rotary embedding turns pairs."""
+        if self.position_scheme == "rope" and self.head_dim and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "
+                f"({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
+            )
 
     def validate_convolution(self) -> None:
-        """Part of the strict validation: the kernel covers at least the token itself, and no later one."""
-        if self.conv_kernel_size < 1:
-            raise ValueError(f"conv_kernel_size ({self.conv_kernel_size}) must be at least 1, the token itself")
+        """Part of the strict validation: the kernel covers no later token."""
         if not self.conv_is_causal:
             raise ValueError(
                 "conv_is_causal=False would let a token see later ones, and a language model predict what it was "
@@ -149,12 +149,8 @@ class RCMHAConfig(PortableConfig):
 
     def validate_memory(self) -> None:
         """Part of the strict validation: the memory fits the positions, and a streaming memory is not empty."""
-        if self.max_position_embeddings < 1:
-            raise ValueError(f"max_position_embeddings ({self.max_position_embeddings}) must be positive")
         if self.mem_len is None:
             return
-        if self.mem_len < 0:
-            raise ValueError(f"mem_len ({self.mem_len}) must not be negative; 0 keeps nothing, None keeps all")
         if self.mem_len >= self.max_position_embeddings:
             raise ValueError(
                 f"mem_len ({self.mem_len}) must be smaller than max_position_embeddings "

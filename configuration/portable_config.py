@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .field_rules import check_fields
+
 
 @strict
 class PortableConfig(PreTrainedConfig):
@@ -20,6 +22,22 @@ class PortableConfig(PreTrainedConfig):
     # the code files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Trainers read `auto_map` of any configuration that Transformers does not have itself.
+        kwargs.setdefault("auto_map", {})
+        super().__post_init__(**kwargs)
+
+    def validate_fields(self) -> None:
+        """Part of the strict validation: every field keeps its own rule. Also called before others are derived."""
+        check_fields(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in Transformers, without an `auto_map` that names no code."""
+        fields = super().to_dict()
+        if not fields.get("auto_map"):
+            fields.pop("auto_map", None)
+        return fields
 
     @classmethod
     def from_size(cls, name: str, **overrides: Any) -> Self:

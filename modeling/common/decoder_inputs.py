@@ -147,11 +147,8 @@ def default_positions(
     real tokens of a mask `[B, S]`; to all other schemes only differences matter, which padding on the left leaves.
     """
     length = inputs_embeds.shape[1]
-    if (
-        getattr(config, "position_scheme", None) == "learned"
-        and isinstance(attention_mask, Tensor)
-        and not is_complete_mask(attention_mask)
-    ):
+    padded = isinstance(attention_mask, Tensor) and not is_complete_mask(attention_mask)
+    if padded and getattr(config, "position_scheme", None) == "learned":
         return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
     indices = torch.arange(length, device=inputs_embeds.device)[None]
     if starts is not None:

@@ -1,12 +1,15 @@
 """Configurations: sizes by name, derived fields, and one clear error for each mistake."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig
 
 # Millions of parameters, counted by hand from the shapes; the released ones are said to be about 2.85B, 6.94B and 7.9B.
 PARAMETERS = {
@@ -66,10 +69,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"compose_hidden_size": 0}, "compose_hidden_size"),
     ({"compose_norm_eps": 0.0}, "compose_norm_eps"),
     ({"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
+    ({"sliding_window": 1}, r"sliding_window \(1\) must be at least 2: .*nothing but itself"),
     ({"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, "sliding_window is None"),
     ({"layer_types": ["full_attention"] * 3}, "must be equal to the number of `layer_types`"),
     ({"layer_types": ["chunked_attention"] * 4}, "only .* exist here"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' does not exist"),
+    ({"num_attention_heads": 128}, r"head_dim \(1\) must be even.*hidden_size \(128\) / num_attention_heads \(128\)"),
     ({"mgate_dim": 5}, r"mgate_dim \(5\) must divide intermediate_size \(352\)"),
 ]
 
@@ -80,11 +85,100 @@ def test_each_mistake_has_a_clear_error(fields: dict[str, Any], message: str) ->
         DCFormerConfig.from_size("tiny", **fields)
 
 
+NAN = float("nan")
+FAMILIES = {"dcformer": DCFormerConfig, "dcpythia": DCPythiaConfig, "rcmha": RCMHAConfig}
+LIMITS: list[tuple[str, Any, str]] = [
+    ("vocab_size", 0, "must be at least 1 and at most 2147483647"),
+    ("hidden_size", 10**12, "must be at least 1 and at most 2147483647"),
+    ("intermediate_size", -7, "must be at least 1"),
+    ("num_hidden_layers", 0, "must be at least 1 and at most 10000"),
+    ("num_hidden_layers", 10**12, "must be at least 1 and at most 10000"),
+    ("max_position_embeddings", -1, "must be at least 1"),
+    ("initializer_range", NAN, "must be at least 0 and at most 1000"),
+    ("initializer_range", -0.5, "must be at least 0"),
+    ("compose_init_scale", -1.5, "must be at least 0 and at most 1000000"),
+    ("compose_norm_eps", 0.0, "must be greater than 0"),
+    ("qk_norm_eps", NAN, "must be at least 0"),
+    ("rms_norm_eps", -1.0, "must be at least 0"),
+    ("layer_norm_eps", float("inf"), "must be at least 0"),
+    ("hidden_dropout", 1.5, "must be at least 0 and smaller than 1"),
+    ("attention_dropout", NAN, "must be at least 0 and smaller than 1"),
+    ("rope_theta", 0, "must be greater than 0"),
+    ("conv_kernel_size", 0, "must be at least 1"),
+    ("hidden_act", "no-such", r"does not exist; choose from \["),
+    ("compose_act", "", r"does not exist; choose from \["),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "limit"), LIMITS, ids=[f"{field}={value}" for field, value, _ in LIMITS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_names_its_value_and_limit(family: str, field: str, value: Any, limit: str) -> None:
+    config_class = FAMILIES[family]
+    if field not in config_class.__dataclass_fields__:
+        pytest.skip("another family's field")
+    with pytest.raises((StrictDataclassError, ValueError), match=rf"{field} \(?'?{value}'?\)? {limit}"):
+        config_class.from_size("tiny", **{field: value})
+
+
+ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"rope_type": 3}, "rope_type 3 does not exist; choose from"),
+    ({"rope_theta": 0}, r"rope_theta \(0\) must be greater than 0"),
+    ({"rope_theta": "10000"}, r"rope_theta \(10000\) must be greater than 0"),
+    ({"rope_type": "linear"}, r"of rope_type 'linear' lack \['factor'\]"),
+    ({"rope_type": "linear", "factor": -1}, r"factor \(-1\) must be greater than 0"),
+    ({"rope_type": "yarn"}, r"of rope_type 'yarn' lack \['factor'\]"),
+    ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}, r"rope_theta \(1\) must be greater than 1 for 'yarn'"),
+    ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}, r"beta_fast \(-1\) must be at least 0"),
+    ({"rope_type": "longrope"}, r"lack \['short_factor', 'long_factor'\]"),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3},
+        "short_factor .* must be a list of (16|4) numbers, one for each pair",
+    ),
+    (
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        r"low_freq_factor \(1.0\) and high_freq_factor are equal",
+    ),
+    ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.0625}, "rotate at least 4 dimensions"),
+    ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be greater than 0 and at most 1"),
+    ({"partial_rotary_factor": 0.1}, "rotates 3 dimensions; they must be even"),
+    ({"full_attention": {"rope_type": "default"}}, r"each of \['full_attention'\] are not supported; give one set"),
+]
+
+
+@pytest.mark.parametrize(("rope", "message"), ROPE_MISTAKES, ids=[str(rope) for rope, _ in ROPE_MISTAKES])
+@pytest.mark.parametrize("config_class", [DCFormerConfig, DCPythiaConfig])
+def test_each_mistake_in_rotary_parameters_has_a_clear_error(
+    config_class: type, rope: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        config_class.from_size("tiny", rope_parameters=rope)
+
+
+def test_rotary_parameters_of_the_caller_stay_as_they_are() -> None:
+    given = {"rope_theta": 500.0}
+    config = DCFormerConfig.from_size("tiny", rope_parameters=given)
+    assert given == {"rope_theta": 500.0}
+    assert config.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_names_no_code_unless_it_was_given_some(family: str, tmp_path: Path) -> None:
+    """Trainers ask every configuration that Transformers does not have itself for its `auto_map`."""
+    config = FAMILIES[family].from_size("tiny")
+    assert config.auto_map == {}
+    config.save_pretrained(tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.auto_map == {}
+    assert again.to_dict() == {**config.to_dict(), "_name_or_path": str(tmp_path)}
+    again.auto_map["AutoConfig"] = "elsewhere.Config"
+    assert FAMILIES[family].from_size("tiny").auto_map == {}
+    assert again.to_dict()["auto_map"] == {"AutoConfig": "elsewhere.Config"}
+
+
 def test_mistakes_of_other_kinds() -> None:
     with pytest.raises(ValueError, match=r"no size '3b'; choose from \['2.8b'"):
         DCFormerConfig.from_size("3b")
-    with pytest.raises(StrictDataclassError, match="rotates 3 dimensions"):
-        DCPythiaConfig.from_size("tiny", rope_parameters={"partial_rotary_factor": 0.1})
     config = DCFormerConfig.from_size("tiny")
     with pytest.raises(StrictDataclassError, match="expected int, got float"):
         config.hidden_size = 1.5

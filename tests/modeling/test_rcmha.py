@@ -274,7 +274,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory_type": "ring"}, "memory_type 'ring' does not exist"),
     ({"position_scheme": "sinus"}, "position_scheme 'sinus' does not exist"),
     ({"position_scheme": "rope"}, "'rcmha' has relative positions of its own"),
-    ({"mem_len": -1}, r"mem_len \(-1\) must not be negative"),
+    ({"mem_len": -1}, r"mem_len \(-1\) must be at least 0"),
     ({"mem_len": 64}, r"mem_len \(64\) must be smaller than max_position_embeddings \(64\)"),
     ({"mem_len": 0}, "mem_len=0 would leave a streaming token nothing but itself"),
     ({"conv_kernel_size": 0}, r"conv_kernel_size \(0\) must be at least 1"),
@@ -282,7 +282,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 5}, r"hidden_size \(32\) must be a multiple of num_attention_heads \(5\)"),
     ({"attention_type": "mha", "position_scheme": "rope", "num_attention_heads": 32}, r"head_dim \(1\) must be even"),
     ({"sliding_window": 9}, r"\['sliding_window'\] follow from memory_type and mem_len"),
-    ({"max_position_embeddings": 0, "mem_len": None}, r"max_position_embeddings \(0\) must be positive"),
+    ({"max_position_embeddings": 0, "mem_len": None}, r"max_position_embeddings \(0\) must be at least 1"),
 ]
 
 
@@ -299,6 +299,17 @@ def test_implementations_that_do_not_know_position_terms_are_refused() -> None:
     assert make().config._attn_implementation == "chunked"
     assert make(attention_type="mha").config._attn_implementation == "sdpa"
     assert make(attention_type="mha", position_scheme="alibi").config._attn_implementation == "chunked"
+
+
+@torch.no_grad()
+def test_the_implementation_of_a_model_can_be_changed_and_nonsense_is_refused() -> None:
+    model = make()
+    expected = model(IDS).logits
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="attn_implementation='nonsense' does not exist for this family"):
+        model.set_attn_implementation("nonsense")
 
 
 @pytest.mark.parametrize("attention_type", TYPES)

@@ -2,13 +2,13 @@
 
 import copy
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases.models import make_model
 from torch import Tensor
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
@@ -20,12 +20,11 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 on_every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=on_gpu)]
 )
-MakeModel = Callable[..., DCFormerForCausalLM]
 TINY = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 IDS = torch.randint(1, 97, (2, 8), generator=torch.Generator().manual_seed(7))
 
 
-def pair(make_model: MakeModel, device: str, **fields: Any) -> tuple[DCFormerForCausalLM, DCFormerForCausalLM]:
+def pair(device: str, **fields: Any) -> tuple[DCFormerForCausalLM, DCFormerForCausalLM]:
     """The same model twice, the first one with Triton."""
     first, second = (make_model(**TINY, **fields, attn_implementation=name) for name in ("triton", "eager"))
     second.load_state_dict(first.state_dict())
@@ -40,14 +39,14 @@ def gradients(model: DCFormerForCausalLM) -> dict[str, Tensor]:
 
 @on_every_device
 @pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
-def test_greedy_tokens_of_a_padded_batch(make_model: MakeModel, cache: str, device: str) -> None:
+def test_greedy_tokens_of_a_padded_batch(cache: str, device: str) -> None:
     ids = IDS.to(device)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     tokens = [
         model.generate(ids, **arguments, cache_implementation=None if cache == "dynamic" else cache)
-        for model in pair(make_model, device, eos_token_id=None)
+        for model in pair(device, eos_token_id=None)
     ]
     assert tokens[0].shape == (2, 12)
     assert torch.equal(*tokens)
@@ -56,10 +55,8 @@ def test_greedy_tokens_of_a_padded_batch(make_model: MakeModel, cache: str, devi
 @pytest.mark.slow
 @on_every_device
 @pytest.mark.parametrize("fields", [{}, {"compose_static": True, "compose_groups": 3}], ids=str)
-def test_gradients_of_all_parameters_with_checkpointing(
-    make_model: MakeModel, fields: dict[str, Any], device: str
-) -> None:
-    ours, theirs = pair(make_model, device, **fields)
+def test_gradients_of_all_parameters_with_checkpointing(fields: dict[str, Any], device: str) -> None:
+    ours, theirs = pair(device, **fields)
     ours.train().gradient_checkpointing_enable()
     exact = gradients(copy.deepcopy(theirs).double())
     references = gradients(theirs)
@@ -70,8 +67,8 @@ def test_gradients_of_all_parameters_with_checkpointing(
 
 
 @on_every_device
-def test_in_half_precision_tensor_cores_learn_as_exactly_as_eager(make_model: MakeModel, device: str) -> None:
-    ours, theirs = pair(make_model, device, hidden_size=96, num_attention_heads=12)
+def test_in_half_precision_tensor_cores_learn_as_exactly_as_eager(device: str) -> None:
+    ours, theirs = pair(device, hidden_size=96, num_attention_heads=12)
     exact = gradients(copy.deepcopy(theirs).double())
     found = [gradients(model.bfloat16()) for model in (ours, theirs)]
     errors = [sum((one[name] - exact[name]).square().sum() for name in exact) for one in found]
@@ -79,10 +76,10 @@ def test_in_half_precision_tensor_cores_learn_as_exactly_as_eager(make_model: Ma
 
 
 @on_every_device
-def test_packed_documents_do_not_see_each_other(make_model: MakeModel, device: str) -> None:
+def test_packed_documents_do_not_see_each_other(device: str) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]], device=device)
     with torch.no_grad():
-        ours, theirs = (model(IDS.to(device), position_ids=positions).logits for model in pair(make_model, device))
+        ours, theirs = (model(IDS.to(device), position_ids=positions).logits for model in pair(device))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

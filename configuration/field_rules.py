@@ -1,0 +1,178 @@
+"""What the fields of every configuration may hold, and the parameters of rotary embedding: one rule for each."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class Range(NamedTuple):
+    """Numbers from `low` to `high`; without `low` and `high` themselves if the range is open there."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError unless `value` is a finite number of the range."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        too_low = is_number and (value < self.low or (self.low_open and value == self.low))
+        too_high = is_number and (value > self.high or (self.high_open and value == self.high))
+        if not is_number or too_low or too_high:
+            raise ValueError(f"{name} ({_short(value)}) must be {self}")
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        high = f"smaller than {self.high:g}" if self.high_open else f"at most {self.high:.0f}"
+        limits = [text for text, limit in ((low, self.low), (high, self.high)) if math.isfinite(limit)]
+        return " and ".join(limits) or "a finite number"
+
+
+SIZE = Range(1, 2**31 - 1)
+NUMBER, POSITIVE = Range(), Range(0, low_open=True)
+DROPOUT = Range(0, 1, high_open=True)
+
+# A field that is None follows from others, or is switched off.
+FIELD_RANGES: dict[str, Range] = {
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": Range(1, 10_000),
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": SIZE,
+    "head_dim": SIZE,
+    "max_position_embeddings": SIZE,
+    "sliding_window": SIZE,
+    "mem_len": Range(0, 2**31 - 1),
+    "conv_kernel_size": SIZE,
+    "mgate_dim": SIZE,
+    "compose_groups": SIZE,
+    "compose_hidden_size": SIZE,
+    "compose_norm_eps": POSITIVE,
+    "qk_norm_eps": Range(0),
+    "rms_norm_eps": Range(0),
+    "layer_norm_eps": Range(0),
+    "rope_theta": POSITIVE,
+    "hidden_dropout": DROPOUT,
+    "attention_dropout": DROPOUT,
+    # Weights of this size leave the logits finite in float32.
+    "initializer_range": Range(0, 1000),
+    "compose_init_scale": Range(0, 1_000_000),
+}
+ACTIVATIONS = ("hidden_act", "compose_act")
+
+ROPE_TYPES = frozenset({"default", *ROPE_INIT_FUNCTIONS})
+ROPE_RANGES: dict[str, Range] = {
+    "rope_theta": POSITIVE,
+    "factor": POSITIVE,
+    "partial_rotary_factor": Range(0, 1, low_open=True),
+    "original_max_position_embeddings": POSITIVE,
+    "attention_factor": NUMBER,
+    "beta_fast": Range(0),
+    "beta_slow": Range(0),
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "mscale": NUMBER,
+    "mscale_all_dim": NUMBER,
+}
+ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+# Fields that may be None; Transformers then has a default.
+ROPE_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def check_fields(config: Any) -> None:
+    """Raises ValueError, with field, value and limit, for the first field of a configuration that breaks its rule."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in FIELD_RANGES and value is not None:
+            FIELD_RANGES[field.name].check(field.name, value)
+        if field.name in ACTIVATIONS and value not in ACT2FN:
+            raise ValueError(f"{field.name} {_short(value)!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+def check_rope_parameters(rope: Any, head_dim: int) -> None:
+    """Raises ValueError, with field, value and limit, unless these are complete parameters of one rotary embedding.
+
+    Args:
+        rope: `rope_parameters` in Transformers' form, with its defaults filled in.
+        head_dim: width of a head, of which `partial_rotary_factor` is rotated.
+    """
+    rope_type = rope.get("rope_type", "default")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type {_short(rope_type)!r} does not exist; choose from {sorted(ROPE_TYPES)}")
+    if missing := [name for name in ("rope_theta", *ROPE_REQUIRED.get(rope_type, ())) if name not in rope]:
+        raise ValueError(f"rope_parameters of rope_type {rope_type!r} lack {missing}")
+    for name in rope.keys() & ROPE_RANGES.keys():
+        if rope[name] is not None or name not in ROPE_OPTIONAL:
+            ROPE_RANGES[name].check(f"rope_parameters: {name}", rope[name])
+    width = rotated_width(rope, head_dim)
+    if rope_type == "dynamic" and width < 4:
+        raise ValueError(f"rope_type 'dynamic' must rotate at least 4 dimensions of head_dim ({head_dim}), not {width}")
+    if rope_type == "yarn" and rope["rope_theta"] <= 1:
+        raise ValueError(f"rope_parameters: rope_theta ({rope['rope_theta']}) must be greater than 1 for 'yarn'")
+    if rope_type == "llama3" and rope["low_freq_factor"] == rope["high_freq_factor"]:
+        raise ValueError(
+            f"rope_parameters: low_freq_factor ({rope['low_freq_factor']}) and high_freq_factor are equal; 'llama3' "
+            "needs two that differ"
+        )
+    if rope_type == "longrope":
+        _check_longrope(rope, width // 2)
+
+
+def check_one_rope(rope: Any, layer_types: tuple[str, ...]) -> None:
+    """Raises ValueError if `rope_parameters` are no dictionary, or one for each of some `layer_types`."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters ({_short(rope)}) must be a dictionary")
+    if by_layer := sorted(set(layer_types) & rope.keys()):
+        raise ValueError(
+            f"rope_parameters for each of {by_layer} are not supported; give one set of parameters, for all layers"
+        )
+
+
+def rotated_width(rope: Mapping[str, Any], head_dim: int) -> int:
+    """The number of rotated dimensions of a head.
+
+    Raises:
+        ValueError: they are not pairs.
+    """
+    factor = rope.get("partial_rotary_factor", 1.0)
+    # "proportional" turns all pairs, those beyond the factor by an angle of 0.
+    width = head_dim if rope.get("rope_type") == "proportional" else int(head_dim * factor)
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"rope_parameters: partial_rotary_factor ({factor}) of head_dim ({head_dim}) rotates {width} dimensions; "
+            "they must be even and at least 2"
+        )
+    return width
+
+
+def _check_longrope(rope: Mapping[str, Any], pairs: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors = rope[name]
+        if not isinstance(factors, list) or len(factors) != pairs:
+            raise ValueError(
+                f"rope_parameters: {name} ({_short(factors)}) must be a list of {pairs} numbers, one for each pair"
+            )
+        for factor in factors:
+            POSITIVE.check(f"rope_parameters: {name}", factor)
+    original = rope["original_max_position_embeddings"]
+    if original <= 1:
+        raise ValueError(
+            f"rope_parameters: original_max_position_embeddings ({original}) must be greater than 1 for 'longrope'"
+        )
+
+
+def _short(value: Any) -> Any:
+    """What an error message shows of a value."""
+    text = value if isinstance(value, str) else repr(value)
+    return f"{text[:60]}..." if len(text) > 60 else value

@@ -1,0 +1,164 @@
+"""Masks, positions and packed documents of a forward pass: what is derived from what the caller gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+WINDOWED = {**SMALL, "sliding_window": 5}
+RECENT = {**SMALL, "mem_len": 4}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "dcformer": (DCFormerConfig, DCFormerForCausalLM, {**WINDOWED, "compose_init_scale": 30.0}),
+    "plain": (DCFormerConfig, DCFormerForCausalLM, {**WINDOWED, "compose_pre": False, "compose_post": False}),
+    "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM, {**WINDOWED, "head_dim": 8, "compose_init_scale": 30.0}),
+    "rcmha": (RCMHAConfig, RCMHAForCausalLM, RECENT),
+    "rcmha-without-window": (RCMHAConfig, RCMHAForCausalLM, {**SMALL, "mem_len": None, "conv_kernel_size": 5}),
+    "mdha-alibi": (RCMHAConfig, RCMHAForCausalLM, {**RECENT, "attention_type": "mdha", "position_scheme": "alibi"}),
+    "mha-learned": (RCMHAConfig, RCMHAForCausalLM, {**RECENT, "attention_type": "mha", "position_scheme": "learned"}),
+}
+IDS = torch.randint(1, 61, (1, 16), generator=torch.Generator().manual_seed(3))
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(family: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config_class, model_class, fields = FAMILIES[family]
+    return model_class(config_class(**fields)).eval().double()
+
+
+def assert_same(logits: Tensor, expected: Tensor) -> None:
+    # Rotary angles are float32 in models of any dtype.
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def two_documents(model: PreTrainedModel) -> Tensor:
+    return torch.cat([model(ids, use_cache=False).logits for ids in IDS.split([9, 7], dim=1)], dim=1)
+
+
+POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
+
+
+@pytest.mark.parametrize(
+    "new_cache",
+    [
+        lambda config: DynamicCache(config=config),
+        lambda config: DynamicCache(),
+        lambda config: StaticCache(config=config, max_cache_len=20),
+    ],
+    ids=["dynamic", "dynamic without configuration", "static"],
+)
+@every_family
+@torch.no_grad()
+def test_documents_are_packed_beside_an_empty_cache_too(family: str, new_cache: Callable) -> None:
+    model = make(family)
+    logits = model(IDS, position_ids=POSITIONS, past_key_values=new_cache(model.config)).logits
+    assert_same(logits, two_documents(model))
+
+
+@every_family
+@torch.no_grad()
+def test_positions_beside_cached_tokens_are_only_positions(family: str) -> None:
+    model = make(family)
+    cache = DynamicCache(config=model.config)
+    places = torch.arange(16)[None]
+    parts = [
+        model(IDS[:, start:stop], position_ids=places[:, start:stop], past_key_values=cache).logits
+        for start, stop in ((0, 6), (6, 7), (7, 16))
+    ]
+    assert_same(torch.cat(parts, dim=1), model(IDS, use_cache=False).logits)
+
+
+@every_family
+@torch.no_grad()
+def test_borders_leave_given_positions_alone(family: str) -> None:
+    model = make(family)
+    borders = torch.tensor([0, 9, 16], dtype=torch.int32)
+    assert_same(model(IDS, cu_seq_lens_q=borders).logits, two_documents(model))
+    shifted = POSITIONS + 11
+    logits = model(IDS, position_ids=shifted, cu_seq_lens_q=borders).logits
+    assert_same(logits, model(IDS, position_ids=shifted).logits)
+    if family == "mha-learned":
+        assert (logits - two_documents(model)).abs().max() > 1e-2
+
+
+@every_family
+@torch.no_grad()
+def test_positions_that_jump_ahead_separate_nothing(family: str) -> None:
+    """A later token depends on the first one of its row, whatever numbers lie between them."""
+    model = make(family)
+    positions = torch.tensor([[0, 2, 3, 7]])
+    changed = IDS[:, :4].clone()
+    changed[0, 0] = changed[0, 0] % 60 + 1
+    first, second = (model(ids, position_ids=positions).logits for ids in (IDS[:, :4], changed))
+    assert (first - second)[0, -1].abs().max() > 1e-4
+
+
+def test_padding_between_documents_is_refused() -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, 12:] = 0
+    with pytest.raises(ValueError, match="attention_mask hides 4 tokens of documents packed by cu_seq_lens; drop"):
+        make("dcformer")(IDS, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 9, 16]))
+
+
+@every_family
+@torch.no_grad()
+def test_a_hole_in_a_mask_is_the_same_with_and_without_a_cache(family: str) -> None:
+    model = make(family)
+    mask = torch.ones_like(IDS)
+    mask[0, [1, 6]] = 0
+    options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    without = model(IDS, **options, use_cache=False).logits
+    with_cache = model(IDS, **options, past_key_values=DynamicCache(config=model.config)).logits
+    assert_same(with_cache[mask.bool()], without[mask.bool()])
+    changed = torch.where(mask.bool(), IDS, IDS % 60 + 1)
+    assert torch.equal(model(changed, **options).logits[mask.bool()], model(IDS, **options).logits[mask.bool()])
+
+
+@every_family
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing_without_positions(family: str) -> None:
+    model = make(family)
+    padded = torch.cat([torch.full((1, 5), 7), IDS], dim=1)
+    mask = (torch.arange(21) >= 5).long()[None]
+    expected = model(IDS, use_cache=False).logits
+    assert_same(model(padded, attention_mask=mask, use_cache=False).logits[:, 5:], expected)
+    cache = DynamicCache(config=model.config)
+    parts = [
+        model(padded[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        for start, stop in ((0, 8), (8, 9), (9, 21))
+    ]
+    assert_same(torch.cat(parts, dim=1)[:, 5:], expected)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rcmha-without-window"])
+def test_prefill_in_chunks_takes_padding_longer_than_a_chunk(family: str) -> None:
+    model = make(family)
+    batch = torch.cat([torch.cat([torch.full((1, 9), 7), IDS[:, :7]], dim=1), IDS])
+    mask = torch.ones_like(batch)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    whole = model.generate(batch, **options)
+    assert torch.equal(model.generate(batch, **options, prefill_chunk_size=4), whole)

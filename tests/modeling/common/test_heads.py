@@ -1,0 +1,32 @@
+"""The heads' part of generation: which models Transformers' continuous batching can serve."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.models import make_model
+from transformers import GenerationConfig, PreTrainedModel
+
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+
+PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [make_model(), RCMHAForCausalLM(RCMHAConfig()), RCMHAForCausalLM(RCMHAConfig(attention_type="mha"))],
+    ids=["composed", "rcmha", "mha"],
+)
+def test_continuous_batching_is_refused_where_layers_read_more_than_keys_and_values(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"keeps only keys and values.*; use generate\(\) with a batch that is padded"):
+        model.generate_batch(PROMPTS)
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}], ids=str)
+def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(options: dict[str, Any]) -> None:
+    model = make_model(compose_pre=False, compose_post=False, **options)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(PROMPTS, generation_config=config)
+    alone = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in PROMPTS]
+    found = sorted(output.generated_tokens for output in outputs.values())
+    assert found == sorted(tokens.tolist() for tokens in alone)

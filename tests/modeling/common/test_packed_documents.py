@@ -1,0 +1,32 @@
+"""Packed documents: which positions and borders separate them."""
+
+import pytest
+import torch
+
+from dynattn.modeling.common.packed_documents import starts_by_borders, starts_by_positions
+
+
+@pytest.mark.parametrize(
+    ("positions", "starts"),
+    [
+        ([0, 1, 2, 0, 1], [0, 0, 0, 3, 3]),
+        ([0, 0, 0], [0, 1, 2]),
+        ([5, 6, 7, 3, 4], [0, 0, 0, 3, 3]),
+        # An anchor at position 0 belongs to the document that goes on after it, and so do tokens after a gap.
+        ([0, 1, 2, 3, 0, 5, 6, 7, 0, 9], [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]),
+        ([0, 2, 3, 5, 6, 9], [0, 0, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_a_document_starts_where_positions_restart(positions: list[int], starts: list[int]) -> None:
+    assert starts_by_positions(torch.tensor([positions])).tolist() == [starts]
+
+
+def test_a_document_starts_at_each_border() -> None:
+    starts = starts_by_borders(torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.zeros(1, 5, 8))
+    assert starts.tolist() == [[0, 0, 2, 2, 2]]
+
+
+def test_borders_that_fall_are_refused() -> None:
+    with pytest.raises(ValueError, match="must rise from 0 to the length of a single packed row"):
+        starts_by_borders(torch.tensor([0, 4, 2, 5]), torch.zeros(1, 5, 8))
