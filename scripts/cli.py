@@ -11,7 +11,10 @@ JOBS = {
     "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
     "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
     "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
-    "benchmark": ("dynattn.scripts.benchmark.main", "time, memory and error of attention beside the strongest baselines"),
+    "benchmark": (
+        "dynattn.scripts.benchmark.main",
+        "time, memory and error of attention beside the strongest baselines",
+    ),
     "publish": ("dynattn.scripts.publish.main", "write a folder that loads anywhere, verify it, push it to the Hub"),
     "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
     "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),

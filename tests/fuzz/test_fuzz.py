@@ -56,7 +56,7 @@ def test_a_seed_always_gives_the_same_case() -> None:
         assert as_line(kind.name, kind.case(7)).startswith(f"python -m tests.fuzz.main --repeat {kind.name} '")
 
 
-@pytest.mark.parametrize(("status", "says"), [(9, "status 9"), (-11, "killed by SIGSEGV")])
+@pytest.mark.parametrize(("status", "says"), [(9, "status 9"), (-9, "killed by SIGKILL")])
 def test_a_process_that_dies_is_a_finding_of_its_case_alone(status: int, says: str) -> None:
     def die(case: Case) -> None:
         if case["dies"]:
