@@ -140,15 +140,16 @@ def find_damage(path: Path) -> str | None:
     """Says what is wrong with a checkpoint, or None."""
     try:
         state = _read_state(path)
-        checksum = state.pop("checksum")
+        checksum = state.pop("checksum", None)  # earlier versions wrote none
+        files = state["files"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"{STATE_FILE} is missing or cannot be read"
-    if checksum != _state_checksum(state):
+    if checksum not in (None, _state_checksum(state)):
         return f"{STATE_FILE} does not have the contents that were saved"
     names = {file.name for file in path.iterdir() if not file.name.startswith(".")}
-    if unknown := sorted(names - state["files"].keys() - {STATE_FILE}):
+    if unknown := sorted(names - files.keys() - {STATE_FILE}):
         return f"{unknown[0]} was not saved with it"
-    return checksums.find_damage(path, state["files"])
+    return checksums.find_damage(path, files)
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
