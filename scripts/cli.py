@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return import_module(module).main(rest)
     except UserError as error:
-        print(f"dynattn {job}: error: {error}", file=sys.stderr)
+        # Whatever a message quotes, it stays one line.
+        print(f"dynattn {job}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
@@ -25,7 +25,7 @@ def chunked_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function of `chunked` and `triton`, called by Transformers with the sizes of queries and keys.
+    """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
 
     A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
     window, aligned to the last key, by themselves. Any other model gets SDPA's mask.
@@ -50,10 +50,6 @@ def chunked_mask(
         return None
     visible = attention_mask[:, kv_offset:end]
     return visible if is_tracing(visible) or not bool(visible.all()) else None
-
-
-for _name in ("chunked", "triton"):
-    AttentionMaskInterface.register(_name, chunked_mask)
 
 
 def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:

@@ -4,21 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..ops.dcmha.chunked.attention import dcmha_chunked
-from ..ops.dcmha.eager import dcmha_eager
-from ..ops.dcmha.triton.attention import dcmha_triton
+from ..ops.dcmha.attention import COMPOSING
 from ..positions.rotary import rotate
-from .attention_interface import attention_function
+from .attention_interface import attention_function, chunked_mask
 from .head_composition import DynamicComposition
 from .rms_norm import RMSNorm
 
-eager_attention_forward = attention_function(dcmha_eager)
-for _name, _attend in (("chunked", dcmha_chunked), ("triton", dcmha_triton)):
-    AttentionInterface.register(_name, attention_function(_attend))
+# Transformers has functions and masks of its own under the name `eager`, so ours is what a layer falls back to.
+eager_attention_forward = attention_function(COMPOSING["eager"])
+for _name in COMPOSING.keys() - {"eager"}:
+    AttentionInterface.register(_name, attention_function(COMPOSING[_name]))
+    AttentionMaskInterface.register(_name, chunked_mask)
 
 
 class ComposedAttention(nn.Module):

@@ -5,13 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
 
 from ...configuration.configuration_rcmha import RCMHAConfig
 from ..caches.segment import Segment
 from ..ops.relative.attention import RELATIVE
 from ..positions.alibi import alibi_bias
 from ..positions.rotary import rotate
+from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseCausalConv
+
+# Transformers looks masks up by the name of the implementation; it has its own for `eager` and `sdpa`.
+AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class RCMHAAttention(nn.Module):

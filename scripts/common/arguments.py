@@ -125,14 +125,18 @@ def parse_bool(text: str) -> bool:
 def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
     """Reads a flat mapping whose keys must all be in `allowed`."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the argument file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
+    if content is None:  # an empty file
+        return {}
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of argument names to values, not a {type(content).__name__}")
-    if unknown := sorted(set(content) - allowed):
+    if unknown := sorted(map(str, content.keys() - allowed)):
         raise UserError(f"{path} has unknown arguments {unknown}; known are {sorted(allowed)}")
     return content
 

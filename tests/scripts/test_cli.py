@@ -62,14 +62,18 @@ def test_yaml_then_options(tmp_path: Path) -> None:
     [
         ("step: 3", r"unknown arguments \['step'\]; known are \['names', 'rate', 'steps'\]"),
         ("- 3", "must hold a mapping"),
+        ("[]", "must hold a mapping"),
         ("steps: [", "not valid YAML"),
+        ("[" * 10_000, "not valid YAML"),
+        ("steps: \udcff", "is not UTF-8 text"),
         (None, "cannot read the argument file"),
     ],
+    ids=range(7),
 )
 def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "run.yaml"
     if text is not None:
-        file.write_text(text)
+        file.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=message):
         parse_arguments(Arguments, [str(file)], prog="x")
 

@@ -203,6 +203,7 @@ def test_whatever_a_compiler_does_there_is_an_answer(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path / "cc", line))
+    monkeypatch.chdir(tmp_path)  # the last argument of a link is `-lm`
     with pytest.warns(UserWarning, match="several times slower"):
         attend(4, 5)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.composed_op import ALL, DYNAMIC, MASKS, random_composition
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -15,7 +16,7 @@ from dynattn.modeling.ops import native_library
 from dynattn.modeling.ops.dcmha.chunked import decode, decode_native
 from dynattn.modeling.ops.dcmha.chunked.composers import native
 
-from .test_chunked import ALL, DYNAMIC, MASKS, Largest, make, random_composition
+from .test_chunked import Largest, make
 
 DTYPES = [torch.float32, torch.bfloat16]
 Inputs = tuple[list[Tensor], dict[str, Any]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.composed_op import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
 from torch import Tensor
 
 from dynattn.modeling.ops import native_library
@@ -18,7 +19,7 @@ from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choi
 from dynattn.modeling.ops.dcmha.chunked.composers import native
 from dynattn.modeling.ops.dcmha.chunked.csrc.sources import COMPOSE
 
-from .test_chunked import CASES, DYNAMIC, Case, documents, in_dtype, random_inputs, run
+from .test_chunked import documents
 
 pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
 

@@ -1,0 +1,49 @@
+"""Every implementation in the table of the op, against the reference implementation in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.composed_op import ALL, DYNAMIC, Case, in_dtype, random_inputs, run
+from torch import Tensor
+
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
+
+# Small, since kernels of a GPU are interpreted where there is none.
+CASES = [
+    Case(1, 1),
+    Case(1, 33, heads=(4, 2), window=9, mask="padding"),
+    Case(33, 33),
+    Case(17, 17, heads=(4, 1), terms=DYNAMIC, rank=1, groups=2, stages=("pre",)),
+    Case(20, 20, terms=frozenset({"static"}), stages=("post",), window=5),
+    Case(20, 31, terms=frozenset({"query_gate", "key_gate"}), mask="padding"),
+    Case(31, 20, is_causal=False, terms=ALL - {"query_low_rank"}),
+    Case(31, 20, terms=frozenset({"key_low_rank"})),  # queries before the first key see nothing
+    Case(18, 18, window=1),
+    Case(12, 12, mask="pairs of heads"),
+    Case(12, 12, mask="bias"),
+]
+# Errors may be so many times those that the reference implementation makes in the same precision.
+NOISE_MULTIPLE = 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", [name for name in COMPOSING if name != "eager"])
+def test_output_and_all_gradients_are_as_exact_as_the_reference_is(name: str, case: Case) -> None:
+    tensors, keywords = random_inputs(case)
+    exact = run(tensors, keywords, "eager")
+    single = in_dtype(torch.float32, tensors, keywords)
+    results = run_or_skip(*single, name)
+    for ours, plain, true in zip(results, run(*single, "eager"), exact, strict=True):
+        noise = (plain - true).abs().max() + torch.finfo(torch.float32).eps * true.abs().max()
+        assert (ours - true).abs().max() <= NOISE_MULTIPLE * noise
+
+
+def run_or_skip(tensors: list[Tensor], keywords: dict[str, Any], name: str) -> tuple[Tensor, ...]:
+    """Runs an implementation; what it does not support it has to refuse by its name, with another to use."""
+    try:
+        return run(tensors, keywords, name)
+    except ValueError as refusal:
+        assert f"{name!r}" in str(refusal)
+        assert "use '" in str(refusal)
+        pytest.skip(str(refusal))
