@@ -249,7 +249,7 @@ def refused(official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"n_layers": 4}, "the weights lack transformer.layers.3."),
         ({"n_layers": "3"}, "n_layers"),
         ({"mem_len": 32}, "must be smaller than max_position_embeddings"),
-        ({"mem_len": -1}, "must not be negative"),
+        ({"mem_len": -1}, "must be at least 0"),
         ({"P": 64}, "P in config.json is 64, but the position tables have 64 rows"),
         ({"activation": "gelu"}, "activation 'gelu' is unknown; it can be relu or relu2"),
     ],
