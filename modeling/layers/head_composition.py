@@ -27,9 +27,26 @@ class DynamicComposition(nn.Module):
         static_weight: `[P, G, H/G, H/G]`, indexed [stage, group, in, out].
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        sides: tuple[str, ...] | None = None,
+        input_size: int | None = None,
+        static: bool | None = None,
+    ) -> None:
+        """Allocates the weights; `init_composition` draws them.
+
+        Cross-attention has two generators: one with `sides=("query",)` and the static matrices reads queries, one with
+        `sides=("key",)` and without them reads keys.
+
+        Args:
+            sides: whose terms are generated, by default all that the configuration composes.
+            input_size: width of what `forward` gets, by default the hidden size.
+            static: whether this generator holds the static matrices, by default as configured.
+        """
         super().__init__()
-        self.stages, self.sides = config.compose_stages, config.compose_sides
+        self.stages, self.sides = config.compose_stages, config.compose_sides if sides is None else sides
         self.groups, self.num_heads = config.compose_groups, config.num_attention_heads
         self.rank = config.compose_rank if config.compose_low_rank else 0
         self.has_gate, self.eps = config.compose_gate, config.compose_norm_eps
@@ -37,14 +54,15 @@ class DynamicComposition(nn.Module):
         heads = self.num_heads // self.groups  # of one group
         width = config.compose_hidden_size or 2 * config.compose_rank * heads
         components = len(self.stages) * len(self.sides)
+        input_size = config.hidden_size if input_size is None else input_size
         for name in ("hidden_weight", "factor_weight", "gate_weight", "static_weight"):
             self.register_parameter(name, None)
         if components and self.rank:
-            self.hidden_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, components, width))
+            self.hidden_weight = nn.Parameter(torch.empty(input_size, self.groups, components, width))
             self.factor_weight = nn.Parameter(torch.empty(self.groups, components, width, 2 * self.rank, heads))
         if components and self.has_gate:
-            self.gate_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, components, heads))
-        if config.compose_static:
+            self.gate_weight = nn.Parameter(torch.empty(input_size, self.groups, components, heads))
+        if config.compose_static if static is None else static:
             self.static_weight = nn.Parameter(torch.empty(len(self.stages), self.groups, heads, heads))
 
     @property
