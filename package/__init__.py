@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
+    from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
+    from dynattn.modeling.layers.multihead_replacement import compose_heads_of
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
         DCFormerForSequenceClassification,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
 __version__ = "0.1.0"
 
 __all__ = [
+    "ComposedMultiheadAttention",
     "Composition",
     "DCFormerConfig",
     "DCFormerForCausalLM",
@@ -57,6 +60,7 @@ __all__ = [
     "RCMHAForTokenClassification",
     "RCMHAModel",
     "__version__",
+    "compose_heads_of",
     "dcmha_attention",
     "keep_attention_outputs",
     "relative_attention",
@@ -64,7 +68,9 @@ __all__ = [
 
 # Where each public name is defined.
 _MODULES = {
+    "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
+    "compose_heads_of": "dynattn.modeling.layers.multihead_replacement",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",
     "relative_attention": "dynattn.modeling.ops.relative.attention",

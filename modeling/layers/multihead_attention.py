@@ -1,0 +1,379 @@
+"""`torch.nn.MultiheadAttention` with dynamically composed heads (DCMHA, arXiv 2405.08553)."""
+
+from collections.abc import Iterable
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ...configuration.composed_config import ComposedConfig
+from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
+from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.eager import dcmha_eager
+from .head_composition import DynamicComposition, init_composition
+from .multihead_inputs import check_masks, check_shapes, merge_masks
+
+
+class ComposeOptions(TypedDict, total=False):
+    """The fields of `ComposedConfig` that say how heads are composed; it documents them and has their defaults."""
+
+    compose_pre: bool
+    compose_post: bool
+    compose_query_wise: bool
+    compose_key_wise: bool
+    compose_low_rank: bool
+    compose_gate: bool
+    compose_static: bool
+    compose_rank: int
+    compose_groups: int
+    compose_hidden_size: int | None
+    compose_act: str
+    compose_norm_eps: float
+    compose_init_scale: float
+
+
+@strict
+class MultiheadConfig(ComposedConfig):
+    """What `DynamicComposition` reads of a configuration, for an attention layer that stands alone."""
+
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_hidden_layers: int = 1
+    sliding_window: int | None = None
+
+    def validate_heads(self) -> None:
+        """Part of the strict validation: head counts fit. The width of a head may be odd: no rotary embedding here."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads is None or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_heads ({heads})")
+
+    def validate_activation(self) -> None:
+        """Part of the strict validation: the activation exists."""
+        if self.compose_act not in ACT2FN:
+            raise ValueError(f"compose_act {self.compose_act!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+class ComposedMultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` whose heads are composed before and after the softmax (DCMHA, arXiv 2405.08553).
+
+    It takes the place of PyTorch's module: constructor, `forward`, and the names and shapes of all projection weights
+    are the same; `composition.*` (and `key_composition.*`) are added. Query-side factors are generated from `query`,
+    key-side factors from `key`. Differences, all where heads are composed or another keyword below is used:
+
+    * Attention goes through `dynattn.dcmha_attention`. With `need_weights=False` nothing of size `T * S` is made beyond
+      the masks that are given, and memory is linear in `T`; PyTorch's default, `need_weights=True`, takes `eager`.
+    * The weights that are returned are the composed probabilities. They can be negative and need not sum to one.
+    * `is_causal` needs no mask: without one it hides later keys by itself, with one it hides them too.
+    * A query that sees no key gives zeros (before the output projection), where PyTorch gives NaN.
+    * Dropout of probabilities, `add_bias_kv`, `add_zero_attn` and nested tensors are refused. PyTorch's fused inference
+      path of encoder layers, which would leave the composition out, is switched off.
+
+    With composition off and no other keyword used, the module computes what PyTorch's module computes, by its code.
+
+    Weights (`E` embed_dim, `D` head width, `H_kv` heads of keys and values):
+        in_proj_weight: `[3 E, E]`, if all three projections have that shape; else
+        q_proj_weight, k_proj_weight, v_proj_weight: `[E, E]`, `[H_kv D, kdim]`, `[H_kv D, vdim]`.
+        in_proj_bias: `[E + 2 H_kv D]`.
+        out_proj: `[E, E]` and `[E]`.
+        composition: a `DynamicComposition` for both sides; in cross-attention for queries, with the static matrices.
+        key_composition: a `DynamicComposition` for keys, in cross-attention with key-wise composition only.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            `torch.nn.MultiheadAttention`.
+        num_key_value_heads: fewer than `num_heads` is grouped-query attention, with separate projection weights.
+        cross_attention: two generators, one for queries and one for keys, as the authors' code has in cross-attention;
+            always so if `kdim` is given. One generator for both sides can compute the same, but computes the factors of
+            both sides for queries and for keys if these are different tensors.
+        q_norm, k_norm: modules that are applied to the queries `[B, T, H, D]` and keys `[B, S, H_kv, D]` of each head,
+            such as `nn.LayerNorm(D, eps=1e-6, bias=False)` in the authors' vision transformers.
+        implementation: of `dynattn.dcmha_attention`; `None` takes the fastest one that supports the call.
+        compose: the `compose_*` fields of the configurations, with the same meaning and defaults (`ComposedConfig`).
+            `compose_pre=False, compose_post=False` switches composition off.
+
+    Raises:
+        ValueError: a number or an option does not fit, or cannot be combined with composition.
+
+    ```python
+    >>> attention = dynattn.ComposedMultiheadAttention(512, 8, batch_first=True, compose_rank=2)
+    >>> x = torch.randn(2, 100, 512)
+    >>> output, _ = attention(x, x, x, need_weights=False, is_causal=True)  # [2, 100, 512]
+    ```
+    """
+
+    composition: DynamicComposition | None
+    key_composition: DynamicComposition | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_key_value_heads: int | None = None,
+        cross_attention: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        implementation: str | None = None,
+        **compose: Unpack[ComposeOptions],
+    ) -> None:
+        config = _make_config(embed_dim, num_heads, num_key_value_heads, compose)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        self.q_norm, self.k_norm, self.implementation = q_norm, k_norm, implementation
+        self.composition = self.key_composition = None
+        if self.num_key_value_heads != num_heads:
+            self._separate_projections()
+        if config.composes:
+            self._add_composition(config, cross_attention or kdim is not None, device, dtype)
+        resolve_implementation(implementation, composed=config.composes)
+        self._computes_as_torch = (
+            not config.composes
+            and self.num_key_value_heads == num_heads
+            and q_norm is None
+            and k_norm is None
+            and implementation is None
+        )
+        if not self._computes_as_torch:
+            # nn.TransformerEncoder, its layers and PEFT read the packed weights past `forward` only where this is True.
+            self._qkv_same_embed_dim = False
+            self._refuse_unsupported()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As in `torch.nn.MultiheadAttention`.
+
+        Args:
+            query: `[T, B, E]`, `[B, T, E]` with `batch_first`, or unbatched `[T, E]`.
+            key, value: `[S, B, kdim]` and `[S, B, vdim]`, in the same layout.
+            key_padding_mask: `[B, S]` (unbatched `[S]`): boolean, True = hidden, or added to the composed scores.
+            need_weights: return the composed probabilities, computed by `eager` with all maps in memory.
+            attn_mask: `[T, S]` or `[B * H, T, S]`: boolean, True = hidden, or added to the composed scores.
+            average_attn_weights: return the mean of the probabilities over heads.
+            is_causal: a query sees no later key; takes as many keys as queries, unless `attn_mask` decides alone.
+
+        Returns:
+            The output in the layout of `query`, and the composed probabilities, `[B, T, S]` if averaged over heads,
+            else `[B, H, T, S]` (unbatched without `B`), or None. They can be negative and need not sum to one.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        if self._computes_as_torch:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        self._refuse_unsupported()
+        self._check_inputs(query, key, value)
+        is_batched = query.dim() == 3
+        query, key, value = self._to_batch_first(query, key, value)
+        if key_padding_mask is not None and not is_batched:
+            key_padding_mask = key_padding_mask[None]
+        check_masks(query, key, self.num_heads, attn_mask, key_padding_mask)
+        output, probs = self._attend(query, key, value, attn_mask, key_padding_mask, need_weights, is_causal)
+        if probs is not None and average_attn_weights:
+            probs = probs.mean(dim=1)
+        if not is_batched:
+            return output[0], None if probs is None else probs[0]
+        return output if self.batch_first else output.transpose(0, 1), probs
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of `[B, T, E]`, `[B, S, kdim]` and `[B, S, vdim]`, with the probabilities `[B, H, T, S]`."""
+        queries, keys = query.shape[1], key.shape[1]
+        if is_causal and attn_mask is None and queries != keys:
+            raise ValueError(
+                f"is_causal=True is ambiguous for {queries} queries and {keys} keys; "
+                "give an attn_mask that says which keys a query sees"
+            )
+        pre, post = self._compose(query, key)
+        heads = self._project(query, key, value)
+        options: dict[str, Any] = {
+            "pre": pre,
+            "post": post,
+            "attention_mask": merge_masks(attn_mask, key_padding_mask, self.num_heads, heads[0].dtype),
+            "is_causal": is_causal and queries == keys,
+        }
+        probs = None
+        if need_weights:
+            output, probs = dcmha_eager(*heads, scaling=self.head_dim**-0.5, sliding_window=None, **options)
+        else:
+            output = dcmha_attention(*heads, implementation=self.implementation, **options)
+        return self.out_proj(output.flatten(2)), probs
+
+    def _compose(self, query: Tensor, key: Tensor) -> tuple[Composition | None, Composition | None]:
+        """The compositions (pre, post) of `query` `[B, T, E]` and `key` `[B, S, kdim]`."""
+        if self.composition is None:
+            return None, None
+        factors = self.composition(query)
+        if self.key_composition is not None:
+            factors |= self.key_composition(key)
+        elif "key" in factors and key is not query:
+            factors["key"] = self.composition(key)["key"]
+        return self.composition.assemble(factors)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]` of `[B, T, E]`, `[B, S, kdim]`, `[B, S, vdim]`."""
+        parts: Iterable[Tensor]
+        if self.in_proj_weight is not None and query is key and key is value:
+            parts = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            parts = map(F.linear, (query, key, value), *self._split_projections())
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        query = query if self.q_norm is None else self.q_norm(query)
+        key = key if self.k_norm is None else self.k_norm(key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _split_projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """Three weights `[E or H_kv D, E, kdim or vdim]` and three biases `[E or H_kv D]`, of queries, keys, values."""
+        key_size = self.num_key_value_heads * self.head_dim
+        biases: tuple[Tensor | None, ...] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.split([self.embed_dim, key_size, key_size])
+        if self.in_proj_weight is not None:
+            return self.in_proj_weight.chunk(3), biases
+        return (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), biases
+
+    def _to_batch_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs as `[B, T or S, width]`. Inputs that are one tensor stay one: self-attention is told by that."""
+
+        def arrange(x: Tensor) -> Tensor:
+            """`[B, length, width]` of any layout."""
+            if x.dim() == 2:
+                return x[None]
+            return x if self.batch_first else x.transpose(0, 1)
+
+        arranged = arrange(query)
+        arranged_key = arranged if key is query else arrange(key)
+        return arranged, arranged_key, arranged_key if value is key else arrange(value)
+
+    def _separate_projections(self) -> None:
+        """Replaces the projections of keys and values by those of `num_key_value_heads` heads."""
+        like = self.out_proj.weight
+        key_size = self.num_key_value_heads * self.head_dim
+        self.in_proj_weight = None  # type: ignore[assignment]
+        self.q_proj_weight = nn.Parameter(like.new_empty(self.embed_dim, self.embed_dim))
+        self.k_proj_weight = nn.Parameter(like.new_empty(key_size, self.kdim))
+        self.v_proj_weight = nn.Parameter(like.new_empty(key_size, self.vdim))
+        if self.in_proj_bias is not None:
+            self.in_proj_bias = nn.Parameter(like.new_empty(self.embed_dim + 2 * key_size))
+        self._reset_parameters()
+
+    def _add_composition(
+        self, config: MultiheadConfig, cross_attention: bool, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Makes the generators of factors: one, or in cross-attention one for each side."""
+        query_sides = tuple(side for side in config.compose_sides if side == "query" or not cross_attention)
+        self.composition = DynamicComposition(config, sides=query_sides)
+        if cross_attention and config.composes_keys:
+            self.key_composition = DynamicComposition(config, sides=("key",), input_size=self.kdim, static=False)
+        self._init_scale = float(config.compose_init_scale)
+        for generator in self._generators():
+            generator.to(device=device, dtype=dtype)
+            init_composition(generator, self._init_scale)
+
+    def _generators(self) -> list[DynamicComposition]:
+        made = (getattr(self, name, None) for name in ("composition", "key_composition"))
+        return [generator for generator in made if generator is not None]
+
+    def _reset_parameters(self) -> None:
+        """Draws the initial weights: of the projections as PyTorch does, of the composition as `init_composition`."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
+        for generator in self._generators():
+            init_composition(generator, self._init_scale)
+
+    def _refuse_unsupported(self) -> None:
+        """Raises ValueError for what PyTorch's module can do and `dcmha_attention` cannot."""
+        no_token = "adds a key that is no token, so that no composition factors can be generated for it"
+        unsupported = {
+            "dropout": (self.dropout, "drops probabilities, which are never all in memory at once"),
+            "add_bias_kv": (self.bias_k is not None, no_token),
+            "add_zero_attn": (self.add_zero_attn, no_token),
+        }
+        for option, (given, reason) in unsupported.items():
+            if given:
+                off = type(given)(0)
+                raise ValueError(f"{option}={given} {reason}; use {option}={off}, or torch.nn.MultiheadAttention")
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raises ValueError unless the inputs are `[T, B, E]`, `[S, B, kdim]`, `[S, B, vdim]` or in another layout."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "nested tensors are not supported; pad them (torch.nested.to_padded_tensor) and give key_padding_mask; "
+                "in an nn.TransformerEncoder set use_nested_tensor = False"
+            )
+        check_shapes(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        dtypes = [x.dtype for x in (query, key, value)]
+        if set(dtypes) != {weight.dtype} and not torch.is_autocast_enabled(query.device.type):
+            raise ValueError(
+                f"query, key and value are {', '.join(map(str, dtypes))} and the weights {weight.dtype}; "
+                "convert inputs or module with .to(dtype)"
+            )
+
+
+def _make_config(
+    embed_dim: int, num_heads: int, num_key_value_heads: int | None, compose: ComposeOptions
+) -> MultiheadConfig:
+    """The checked options of a layer.
+
+    Raises:
+        TypeError: an option does not exist.
+        ValueError: a number or an option does not fit.
+    """
+    if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
+        known = sorted(ComposeOptions.__annotations__)
+        raise TypeError(f"ComposedMultiheadAttention has no options {unknown}; those of composition are {known}")
+    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"embed_dim ({embed_dim}) must be a positive multiple of num_heads ({num_heads})")
+    try:
+        return MultiheadConfig(
+            hidden_size=embed_dim,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_key_value_heads,
+            **compose,
+        )
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error

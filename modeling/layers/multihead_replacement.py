@@ -1,0 +1,121 @@
+"""Composed heads for a model that was built with `torch.nn.MultiheadAttention`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .head_composition import init_composition
+from .multihead_attention import ComposedMultiheadAttention
+
+# Options that would change the projections of a module, or its start as the identity.
+FIXED_OPTIONS = ("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **options: Any) -> list[str]:
+    """Replaces every `torch.nn.MultiheadAttention` of `model`, in place, by a `ComposedMultiheadAttention`.
+
+    The composition starts as the identity: outputs do not change. Second factors, gates and static matrices are zero
+    and get gradients at once; the first factors are not zero, and get theirs as soon as the second are not. Parameters
+    stay the same objects (an optimizer or tied weights keep them), so do device, dtype, training mode and
+    `requires_grad`; add the new parameters to the optimizer. Sub-classes of `torch.nn.MultiheadAttention` are left
+    alone. Either all are replaced or, where one cannot be, none.
+
+    PyTorch's fused inference path of encoders knows no composition and is switched off where modules are replaced.
+    It gives zeros at padded positions; without it they hold what they hold in training.
+
+    A checkpoint of the result is loaded into a model that this function was applied to with the same options.
+
+    Args:
+        names: which ones, by their names in `model.named_modules()`; by default all.
+        options: keywords of `ComposedMultiheadAttention`: `compose_*` (but for `compose_init_scale`),
+            `cross_attention`, `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
+            composed heads cannot have.
+
+    Returns:
+        The names of what was replaced.
+
+    Raises:
+        ValueError: there is nothing to replace, or a module that cannot be replaced.
+
+    ```python
+    >>> model = torch.nn.Transformer(512, 8, dropout=0.0)
+    >>> names = dynattn.compose_heads_of(model, compose_rank=2)
+    >>> new = [p for name in names for p in model.get_submodule(name).composition.parameters()]
+    ```
+    """
+    chosen = _find_attention(model, names)
+    composed = {attention: _composed_from(name, attention, options) for name, attention in chosen.items()}
+    for name, attention in chosen.items():
+        model.set_submodule(name, composed[attention])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and set(module.modules()) & set(composed.values()):
+            # In inference the encoder would hand padded batches to its layers as nested tensors.
+            module.use_nested_tensor = False
+    return list(chosen)
+
+
+def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.MultiheadAttention]:
+    """The modules to be replaced by their names; one that has several names is there under each."""
+    found = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) is nn.MultiheadAttention
+    }
+    if "" in found:
+        raise ValueError("the model is a torch.nn.MultiheadAttention itself; make a ComposedMultiheadAttention instead")
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone)")
+    wanted = list(found) if names is None else list(names)
+    if unknown := sorted(set(wanted) - found.keys()):
+        raise ValueError(f"names has {unknown}, which are no torch.nn.MultiheadAttention; choose from {list(found)}")
+    return {name: found[name] for name in wanted}
+
+
+def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[str, Any]) -> ComposedMultiheadAttention:
+    """`attention` with composed heads that start as the identity, and with the same parameters."""
+    hooks = [kind for kind in HOOKS if getattr(attention, kind)]
+    if hooks or "forward" in vars(attention):
+        what = f"hooks ({', '.join(hooks)})" if hooks else "a `forward` of its own"
+        raise ValueError(f"{name} has {what}, which would be lost; remove them first, or leave it out by `names`")
+    weight = attention.in_proj_weight if attention.in_proj_weight is not None else attention.q_proj_weight
+    given = {
+        "dropout": attention.dropout,
+        "bias": attention.in_proj_bias is not None,
+        "add_bias_kv": attention.bias_k is not None,
+        "add_zero_attn": attention.add_zero_attn,
+        "kdim": None if attention.kdim == attention.embed_dim else attention.kdim,
+        "vdim": attention.vdim,
+        "batch_first": attention.batch_first,
+    }
+    if fixed := sorted(options.keys() & ({*given, *FIXED_OPTIONS} - {"dropout"})):
+        raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
+    try:
+        composed = ComposedMultiheadAttention(
+            attention.embed_dim,
+            attention.num_heads,
+            **{**given, **options},
+            device="meta",
+            dtype=weight.dtype,
+            compose_init_scale=0.0,
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    for generator in composed._generators():
+        generator.to_empty(device=weight.device)
+        init_composition(generator, scale=0.0)
+    composed.train(attention.training)
+    composed.out_proj = attention.out_proj
+    for kind, parameter in attention.named_parameters(recurse=False):
+        setattr(composed, kind, parameter)
+    return composed
