@@ -1,60 +1,18 @@
 """`torch.nn.MultiheadAttention` with dynamically composed heads (DCMHA, arXiv 2405.08553)."""
 
 from collections.abc import Iterable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
-from ...configuration.composed_config import ComposedConfig
+from ...configuration.multihead_config import ComposeOptions, MultiheadConfig, make_config
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.eager import dcmha_eager
 from .head_composition import DynamicComposition, init_composition
 from .multihead_inputs import check_masks, check_shapes, merge_masks
-
-
-class ComposeOptions(TypedDict, total=False):
-    """The fields of `ComposedConfig` that say how heads are composed; it documents them and has their defaults."""
-
-    compose_pre: bool
-    compose_post: bool
-    compose_query_wise: bool
-    compose_key_wise: bool
-    compose_low_rank: bool
-    compose_gate: bool
-    compose_static: bool
-    compose_rank: int
-    compose_groups: int
-    compose_hidden_size: int | None
-    compose_act: str
-    compose_norm_eps: float
-    compose_init_scale: float
-
-
-@strict
-class MultiheadConfig(ComposedConfig):
-    """What `DynamicComposition` reads of a configuration, for an attention layer that stands alone."""
-
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    num_hidden_layers: int = 1
-    sliding_window: int | None = None
-
-    def validate_heads(self) -> None:
-        """Part of the strict validation: head counts fit. The width of a head may be odd: no rotary embedding here."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if kv_heads is None or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_heads ({heads})")
-
-    def validate_activation(self) -> None:
-        """Part of the strict validation: the activation exists."""
-        if self.compose_act not in ACT2FN:
-            raise ValueError(f"compose_act {self.compose_act!r} does not exist; choose from {sorted(ACT2FN)}")
 
 
 class ComposedMultiheadAttention(nn.MultiheadAttention):
@@ -64,8 +22,9 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
     are the same; `composition.*` (and `key_composition.*`) are added. Query-side factors are generated from `query`,
     key-side factors from `key`. Differences, all where heads are composed or another keyword below is used:
 
-    * Attention goes through `dynattn.dcmha_attention`. With `need_weights=False` nothing of size `T * S` is made beyond
-      the masks that are given, and memory is linear in `T`; PyTorch's default, `need_weights=True`, takes `eager`.
+    * Attention goes through `dynattn.dcmha_attention`. With `need_weights=False` its memory is linear in `T`: no map of
+      all pairs of tokens is made, but one mask if both masks are given. PyTorch's default, `need_weights=True`, takes
+      `eager`, with all maps in memory.
     * The weights that are returned are the composed probabilities. They can be negative and need not sum to one.
     * `is_causal` needs no mask: without one it hides later keys by itself, with one it hides them too.
     * A query that sees no key gives zeros (before the output projection), where PyTorch gives NaN.
@@ -129,7 +88,7 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
         implementation: str | None = None,
         **compose: Unpack[ComposeOptions],
     ) -> None:
-        config = _make_config(embed_dim, num_heads, num_key_value_heads, compose)
+        config = make_config(embed_dim, num_heads, num_key_value_heads, compose)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -352,28 +311,3 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
                 f"query, key and value are {', '.join(map(str, dtypes))} and the weights {weight.dtype}; "
                 "convert inputs or module with .to(dtype)"
             )
-
-
-def _make_config(
-    embed_dim: int, num_heads: int, num_key_value_heads: int | None, compose: ComposeOptions
-) -> MultiheadConfig:
-    """The checked options of a layer.
-
-    Raises:
-        TypeError: an option does not exist.
-        ValueError: a number or an option does not fit.
-    """
-    if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
-        known = sorted(ComposeOptions.__annotations__)
-        raise TypeError(f"ComposedMultiheadAttention has no options {unknown}; those of composition are {known}")
-    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(f"embed_dim ({embed_dim}) must be a positive multiple of num_heads ({num_heads})")
-    try:
-        return MultiheadConfig(
-            hidden_size=embed_dim,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_key_value_heads,
-            **compose,
-        )
-    except StrictDataclassError as error:
-        raise ValueError(str(error.__cause__ or error)) from error

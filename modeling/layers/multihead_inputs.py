@@ -35,7 +35,7 @@ def check_masks(
 
 
 def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """Raises ValueError unless `mask` is boolean or floating point and has one of `shapes`."""
+    """Raises ValueError unless `mask` is boolean or floating point and has one of `shapes`, such as `[T, S]`."""
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():

@@ -9,7 +9,7 @@ from .head_composition import init_composition
 from .multihead_attention import ComposedMultiheadAttention
 
 # Options that would change the projections of a module, or its start as the identity.
-FIXED_OPTIONS = ("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale")
+FIXED_OPTIONS = ("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale", "device", "dtype")
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

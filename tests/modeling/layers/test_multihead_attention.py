@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynattn import ComposedMultiheadAttention
+from dynattn.configuration.composed_config import ComposedConfig
+from dynattn.configuration.multihead_config import ComposeOptions
 from dynattn.modeling.layers import multihead_attention
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+
+# PyTorch would rather have both masks of one type; ours takes any.
+pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched", "ignore:The PyTorch API of nested tensors")
 
 OFF = {"compose_pre": False, "compose_post": False}
 # Large factors: with small ones an attention that ignored them would still look right.
@@ -250,8 +255,21 @@ def test_causality_needs_no_mask() -> None:
     mask = torch.ones(T, T).triu(1).bool()
     assert_close(module(*inputs, attn_mask=mask), module(*inputs, is_causal=True))
     assert_close(module(*inputs, attn_mask=mask, is_causal=True), module(*inputs, is_causal=True))
+    inputs = make_inputs(module, cross=True)
     with pytest.raises(ValueError, match="ambiguous for 7 queries and 11 keys"):
-        module(*make_inputs(module, cross=True), is_causal=True)
+        module(*inputs, is_causal=True)
+    mask = torch.ones(T, S).triu(1).bool()
+    assert_close(module(*inputs, attn_mask=mask, is_causal=True), module(*inputs, attn_mask=mask))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(33, 200), (64, 64)])
+def test_float32_in_linear_memory_equals_float64(queries: int, keys: int) -> None:
+    module = ComposedMultiheadAttention(E, H, batch_first=True, **STRONG)
+    query, key = torch.randn(B, queries, E), torch.randn(B, keys, E)
+    masks = {"key_padding_mask": padding(keys)}
+    expected, _ = copy.deepcopy(module).double()(query.double(), key.double(), key.double(), **masks)
+    found, _ = module(query, key, key, need_weights=False, **masks)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
 
 
 def test_an_additive_mask_gets_its_gradient() -> None:
@@ -474,6 +492,11 @@ def test_copies_compiled_modules_and_autocast_work() -> None:
 def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ComposedMultiheadAttention(**{"embed_dim": E, "num_heads": H, **options})
+
+
+def test_the_options_are_the_fields_of_the_configurations() -> None:
+    fields = {name for name in ComposedConfig.__dataclass_fields__ if name.startswith("compose_")}
+    assert fields == ComposeOptions.__annotations__.keys()
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -12,6 +12,8 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from dynattn import ComposedMultiheadAttention, compose_heads_of
 from dynattn.modeling.layers.head_composition import init_composition
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
 Ask = Callable[[nn.Module], Tensor]
 
 

@@ -1,0 +1,73 @@
+"""The options of an attention layer with composed heads that stands alone, outside a model of this package."""
+
+from typing import TypedDict
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+
+from .composed_config import ComposedConfig
+
+
+class ComposeOptions(TypedDict, total=False):
+    """The fields of `ComposedConfig` that say how heads are composed; it documents them and has their defaults."""
+
+    compose_pre: bool
+    compose_post: bool
+    compose_query_wise: bool
+    compose_key_wise: bool
+    compose_low_rank: bool
+    compose_gate: bool
+    compose_static: bool
+    compose_rank: int
+    compose_groups: int
+    compose_hidden_size: int | None
+    compose_act: str
+    compose_norm_eps: float
+    compose_init_scale: float
+
+
+@strict
+class MultiheadConfig(ComposedConfig):
+    """What `DynamicComposition` reads of a configuration, for an attention layer that stands alone."""
+
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_hidden_layers: int = 1
+    sliding_window: int | None = None
+
+    def validate_heads(self) -> None:
+        """Part of the strict validation: head counts fit. The width of a head may be odd: no rotary embedding here."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads is None or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_heads ({heads})")
+
+    def validate_activation(self) -> None:
+        """Part of the strict validation: the activation exists."""
+        if self.compose_act not in ACT2FN:
+            raise ValueError(f"compose_act {self.compose_act!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+def make_config(
+    embed_dim: int, num_heads: int, num_key_value_heads: int | None, compose: ComposeOptions
+) -> MultiheadConfig:
+    """Returns the checked options of a layer.
+
+    Raises:
+        TypeError: an option does not exist.
+        ValueError: a number or an option does not fit.
+    """
+    if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
+        known = sorted(ComposeOptions.__annotations__)
+        raise TypeError(f"ComposedMultiheadAttention has no options {unknown}; those of composition are {known}")
+    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"embed_dim ({embed_dim}) must be a positive multiple of num_heads ({num_heads})")
+    try:
+        return MultiheadConfig(
+            hidden_size=embed_dim,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_key_value_heads,
+            **compose,
+        )
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
