@@ -266,6 +266,7 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
             init_composition(generator, self._init_scale)
 
     def _generators(self) -> list[DynamicComposition]:
+        """The generators of factors that exist, also while the constructor runs."""
         made = (getattr(self, name, None) for name in ("composition", "key_composition"))
         return [generator for generator in made if generator is not None]
 

@@ -228,6 +228,12 @@ def test_composition_equals_the_definition(switches: dict[str, Any], cross: str)
     assert not [name for name, gradient in found.items() if gradient is None or not gradient.abs().max() > 0]
 
 
+def test_values_may_differ_where_queries_are_keys() -> None:
+    module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **STRONG)
+    query, _, value = make_inputs(module, cross=True, length=T)
+    assert_equals_reference(module, [query, query, value], {})
+
+
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("keys", [4, S])
 @pytest.mark.parametrize("mask", MASKS)
