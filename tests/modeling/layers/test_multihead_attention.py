@@ -268,7 +268,7 @@ def test_causality_needs_no_mask() -> None:
     assert_close(module(*inputs, attn_mask=mask, is_causal=True), module(*inputs, attn_mask=mask))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(33, 200), (64, 64)])
+@pytest.mark.parametrize(("queries", "keys"), [(70, 50), (33, 200), (64, 64)])
 def test_float32_in_linear_memory_equals_float64(queries: int, keys: int) -> None:
     module = ComposedMultiheadAttention(E, H, batch_first=True, **STRONG)
     query, key = torch.randn(B, queries, E), torch.randn(B, keys, E)
@@ -457,6 +457,13 @@ def test_initial_weights_can_be_drawn_again() -> None:
         assert {name.rpartition(".")[2] for name in same} <= {"in_proj_bias", "weight", "bias"}
 
 
+@pytest.mark.parametrize(("embed_dim", "num_heads"), [(6, 6), (9, 3), (10, 2)])
+def test_heads_of_any_width_are_composed(embed_dim: int, num_heads: int) -> None:
+    module = ComposedMultiheadAttention(embed_dim, num_heads, batch_first=True)
+    x = torch.randn(B, T, embed_dim)
+    torch.testing.assert_close(module(x, x, x, need_weights=False)[0], module(x, x, x)[0])
+
+
 def test_device_and_dtype_reach_every_parameter() -> None:
     module = ComposedMultiheadAttention(E, H, device="meta", dtype=torch.bfloat16, compose_static=True)
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
@@ -485,7 +492,7 @@ def test_copies_compiled_modules_and_autocast_work() -> None:
         ({"embed_dim": 25}, r"embed_dim \(25\) must be a positive multiple of num_heads \(6\)"),
         ({"num_heads": 0}, r"must be a positive multiple of num_heads \(0\)"),
         ({"num_heads": 1}, "composing takes at least 2 heads"),
-        ({"num_key_value_heads": 4}, r"num_key_value_heads \(4\) must divide num_heads \(6\)"),
+        ({"num_key_value_heads": 4}, r"num_key_value_heads \(4\) must divide num_attention_heads \(6\)"),
         ({"compose_rank": 7}, r"compose_rank \(7\) must be from 1 to the heads of a group \(6\)"),
         ({"compose_rank": "2"}, "compose_rank.*expected int"),
         ({"compose_groups": 4}, r"compose_groups \(4\) must divide"),
