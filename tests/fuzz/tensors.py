@@ -146,12 +146,16 @@ def mask_in_float64(mask: Tensor | None) -> Tensor | None:
 def rounding_of(name: str, case: Mapping[str, Any], truth: Mapping[str, Tensor]) -> float:
     """A few roundings of a result of a case: of the output, or of a gradient; both are sums of many terms.
 
-    Soft masks make scores as large as they are, and a rounding of those is a relative error of the probabilities.
+    Soft masks make scores as large as they are, and a rounding of those is a relative error of the probabilities. The
+    roundings of a gradient's terms, which are as many as pairs of tokens, add up like random steps.
     """
     values = [truth[name]] if name == "output" else list(truth.values())
     largest = max((float(value.abs().max()) for value in values if value.numel()), default=0.0)
     is_soft = case["mask"] is not None and case["mask"]["kind"] == "soft"
-    factor = 4 * (-SOFT if is_soft and case["dtype"] == "float64" else 1)
+    factor = 4 * (-SOFT if is_soft and case["dtype"] in ("float64", "float32") else 1.0)
+    if name != "output":
+        sizes = case["sizes"]
+        factor *= 1 + (sizes["batch"] * sizes["queries"] * sizes["keys"]) ** 0.5 / 100
     return factor * torch.finfo(DTYPES[case["dtype"]]).eps * (largest + 1e-3)
 
 
