@@ -19,7 +19,7 @@ from torch import Tensor
 from .chunked import relative_chunked
 from .eager import relative_eager
 from .sdpa import relative_sdpa
-from .validation import check_relative_call
+from .validation import check_relative_call, check_table_lengths
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -88,6 +88,10 @@ def relative_attention(
         ValueError: shapes, dtypes or numbers that do not fit, tables that are shorter than the distances that queries
             reach, or tables without causality.
     """
+    # A layer's mask may hide the keys beyond its tables, so that implementations check lengths only without a mask.
+    if attention_mask is not None and query.ndim == key.ndim == 4:
+        tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
+        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset)
     relative = any(term is not None for term in (position_embeddings, position_bias, content_bias))
     attend = RELATIVE[resolve_relative(implementation, relative=relative)]
     output, _ = attend(

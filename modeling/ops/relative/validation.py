@@ -43,9 +43,11 @@ def check_relative_call(
     check_offset(offset)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ValueError(f"dropout must be a probability, from 0 to 1, not {dropout!r}")
-    rows = _rows_needed(query.shape[2], key.shape[2], sliding_window, offset)
-    _check_table("position_embeddings", position_embeddings, (heads, width), rows, query, is_causal=is_causal)
-    _check_table("position_bias", position_bias, (heads,), rows, query, is_causal=is_causal)
+    _check_table("position_embeddings", position_embeddings, (heads, width), query, is_causal=is_causal)
+    _check_table("position_bias", position_bias, (heads,), query, is_causal=is_causal)
+    if attention_mask is None:
+        tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
+        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset)
     if content_bias is None:
         return
     if content_bias.shape != (heads, width):
@@ -62,25 +64,35 @@ def check_offset(offset: Any) -> None:
         raise ValueError(f"offset must be an integer, the position of the first query among the keys, not {offset!r}")
 
 
-def _rows_needed(queries: int, keys: int, sliding_window: int | None, offset: int | Tensor | None) -> int:
-    """How many distances queries reach over; the position of queries that a tensor tells is not read."""
+def check_table_lengths(
+    tables: dict[str, Tensor | None], queries: int, keys: int, sliding_window: int | None, offset: int | Tensor | None
+) -> None:
+    """Checks that position tables `[L, ..]` have a row for every distance that positions alone allow.
+
+    A mask may hide the far keys, as between packed documents; layers with a mask check what their queries really
+    reach. An offset that is a tensor is not read.
+
+    Raises:
+        ValueError: a table is too short; the text names it.
+    """
     reach = keys if offset is None or isinstance(offset, Tensor) else max(keys, queries + offset)
-    return reach if sliding_window is None else min(reach, sliding_window)
+    rows = reach if sliding_window is None else min(reach, sliding_window)
+    for name, table in tables.items():
+        if table is not None and table.ndim > 0 and table.shape[0] < rows:
+            raise ValueError(
+                f"{name} has {table.shape[0]} rows, but queries reach over {rows} keys; use fewer keys, a sliding "
+                "window or a longer table"
+            )
 
 
 def _check_table(
-    name: str, table: Tensor | None, row_shape: tuple[int, ...], rows: int, query: Tensor, *, is_causal: bool
+    name: str, table: Tensor | None, row_shape: tuple[int, ...], query: Tensor, *, is_causal: bool
 ) -> None:
     """Checks a position table `[L, *row_shape]` against the query `[B, H, T, D]`."""
     if table is None:
         return
     if table.ndim == 0 or table.shape[1:] != row_shape:
         raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {', '.join(map(str, row_shape))}]")
-    if table.shape[0] < rows:
-        raise ValueError(
-            f"{name} has {table.shape[0]} rows, but queries reach over {rows} keys; use fewer keys, a sliding "
-            "window or a longer table"
-        )
     if not is_causal:
         raise ValueError(
             f"is_causal=False does not go with {name}: distances to later keys have no row; use is_causal=True, or no "
