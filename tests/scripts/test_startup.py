@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dynattn.scripts.cli import JOBS
+from dynattn.scripts.convert.main import SUB_JOBS
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "evaluate", "lm_eval", "matplotlib")
 PROGRAM = f"""
@@ -19,11 +20,10 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         status = ended.code
 print(json.dumps([status, [name for name in {HEAVY} if name in sys.modules]]))
 """
-CONVERSIONS = ("official", "rcmha", "pythia", "llama", "check")
 STUDIES = ("tiny-shakespeare", "upcycling")
 COMMANDS = [
     *([job] for job in JOBS),
-    *(["convert", conversion] for conversion in CONVERSIONS),
+    *(["convert", conversion] for conversion in SUB_JOBS),
     *(["reproduce", study] for study in STUDIES),
 ]
 # These have options of their own; convert and reproduce only choose what has.

@@ -81,6 +81,6 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
 
 def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
     """Warnings about dropout, which our models do not have."""
-    for name in ("attention_dropout", "hidden_dropout"):
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if value := getattr(theirs, name, 0.0):
             yield f"{name} {value} is not kept: our models have no dropout"

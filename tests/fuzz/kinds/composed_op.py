@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ..harness import Case, Kind
 from ..tensors import (
@@ -29,13 +30,15 @@ TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 13, 16, 17, 31, 33)
 LONG = (65, 129, 257, 400)
 TRITON_SHARE = 0.02
+# Every implementation that is neither the reference nor interpreted.
+QUICK = tuple(sorted(COMPOSING.keys() - {"eager", "triton"}))
 
 
 def generate(random: Random) -> Case:
     """A valid call; hostile are its shapes, strides, masks, and what has a gradient."""
     heads = random.choice((1, 2, 3, 4, 6, 8, 16))
     groups = random.choice([number for number in (1, 1, 2, 3, 4) if heads % number == 0])
-    implementation = random.choice(("chunked", "chunked", "C code", "C code", "C code", "default"))
+    implementation = random.choice((*QUICK, "chunked", "C code", "C code", "C code", "default"))
     if random.random() < TRITON_SHARE:
         implementation = "triton"
     lengths = LONG if random.random() < 0.1 and implementation != "triton" else LENGTHS

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention, relative_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ..harness import Case, FindingError, Kind, one_line
 from .composed_op import composing
 
 B, H, T, S, D, R = 2, 6, 5, 11, 4, 2
-COMPOSED = ("eager", "chunked", "C code", "triton", "default")
+COMPOSED = (*COMPOSING, "C code", "default")
 RELATIVE = ("eager", "sdpa", "chunked", "default")
 Arguments = dict[str, Any]
 

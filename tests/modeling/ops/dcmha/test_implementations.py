@@ -22,7 +22,12 @@ CASES = [
     Case(18, 18, window=1),
     Case(12, 12, mask="pairs of heads"),
     Case(12, 12, mask="bias"),
+    Case(0, 7),
+    Case(7, 0),
+    Case(150, 150, heads=(2, 1), rank=1),
 ]
+# A block that is longer than this is never crossed by interpreted kernels, whose own tests make blocks short.
+LONGEST_INTERPRETED = 40
 # Errors may be so many times those that the reference implementation makes in the same precision.
 NOISE_MULTIPLE = 4
 
@@ -30,13 +35,17 @@ NOISE_MULTIPLE = 4
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", [name for name in COMPOSING if name != "eager"])
 def test_output_and_all_gradients_are_as_exact_as_the_reference_is(name: str, case: Case) -> None:
+    if name == "triton" and not torch.cuda.is_available() and case.queries > LONGEST_INTERPRETED:
+        pytest.skip("too long for Triton's interpreter")
     tensors, keywords = random_inputs(case)
     exact = run(tensors, keywords, "eager")
     single = in_dtype(torch.float32, tensors, keywords)
     results = run_or_skip(*single, name)
     for ours, plain, true in zip(results, run(*single, "eager"), exact, strict=True):
-        noise = (plain - true).abs().max() + torch.finfo(torch.float32).eps * true.abs().max()
-        assert (ours - true).abs().max() <= NOISE_MULTIPLE * noise
+        assert ours.shape == true.shape
+        if true.numel():
+            noise = (plain - true).abs().max() + torch.finfo(torch.float32).eps * true.abs().max()
+            assert (ours - true).abs().max() <= NOISE_MULTIPLE * noise
 
 
 def run_or_skip(tensors: list[Tensor], keywords: dict[str, Any], name: str) -> tuple[Tensor, ...]:
