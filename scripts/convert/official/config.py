@@ -14,7 +14,8 @@ from dynattn.configuration.composed_config import repeat_layer_types
 
 from ...common.errors import UserError, last_line
 
-FAMILIES = ("dcformer", "dcpythia")
+# Model types of ours that have an official format.
+OFFICIAL_TYPES = ("dcformer", "dcpythia")
 # The window of local layers in the official patterns, which ignore window_size; released models have both equal.
 PATTERN_WINDOW = 256
 PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
@@ -184,9 +185,9 @@ class OfficialConfig:
 
 def check_official(raw: Mapping[str, Any]) -> None:
     """Raises UserError unless `config.json` has the official fields."""
-    if "dim" in raw and "n_layer" in raw and str(raw.get("model_type", "dcformer")).lower() in FAMILIES:
+    if "dim" in raw and "n_layer" in raw and str(raw.get("model_type", "dcformer")).lower() in OFFICIAL_TYPES:
         return
-    if "hidden_size" in raw and raw.get("model_type") in FAMILIES:
+    if "hidden_size" in raw and raw.get("model_type") in OFFICIAL_TYPES:
         raise UserError("config.json is in our format already; --reverse turns it into the official one")
     raise UserError(
         f"config.json (model_type {raw.get('model_type')!r}) is not of an official DCFormer or DCPythia, "
@@ -201,9 +202,9 @@ def find_family(raw: Mapping[str, Any], keys: Collection[str], asked: str) -> st
         UserError: configuration, weights and what is asked for disagree.
     """
     name = f"{raw.get('model_type', '')} {raw.get('architectures', '')}".lower()
-    said = [family for family in FAMILIES if family in name]
+    said = [family for family in OFFICIAL_TYPES if family in name]
     said = said or [
-        family for family, own in zip(FAMILIES, (DCFORMER_FIELDS, PYTHIA_FIELDS), strict=True) if {*own} & {*raw}
+        family for family, own in zip(OFFICIAL_TYPES, (DCFORMER_FIELDS, PYTHIA_FIELDS), strict=True) if {*own} & {*raw}
     ]
     swiglu = any(key.endswith("feed_forward.w3.weight") for key in keys)
     shown = "dcformer" if swiglu else "dcpythia"

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from dynattn.configuration.composed_config import repeat_layer_types
 
 from ...common.errors import UserError
-from .config import FAMILIES, PATTERNS, OfficialConfig
+from .config import OFFICIAL_TYPES, PATTERNS, OfficialConfig
 
 ARCHITECTURES = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}
 # Our fields whose values are constants in the official code.
@@ -39,8 +39,10 @@ def to_official(config: PreTrainedConfig) -> OfficialConfig:
     Raises:
         UserError: the official code cannot run it; the message names the field.
     """
-    if config.model_type not in FAMILIES:
-        raise UserError(f"model_type {config.model_type!r} has no official format; only {' and '.join(FAMILIES)} have")
+    if config.model_type not in OFFICIAL_TYPES:
+        raise UserError(
+            f"model_type {config.model_type!r} has no official format; only {' and '.join(OFFICIAL_TYPES)} have"
+        )
     for name, value, needed in refusals(config):
         raise UserError(f"{name} is {value!r}, but the official code can only run {needed!r}")
     window_size, window_type = find_window(config)

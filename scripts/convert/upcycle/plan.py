@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from dynattn.families import FAMILIES
 
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
@@ -105,7 +107,7 @@ def plan_upcycling(
         UserError: it is none of the family, is damaged, or would lose something.
     """
     theirs = read_family(source.folder, raw, parent.model_types)
-    config_class, fields = CONFIG_MAPPING[parent.ours], parent.fields(theirs)
+    config_class, fields = FAMILIES[parent.ours].load_config_class(), parent.fields(theirs)
     plain = make_config(config_class, **{**fields, **NO_COMPOSITION})
     config = make_config(config_class, **{**fields, **chosen_fields(arguments, plain)})
     check_parent(arguments, plain)
