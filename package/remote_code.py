@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.models.auto import modeling_auto
 
+from dynattn import __version__
+
 PACKAGE = __name__.partition(".")[0]
 FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
 IMPORT_SOURCE = re.compile(r"from\s+\.[\w.]*")
@@ -62,8 +64,6 @@ def flat_code(classes: Iterable[type]) -> dict[str, str]:
     Raises:
         ValueError: two modules have the same file name, or an import has no flat form.
     """
-    from dynattn import __version__  # the front door imports this module before it knows its version
-
     pending = sorted({cls.__module__ for cls in classes})
     modules: dict[str, str] = {}
     files: dict[str, str] = {}
