@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("configuration", "modeling.ops"),
     ("modeling.positions", "modeling.caches"),
-    ("modeling.layers",),
+    ("modeling.layers", "modeling.serving"),
     ("modeling.common",),
     ("modeling",),
     ("package",),

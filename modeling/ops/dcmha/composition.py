@@ -78,12 +78,12 @@ def pack_factors(composition: Composition | None) -> tuple[Tensor | None, Tensor
     """
     if composition is None:
         return None, None, None
-    query, key = (_pack(*composition.side(side)) for side in SIDES)
+    query, key = (pack_side(*composition.side(side)) for side in SIDES)
     return query, key, composition.static
 
 
-def _pack(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """`[B, T or S, R, H]` twice and `[B, T or S, H]` to `[B, T or S, terms, H]`."""
+def pack_side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Packs one side: `[B, T or S, R, H]` twice and `[B, T or S, H]` to `[B, T or S, terms, H]`; None for no terms."""
     terms = [term for term in (down, up, None if gate is None else gate.unsqueeze(2)) if term is not None]
     return torch.cat(terms, dim=2) if terms else None
 

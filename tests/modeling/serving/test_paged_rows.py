@@ -1,0 +1,60 @@
+"""Rows of a paged cache: what goes in comes out, with every kind of composition."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.models import SMALL
+
+from dynattn import DCFormerConfig
+from dynattn.modeling.layers.head_composition import DynamicComposition
+from dynattn.modeling.serving.paged_rows import RowLayout, row_layout
+
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "multi-head": {"num_key_value_heads": 6},
+    "rank-1": {"compose_rank": 1},
+    "groups": {"compose_groups": 3},
+    "gate-only": {"compose_low_rank": False},
+    "low-rank-only": {"compose_gate": False},
+    "pre-only": {"compose_post": False},
+    "post-only": {"compose_pre": False},
+    "query-wise": {"compose_key_wise": False},
+    "static-only": {"compose_key_wise": False, "compose_query_wise": False, "compose_static": True},
+    "everything": {"compose_static": True, "compose_rank": 3, "compose_groups": 2},
+}
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("options", COMPOSITIONS.values(), ids=COMPOSITIONS.keys())
+def test_rows_give_back_states_and_key_factors_bit_for_bit(options: dict[str, Any], multiple: int) -> None:
+    config = DCFormerConfig(**{**SMALL, **options})
+    layout = row_layout(config, multiple)
+    assert layout.width % multiple == 0
+    generator = DynamicComposition(config)
+    for weight in generator.parameters():
+        torch.nn.init.normal_(weight)
+    stages = generator.assemble(generator(torch.randn(2, 5, config.hidden_size)))
+    queries = generator.assemble(generator(torch.randn(2, 3, config.hidden_size)))
+    for stage, query_stage in zip(stages, queries, strict=True):
+        states = torch.randn(2, 5, layout.kv_heads, layout.head_dim)
+        rows = layout.pack(states, stage)
+        assert rows.shape == (2, 5, layout.kv_heads, layout.width)
+        found, joined = layout.unpack(rows, query_stage)
+        assert torch.equal(found, states)
+        if stage is None:
+            assert joined is None
+            continue
+        expected = {name: tensor for name, tensor in stage.tensors().items() if name.startswith("key_")}
+        expected |= {name: tensor for name, tensor in query_stage.tensors().items() if not name.startswith("key_")}
+        assert {name: tensor.tolist() for name, tensor in joined.tensors().items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
+        assert joined.groups == stage.groups
+
+
+def test_a_row_has_the_channels_that_the_factors_take_and_no_more() -> None:
+    assert row_layout(DCFormerConfig(**{**SMALL, "num_key_value_heads": 6})).width == 8 + 5
+    assert row_layout(DCFormerConfig(**SMALL)).width == 8 + 2 * 5
+    assert row_layout(DCFormerConfig(**{**SMALL, "compose_key_wise": False})).width == 8
+    assert row_layout(DCFormerConfig(**SMALL), multiple=16) == RowLayout(6, 3, 8, 5, padding=14)
