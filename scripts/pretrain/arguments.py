@@ -23,6 +23,8 @@ POSITIVE = (
     "eval_every",
     "save_every",
 )
+# Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
+SMALLEST_EPSILON = 1e-37
 NOT_NEGATIVE = ("freeze_parent_steps", "warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
 FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 # Adam never forgets with a decay of 1.
@@ -186,6 +188,9 @@ class PretrainArguments:
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
         for name in BELOW_ONE:
             _require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        _require(
+            self.adam_epsilon >= SMALLEST_EPSILON, "adam_epsilon", self.adam_epsilon, f"{SMALLEST_EPSILON} or more"
+        )
         _require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
         choices = get_args(Precision)

@@ -23,6 +23,7 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._made: list[Path] = []  # folders above the lock's own that `take` had to make, innermost first
 
     @property
     def is_held(self) -> bool:
@@ -37,6 +38,7 @@ class FolderLock:
             OSError: the folder cannot be made or written.
         """
         while self._file is None:
+            self._made += [folder for folder in self.path.parent.parents if not folder.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+", encoding="utf-8")
             self._lock(file)
@@ -50,12 +52,13 @@ class FolderLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Gives the lock back, and removes the file, and the folder if nothing else is in it."""
+        """Gives the lock back, and removes the file and the folders that it was made in if nothing else is in them."""
         if self._file is None:
             return
         with suppress(OSError):
             self.path.unlink()
-            self.path.parent.rmdir()
+            for folder in (self.path.parent, *self._made):
+                folder.rmdir()
         with suppress(OSError):
             # Processes that were forked meanwhile share the open file, so closing it would not be enough.
             fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -31,6 +31,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--learning_rate nan", "learning_rate=nan must be positive"),
         ("--validation_share 1", "validation_share=1.0 must be above 0 and below 1"),
         ("--sequence_length 1", "sequence_length=1 must be 2 or more"),
+        ("--adam_epsilon 1e-320", "adam_epsilon=1e-320 must be 1e-37 or more"),
         ("--seed -1", "seed=-1 must be between 0 and 4294901760"),
         ("--seed 4294967296", "seed=4294967296 must be between 0 and"),
         ("--adam_beta2 1", "adam_beta2=1.0 must be below 1"),

@@ -24,18 +24,18 @@ sys.stdin.read()
 
 
 def test_the_holder_is_named_and_nothing_is_left_at_the_end(tmp_path: Path):
-    first, second = (FolderLock(tmp_path / "run" / ".lock") for _ in range(2))
+    first, second = (FolderLock(tmp_path / "runs" / "run" / ".lock") for _ in range(2))
     first.take()
     with pytest.raises(UserError, match=f"in use by process {os.getpid()} on {socket.gethostname()}; wait for it"):
         second.take()
     assert (first.is_held, second.is_held) == (True, False)
     second.release()
     first.release()
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.iterdir())
     second.take()
-    (tmp_path / "run" / "kept").touch()
+    (tmp_path / "runs" / "run" / "kept").touch()
     second.release()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["kept"]
+    assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == ["kept"]
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path):

@@ -203,7 +203,8 @@ void differentiate(float *grad, const float *maps, const float *base, const floa
                    long key_item_stride, long key_head_stride, long head_stride, long items, long queries, long keys,
                    long threads) {
     long item_size = queries * QUERY_TERMS * HEADS;
-    memset(partial_sums, 0, sizeof(vec) * threads * items * item_size);
+    if (item_size) /* without terms there is no workspace, and memset takes no null pointer, not even for no bytes */
+        memset(partial_sums, 0, sizeof(vec) * threads * items * item_size);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
     for (long item = 0; item < items; item++)
         for (long s = 0; s < keys; s += BLOCK_KEYS) {
