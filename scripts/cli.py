@@ -1,49 +1,99 @@
 """`dynattn JOB ...`: the one command of the package. Each job is a folder here with a `main(argv) -> int`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
-from .common.errors import UserError
+from dynattn import __version__
 
-JOBS = {
-    "pretrain": ("dynattn.scripts.pretrain.main", "train a model from scratch, or continue one, with Accelerate"),
-    "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
-    "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
-    "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
-    "benchmark": (
-        "dynattn.scripts.benchmark.main",
-        "time, memory and error of attention beside the strongest baselines",
-    ),
-    "publish": ("dynattn.scripts.publish.main", "write a folder that loads anywhere, verify it, push it to the Hub"),
-    "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
-    "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
-}
+from .common.commands import CommandTable
+from .common.errors import UserError, last_line
+
+JOBS = CommandTable(
+    prog="dynattn",
+    noun="job",
+    usage="JOB",
+    commands={
+        "pretrain": (
+            "dynattn.scripts.pretrain.main",
+            "train a model from scratch, or continue one, with Accelerate",
+        ),
+        "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
+        "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
+        "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
+        "benchmark": (
+            "dynattn.scripts.benchmark.main",
+            "time, memory and error of attention beside the strongest baselines",
+        ),
+        "publish": (
+            "dynattn.scripts.publish.main",
+            "write a folder that loads anywhere, verify it, push it to the Hub",
+        ),
+        "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
+        "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
+        "doctor": ("dynattn.scripts.doctor.main", "what is installed, what will serve, and what is missing"),
+        "completion": ("dynattn.scripts.completion", "print what completes these commands in bash, zsh or fish"),
+    },
+)
+# Names of modules, with commas between them. A process that a job starts imports them too.
+IMPORTS = "DYNATTN_IMPORT"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one job and returns its exit status; a user's mistake prints one line and returns 2."""
+    """Runs one job and returns its exit status; a user's mistake prints one line and returns 2.
+
+    Every job takes `--import MODULE`, which is imported before it starts: a module of the user's that registers models
+    or attention functions.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if argv else 2
-    job, *rest = argv
-    if job not in JOBS:
-        print(f"dynattn: error: unknown job {job!r}; choose from {', '.join(JOBS)}", file=sys.stderr)
-        return 2
-    module, _ = JOBS[job]
+    if argv[:1] == ["--version"]:
+        print(f"dynattn {__version__}")
+        return 0
     try:
-        return import_module(module).main(rest)
+        argv = import_modules(argv)
+        return JOBS.run(argv)
     except UserError as error:
+        prog = f"dynattn {argv[0]}" if argv and argv[0] in JOBS.commands else "dynattn"
         # Whatever a message quotes, it stays one line.
-        print(f"dynattn {job}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def usage() -> str:
-    """The help text: every job with one line."""
-    lines = [f"  {job:<12}{text}" for job, (_, text) in JOBS.items()]
-    return "\n".join(["usage: dynattn JOB [options]    (dynattn JOB --help tells the options)", "", *lines])
+def import_modules(argv: Sequence[str]) -> list[str]:
+    """Imports what `--import` and the environment name, from the current folder too, and returns the other words.
+
+    Raises:
+        UserError: a module cannot be imported.
+    """
+    rest, names = [], list(filter(None, os.environ.get(IMPORTS, "").split(",")))
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--import":
+            rest.append(word)
+            continue
+        name = value if equals else next(words, "")
+        if not name:
+            raise UserError("--import needs the name of a module, such as my_attention")
+        names.append(name)
+    if not names:
+        return rest
+    os.environ[IMPORTS] = ",".join(dict.fromkeys(names))
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in names:
+        _import_module(name)
+    return rest
+
+
+def _import_module(name: str) -> None:
+    try:
+        import_module(name)
+    except Exception as error:  # a module of the user's can fail in any way
+        reason = f"{type(error).__name__}: {last_line(error)}"
+        raise UserError(f"--import {name}: {reason}; modules of {Path.cwd()} can be imported too") from error
 
 
 if __name__ == "__main__":

@@ -4,7 +4,13 @@ The options of a dataclass are those that `transformers.HfArgumentParser` makes 
 """
 
 import dataclasses
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import (
+    Action,
+    ArgumentDefaultsHelpFormatter,
+    ArgumentParser,
+    ArgumentTypeError,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,6 +23,10 @@ from .errors import UserError
 Arguments = TypeVar("Arguments")
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Shows defaults, and descriptions in lines of their own."""
 
 
 def parse_arguments(
@@ -55,7 +65,11 @@ def make_parser(cls: type[Any], *, prog: str, description: str | None = None) ->
     """
     usage = "%(prog)s [FILE.yaml] [--option value ...]"
     parser = ArgumentParser(
-        prog=prog, description=description, usage=usage, formatter_class=ArgumentDefaultsHelpFormatter
+        prog=prog,
+        description=description,
+        usage=usage,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):

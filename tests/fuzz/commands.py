@@ -117,7 +117,7 @@ def checkpoints() -> Path:
     """A folder with small checkpoints of all formats, and a text; made once for all cases."""
     folder = Path(tempfile.mkdtemp(prefix="dynattn-fuzz-base-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for module, _ in cli.JOBS.values():
+    for module, _ in cli.JOBS.commands.values():
         import_module(module)  # once here, instead of in every forked process
     torch.manual_seed(1)
     for family in ("DCFormer", "RCMHA"):

@@ -17,9 +17,17 @@ FLOORS = (
     ("modeling",),
     ("package",),
     ("scripts.common",),
-    ("scripts.pretrain", "scripts.evaluate", "scripts.convert", "scripts.publish", "scripts.benchmark"),
+    (
+        "scripts.pretrain",
+        "scripts.evaluate",
+        "scripts.convert",
+        "scripts.publish",
+        "scripts.benchmark",
+        "scripts.doctor",
+    ),
     ("scripts.reproduce",),  # a study runs the other jobs
     ("scripts",),
+    ("package.__main__",),
 )
 
 

@@ -1,6 +1,7 @@
 """The command line's frame: jobs, arguments from YAML and options, the built-in corpus, the quickstart's table."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Literal
 import pytest
 from transformers import HfArgumentParser
 
+from dynattn import __version__
 from dynattn.scripts import cli
 from dynattn.scripts.common.arguments import make_parser, name_first, parse_arguments
 from dynattn.scripts.common.builtin_corpus import builtin_documents
@@ -28,13 +30,13 @@ class Arguments:
 def test_jobs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {job} " in shown for job in cli.JOBS)
+    assert all(f"\n  {job} " in shown for job in cli.JOBS.commands)
     assert cli.main([]) == 2
     assert cli.main(["train"]) == 2
     assert "unknown job 'train'; choose from pretrain," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", cli.JOBS)
+@pytest.mark.parametrize("job", cli.JOBS.commands)
 def test_every_job_has_help(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(cli.main([job, "--help"]))
@@ -47,6 +49,50 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("dynattn pretrain: error: ")
     assert "none.txt" in error
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    command = [sys.executable, "-m", "dynattn", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"dynattn {__version__}\n"
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in the current folder that writes a file when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(cli.IMPORTS, "")
+    monkeypatch.delitem(sys.modules, "a_variant", raising=False)
+    (tmp_path / "a_variant.py").write_text("open('imported', 'a').write('once')")
+    return tmp_path / "imported"
+
+
+@pytest.mark.parametrize("option", [["--import", "a_variant"], ["--import=a_variant"]])
+def test_jobs_import_a_module_of_the_user_first(option: list[str], user_module: Path) -> None:
+    assert cli.main(["convert", *option, "--help"]) == 0
+    assert user_module.read_text() == "once"
+    assert os.environ[cli.IMPORTS] == "a_variant"
+    command = [sys.executable, "-m", "dynattn", "convert", "--help"]  # a process that a job starts imports it too
+    subprocess.run(command, capture_output=True, check=True)
+    assert user_module.read_text() == "onceonce"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["convert", "--import", "no_variant"],
+            "--import no_variant: ModuleNotFoundError: No module named 'no_variant'",
+        ),
+        (["convert", "--import"], "--import needs the name of a module"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    argv: list[str], message: str, user_module: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dynattn convert: error: {message}")
 
 
 def test_yaml_then_options(tmp_path: Path) -> None:
@@ -81,6 +127,8 @@ def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
 def test_unknown_options() -> None:
     with pytest.raises(UserError, match="unknown options --stride 3; `x --help` lists"):
         parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
+    with pytest.raises(UserError, match="unknown options --rat 3"):  # not the beginning of --rate
+        parse_arguments(Arguments, ["--steps", "1", "--rat", "3"], prog="x")
 
 
 @dataclass

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from dynattn.scripts.cli import JOBS
-from dynattn.scripts.convert.main import SUB_JOBS
+from dynattn.scripts.convert.main import CONVERSIONS
+from dynattn.scripts.reproduce.main import STUDIES
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "evaluate", "lm_eval", "matplotlib")
 PROGRAM = f"""
@@ -20,11 +21,10 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         status = ended.code
 print(json.dumps([status, [name for name in {HEAVY} if name in sys.modules]]))
 """
-STUDIES = ("tiny-shakespeare", "upcycling")
 COMMANDS = [
-    *([job] for job in JOBS),
-    *(["convert", conversion] for conversion in SUB_JOBS),
-    *(["reproduce", study] for study in STUDIES),
+    *([job] for job in JOBS.commands),
+    *(["convert", conversion] for conversion in CONVERSIONS.commands),
+    *(["reproduce", study] for study in STUDIES.commands),
 ]
 # These have options of their own; convert and reproduce only choose what has.
 WITH_OPTIONS = [command for command in COMMANDS if command not in (["convert"], ["reproduce"], ["lm-eval"])]

@@ -10,7 +10,7 @@ from dynattn.scripts import convert
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.arguments import name_folders, parse_size
-from dynattn.scripts.convert.main import SUB_JOBS
+from dynattn.scripts.convert.main import CONVERSIONS
 from dynattn.scripts.convert.official.arguments import OfficialArguments
 
 HEAVY = {"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy"}
@@ -74,7 +74,7 @@ def exists(module: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("module", [OURS, f"{OURS}.main", *(module for module, _ in SUB_JOBS.values())])
+@pytest.mark.parametrize("module", [OURS, f"{OURS}.main", *(module for module, _ in CONVERSIONS.commands.values())])
 def test_entry_points_import_nothing_heavy(module: str) -> None:
     seen, waiting = set[str](), {module}
     while waiting:

@@ -1,0 +1,46 @@
+"""A command that chooses among others: `dynattn`, `dynattn convert`, `dynattn reproduce`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class CommandTable:
+    """Commands by name. The module of a command is imported when it is run, and has a `main(argv)`.
+
+    Attributes:
+        prog: what a user types before the name of a command.
+        noun: what one of the commands is, for messages.
+        usage: what a user types from the name on.
+        commands: for each name its module and one line of help.
+    """
+
+    prog: str
+    noun: str
+    usage: str
+    commands: Mapping[str, tuple[str, str]]
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Runs the command that the first word names with the other words, and returns its exit status.
+
+        Raises:
+            UserError: there is no such command.
+        """
+        if not argv or argv[0] in ("-h", "--help"):
+            print(self.help())
+            return 0 if argv else 2
+        name, *rest = argv
+        if name not in self.commands:
+            raise UserError(f"unknown {self.noun} {name!r}; choose from {', '.join(self.commands)}")
+        module, _ = self.commands[name]
+        return import_module(module).main(rest)
+
+    def help(self) -> str:
+        """The help text: every command with one line."""
+        width = max(map(len, self.commands)) + 2
+        lines = [f"  {name:<{width}}{text}" for name, (_, text) in self.commands.items()]
+        hint = f"({self.prog} {self.usage.split()[0]} --help tells the options)"
+        return "\n".join([f"usage: {self.prog} {self.usage} [options]    {hint}", "", *lines])

@@ -1,0 +1,1 @@
+"""`dynattn doctor`: what is installed here, what will serve, and what is missing."""

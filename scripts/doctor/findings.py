@@ -1,0 +1,103 @@
+"""What `dynattn doctor` looks at."""
+
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Literal
+
+import torch
+from packaging.requirements import Requirement
+
+from dynattn import __version__
+from dynattn.modeling.ops.dcmha.attention import dcmha_attention, resolve_implementation
+from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.native_library import find_compiler, lanes
+
+from ..common.environment import hardware
+from ..common.errors import first_line
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: whether something is as it should be, what it is, and how to get it where it is not."""
+
+    state: Literal["ok", "missing", "fails"]  # missing: an option that one may do without
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state:<9}{self.subject:<16}{self.text}"
+
+
+def examine() -> list[Finding]:
+    """Looks at everything, without the network."""
+    here = Finding("ok", "dynattn", f"{__version__}, Python {platform.python_version()} on {platform.platform()}")
+    return [here, *_packages(), *_devices(), _native_code(), _default_implementation(), *_environment()]
+
+
+def _packages() -> Iterator[Finding]:
+    """Every requirement of this package, and those of its extras."""
+    for line in requires("dynattn") or ():
+        requirement = Requirement(line)
+        extra = _extra_of(requirement)
+        if extra == "dev" or (extra is None and requirement.marker and not requirement.marker.evaluate()):
+            continue
+        yield _package(requirement, extra)
+
+
+def _extra_of(requirement: Requirement) -> str | None:
+    """The extra that brings a requirement along, or None if every user needs it."""
+    named = re.search(r'extra == "([^"]+)"', str(requirement.marker))
+    return named[1] if named else None
+
+
+def _package(requirement: Requirement, extra: str | None) -> Finding:
+    target = "dynattn" if extra is None else f"dynattn[{extra}]"
+    fix = f"pip install '{target}'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
+    absent: Literal["missing", "fails"] = "missing" if extra else "fails"
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return Finding(absent, requirement.name, f"not installed; {fix}")
+    if not requirement.specifier.contains(found, prereleases=True):
+        return Finding(absent, requirement.name, f"{found}, needs {requirement.specifier}; {fix}")
+    return Finding("ok", requirement.name, found)
+
+
+def _devices() -> Iterator[Finding]:
+    yield Finding("ok", "cpu", f"{hardware(torch.device('cpu'))}, {torch.get_num_threads()} threads")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        yield Finding("ok", f"cuda:{index}", f"{properties.name}, {memory}, {capability}")
+    if not torch.cuda.is_available():
+        yield Finding("missing", "cuda", f"PyTorch {torch.__version__} sees no GPU")
+
+
+def _native_code() -> Finding:
+    """Composes heads once, for which C code is compiled or found compiled; what goes wrong then is a warning."""
+    compiler = find_compiler()
+    if compiler is None:
+        return Finding("missing", "C compiler", "attention on a CPU is slower without; install gcc or clang, or set CC")
+    heads = torch.zeros(1, 4, 2, 8)  # [B, H, T, D]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcmha_attention(heads, heads, heads, pre=Composition(query_gate=torch.zeros(1, 2, 4)))
+    if caught:
+        return Finding("missing", "C compiler", f"{compiler}: {first_line(str(caught[0].message))}")
+    return Finding("ok", "C compiler", f"{compiler}, vectors of {lanes()} float32 elements")
+
+
+def _default_implementation() -> Finding:
+    composed, plain = (resolve_implementation(None, composed=composed) for composed in (True, False))
+    return Finding("ok", "attention", f"by default {composed!r} for composed heads, {plain!r} without composition")
+
+
+def _environment() -> Iterator[Finding]:
+    for name in sorted(name for name in os.environ if name.startswith("DYNATTN_")):
+        yield Finding("ok", name, os.environ[name])
