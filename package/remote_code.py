@@ -1,7 +1,8 @@
 """The code that travels with a checkpoint: flat files, made from this package, for places where it is not installed.
 
 Transformers loads such code from one folder without sub-packages, so the modules that the classes need are found by
-following their relative imports, and every import is rewritten to a module of the same folder.
+following their imports, and every import is rewritten to a module of the same folder. The classes may be variants that
+somebody else registered, whose modules import this package by name.
 """
 
 import ast
@@ -14,24 +15,27 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dynattn import __version__
 
 PACKAGE = __name__.partition(".")[0]
+# What Transformers calls the package of code that it loaded from a folder.
+REMOTE = "transformers_modules"
 FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
-IMPORT_SOURCE = re.compile(r"from\s+\.[\w.]*")
+IMPORT_SOURCE = re.compile(r"from\s+[\w.]+")
 
 
 def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     """Writes the code of all classes registered for `config` into `folder` and points its `auto_map` at them.
 
     Returns:
-        The names of the files; none for a configuration class that is not of this package.
+        The names of the files; none for a configuration class whose code does not travel.
 
     Raises:
         ValueError: the code of the package cannot be made flat.
     """
-    if not is_ours(type(config)):
+    if not travels(type(config)):
         return []
     classes = registered_classes(type(config))
     files = flat_code(classes.values())
@@ -43,23 +47,36 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     return sorted(files)
 
 
-def is_ours(cls: type) -> bool:
-    """Whether a class is the package's own, neither a subclass defined elsewhere nor remote code."""
-    return cls.__module__.partition(".")[0] == PACKAGE
+def travels(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether the code of a configuration goes along: one of this package, or a variant that is registered.
+
+    A variant is a subclass from elsewhere that `AutoConfig` makes for its model type. Transformers itself copies the
+    files of remote code.
+    """
+    if root_of(config_class) in (PACKAGE, REMOTE):
+        return root_of(config_class) == PACKAGE
+    is_variant = any(root_of(base) == PACKAGE for base in config_class.__mro__)
+    model_type = config_class.model_type
+    return is_variant and model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is config_class
+
+
+def root_of(cls: type) -> str:
+    """The package that a class is defined in."""
+    return cls.__module__.partition(".")[0]
 
 
 def registered_classes(config_class: type[PreTrainedConfig]) -> dict[str, type]:
-    """The classes of this package that each Auto class makes for `config_class`, `AutoConfig` first."""
+    """The classes that travel, and that each Auto class makes for `config_class`; `AutoConfig` first."""
     classes: dict[str, type] = {"AutoConfig": config_class}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         if name.startswith("Auto") and mapping is not None and config_class in mapping:
             classes[name] = mapping[config_class]
-    return {name: cls for name, cls in classes.items() if is_ours(cls)}
+    return {name: cls for name, cls in classes.items() if root_of(cls) in (PACKAGE, root_of(config_class))}
 
 
 def flat_code(classes: Iterable[type]) -> dict[str, str]:
-    """The source of the modules of `classes` and of all that they import from this package, by file name.
+    """The source of the modules of `classes` and of all that they import from this package or their own, by file name.
 
     Raises:
         ValueError: two modules have the same file name, or an import has no flat form.
@@ -82,7 +99,7 @@ def flat_code(classes: Iterable[type]) -> dict[str, str]:
 
 
 def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
-    """Rewrites the relative imports of a module's source to its own folder.
+    """Rewrites imports of this package, and of the package that `module` is in, to modules of one folder.
 
     Args:
         source: text of the module.
@@ -92,22 +109,64 @@ def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
         The text, and the full names of the modules that it imports.
 
     Raises:
-        ValueError: an import names the package itself, or a package instead of a module in it.
+        ValueError: an import has no flat form, because it names a package instead of a module in it.
     """
     lines = source.splitlines(keepends=True)
-    imported = []
+    imported: list[str] = []
     for node in ast.walk(ast.parse(source)):
-        _refuse_absolute_import(node, module)
-        if not isinstance(node, ast.ImportFrom) or not node.level:
-            continue
-        target = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
-        if node.module is None or _is_package(target):
-            raise ValueError(f"line {node.lineno} of {module} imports from the package {target}; name the module in it")
-        line = lines[node.lineno - 1]
-        head, tail = line[: node.col_offset], line[node.col_offset :]
-        lines[node.lineno - 1] = head + IMPORT_SOURCE.sub(f"from .{flat_name(target)}", tail, count=1)
-        imported.append(target)
+        targets = _imported_modules(node, module)
+        if isinstance(node, ast.ImportFrom) and targets:
+            _rewrite(lines, node, targets)
+            imported += targets
     return "".join(lines), imported
+
+
+def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
+    """What a statement of `module` imports from modules that travel: names by module. Empty for all other statements.
+
+    Raises:
+        ValueError: it names a package, or a module without names.
+    """
+    roots = (PACKAGE, module.partition(".")[0])
+    if isinstance(node, ast.Import):
+        whole = [alias.name for alias in node.names if alias.name.partition(".")[0] in roots]
+        if whole:
+            raise ValueError(f"line {node.lineno} of {module} imports {whole[0]}; write `from MODULE import NAME`")
+    if not isinstance(node, ast.ImportFrom):
+        return {}
+    target = node.module or ""
+    if node.level:
+        target = resolve_name("." * node.level + target, module.rpartition(".")[0])
+    if target.partition(".")[0] not in roots:
+        return {}
+    if target == PACKAGE and node.module:
+        return _behind_the_front_door(node)
+    if node.module is None or _is_package(target):
+        raise ValueError(f"line {node.lineno} of {module} imports from the package {target}; name the module in it")
+    return {target: node.names}
+
+
+def _behind_the_front_door(node: ast.ImportFrom) -> dict[str, list[ast.alias]]:
+    """The modules that define what `from dynattn import ...` imports."""
+    targets: dict[str, list[ast.alias]] = {}
+    for alias in node.names:
+        targets.setdefault(getattr(import_module(PACKAGE), alias.name).__module__, []).append(alias)
+    return targets
+
+
+def _rewrite(lines: list[str], node: ast.ImportFrom, targets: dict[str, list[ast.alias]]) -> None:
+    """Changes the lines of an import to one import from each of `targets`, and the number of lines never."""
+    first, last = node.lineno - 1, node.end_lineno or node.lineno
+    head, tail = lines[first][: node.col_offset], lines[first][node.col_offset :]
+    if len(targets) == 1:
+        [target] = targets
+        lines[first] = head + IMPORT_SOURCE.sub(f"from .{flat_name(target)}", tail, count=1)
+        return
+    imports = [
+        f"{head}from .{flat_name(target)} import {', '.join(map(ast.unparse, names))}\n"
+        for target, names in targets.items()
+    ]
+    lines[first:last] = ["".join(imports), *[""] * (last - first - 1)]
 
 
 def constants_instead(source: str, module: str) -> str:
@@ -124,16 +183,6 @@ def constants_instead(source: str, module: str) -> str:
 def _assignment(name: str, text: str) -> str:
     lines = "".join(f"    {line!r}\n" for line in text.splitlines(keepends=True))
     return f"{name} = (\n{lines})\n"
-
-
-def _refuse_absolute_import(node: ast.AST, module: str) -> None:
-    names: list[str] = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        names = [node.module or ""]
-    if any(name.partition(".")[0] == PACKAGE for name in names):
-        raise ValueError(f"{module} imports {names[0]}; only relative imports can be made flat")
 
 
 def _check_what_transformers_sees(path: Path) -> None:
@@ -159,5 +208,6 @@ def _source(module: str) -> str:
 
 
 def flat_name(module: str) -> str:
-    """The path below `configuration` or `modeling`, in one word: `modeling.ops.masking` is `ops_masking`."""
-    return "_".join(module.split(".")[2:])
+    """A module's file without folders: `dynattn.modeling.ops.masking` is `ops_masking`, of others all words count."""
+    words = module.split(".")
+    return "_".join(words[2:] if words[0] == PACKAGE else words)

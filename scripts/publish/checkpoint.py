@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dynattn.families import FAMILIES, Family
-from dynattn.remote_code import registered_classes
+from dynattn.remote_code import registered_classes, travels
 
 from ..common.checkpoint_files import (
     COMPANION_PATTERNS,
@@ -37,8 +38,9 @@ class Checkpoint:
 
     @property
     def family(self) -> Family:
-        """The family of its configuration."""
-        return FAMILIES[self.config.model_type]
+        """The family of its configuration or, of a variant that somebody registered, the family that it is made of."""
+        names = {f"{base.__module__}.{base.__qualname__}" for base in type(self.config).__mro__}
+        return next(family for family in FAMILIES.values() if f"{family.configuration}.{family.config_name}" in names)
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -71,9 +73,12 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _find_config_class(model_type: object, folder: Path) -> type[PreTrainedConfig]:
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published")
-    return FAMILIES[model_type].load_config_class()
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or not travels(CONFIG_MAPPING[model_type]):
+        raise UserError(
+            f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published, and variants "
+            "of them that a module registers: name it with --import"
+        )
+    return CONFIG_MAPPING[model_type]
 
 
 def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type]:

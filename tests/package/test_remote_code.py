@@ -73,13 +73,36 @@ def test_imports_keep_names_indentation_and_parentheses() -> None:
     assert imported == ["dynattn.configuration.configuration_dcformer", "dynattn.modeling.ops.masking"]
 
 
+def test_variants_import_the_package_and_their_own_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_code, "_is_package", lambda module: False)
+    source = (
+        "import torch\nif torch:\n    from dynattn import (DCFormerConfig as Base,\n"
+        "        Composition, DCPythiaConfig)\n"
+        "from dynattn.modeling.ops.masking import Structure\nfrom .layers import x\nfrom variant.heads import y\n"
+    )
+    flat, imported = flatten_imports(source, "variant.model")
+    assert flat == (
+        "import torch\nif torch:\n    from .configuration_dcformer import DCFormerConfig as Base\n"
+        "    from .ops_dcmha_composition import Composition\n    from .configuration_dcpythia import DCPythiaConfig\n"
+        "from .ops_masking import Structure\nfrom .variant_layers import x\nfrom .variant_heads import y\n"
+    )
+    assert imported == [
+        "dynattn.modeling.ops.masking",
+        "variant.layers",
+        "variant.heads",
+        "dynattn.configuration.configuration_dcformer",
+        "dynattn.modeling.ops.dcmha.composition",
+        "dynattn.configuration.configuration_dcpythia",
+    ]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("from . import composition", "imports from the package dynattn.modeling"),
         ("from .ops import masking", "imports from the package dynattn.modeling.ops"),
-        ("from dynattn.modeling.ops.masking import Structure", "only relative imports"),
-        ("import torch, dynattn", "only relative imports"),
+        ("from dynattn.modeling import ops", "imports from the package dynattn.modeling"),
+        ("import torch, dynattn", "line 1 of .* imports dynattn; write `from MODULE import NAME`"),
     ],
 )
 def test_imports_without_a_flat_form_are_refused(source: str, message: str) -> None:
