@@ -7,8 +7,9 @@ INSTALLED := $(VENV)/.installed
 TYPES := $(VENV)/types
 WORKERS ?= 2
 FUZZ_SECONDS ?= 1800
+RELEASE := build/release
 
-.PHONY: test test-slow fuzz lint quickstart clean
+.PHONY: test test-slow fuzz lint quickstart release-check clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -28,6 +29,20 @@ lint: $(INSTALLED)
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/dynattn
 	ln -s $(CURDIR)/package/* $(CURDIR)/configuration $(CURDIR)/modeling $(CURDIR)/scripts $(TYPES)/dynattn/
 	MYPYPATH=$(TYPES) $(BIN)/python -m mypy --config-file pyproject.toml -p dynattn
+
+# What a release must pass: archives that build and are valid, and that work in an environment with nothing else.
+release-check: $(INSTALLED)
+	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/package
+	$(BIN)/python -m build --outdir $(RELEASE)/dist
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/pip install --quiet twine cffconvert
+	$(RELEASE)/tools/bin/twine check --strict $(RELEASE)/dist/*
+	$(RELEASE)/tools/bin/cffconvert --validate
+	$(PYTHON) -m venv $(RELEASE)/empty
+	$(RELEASE)/empty/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(RELEASE)/empty/bin/pip install --quiet $(RELEASE)/dist/*.whl
+	cd $(RELEASE) && empty/bin/python $(CURDIR)/tests/package/release.py $(CURDIR)/README.md
 
 quickstart: $(INSTALLED)
 	$(BIN)/dynattn quickstart

@@ -58,6 +58,13 @@ def register_models(modeling_auto: ModuleType) -> None:
             mapping.register(family.load_config_class(), family, exist_ok=True)
 
 
+def name_lora_targets(constants: ModuleType) -> None:
+    """Tells PEFT which layers to adapt where a `LoraConfig` names none, as it knows for Transformers' own families."""
+    for family in FAMILIES.values():
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(family.model_type, list(family.lora_targets))
+
+
 def keep_code(portable_config: ModuleType) -> None:
     """Lets a configuration that was loaded from a folder with code be saved with code."""
     portable_config.PortableConfig.code_writer = _write_code
@@ -71,6 +78,7 @@ def _write_code(config: Any, folder: Path) -> list[str]:
 # What to do with a module right after its import.
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "dynattn.configuration.portable_config": keep_code,
+    "peft.utils.constants": name_lora_targets,
     "transformers.models.auto.configuration_auto": register_configurations,
     "transformers.models.auto.modeling_auto": register_models,
 }

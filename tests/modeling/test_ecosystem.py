@@ -1,10 +1,15 @@
 """Adapters, compiled training and replaced linear layers leave the composition as it is."""
 
+import logging
+
+import pytest
 import torch
 from cases.models import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from dynattn.families import FAMILIES, Family
 
 IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
 
@@ -32,6 +37,30 @@ def test_lora_trains_adapters_only_and_merges() -> None:
         torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-4, rtol=0)
     after = composition_of(merged)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_lora_knows_which_layers_to_adapt(family: Family) -> None:
+    config_class, model_class = family.load_config_class(), family.load_model_class("AutoModelForCausalLM")
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = model_class(config_class(**sizes, num_attention_heads=4))
+    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    targets = {name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}
+    assert targets == {"q_proj", "v_proj"}
+
+
+def test_a_push_without_code_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pushed = []
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, repo_id: pushed.append(repo_id))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = make_model()
+    model.push_to_hub("me/model")
+    assert "me/model gets weights and configuration but no code" in caplog.text
+    assert "`dynattn publish FOLDER --repo NAME`" in caplog.text
+    caplog.clear()
+    model.config.auto_map = {"AutoConfig": "configuration_dcformer.DCFormerConfig"}
+    model.push_to_hub("me/other")
+    assert (pushed, caplog.text) == (["me/model", "me/other"], "")
 
 
 def test_lora_can_target_the_whole_composition_as_saved_modules() -> None:

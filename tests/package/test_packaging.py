@@ -9,7 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import dynattn
 from dynattn.remote_code import flat_name
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,12 @@ def test_every_folder_of_the_sources_is_listed() -> None:
     data_only = {folder.name for folder in source_folders() if not (folder / "__init__.py").exists()}
     patterns = {pattern.split("/")[0] for patterns in settings["package-data"].values() for pattern in patterns}
     assert data_only <= patterns
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == dynattn.__version__
+    assert f"## {dynattn.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_flat_names_of_remote_code_are_unique() -> None:

@@ -1,0 +1,38 @@
+"""What a release must do in an empty environment: the wheel installs, the command runs, the README's first lines run.
+
+    python tests/package/release.py README.md
+
+Run by `make release-check` with the Python of that environment, in a folder that is no checkout.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+QUICKSTART_MODEL = "runs/quickstart/dcformer/model"
+STEPS = ("--max_steps", "2", "--warmup_steps", "1", "--attn_implementation", "chunked")
+
+
+def first_python(readme: Path) -> str:
+    """The first block of Python in a page."""
+    block = re.search(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None, f"{readme} has no Python"
+    return block[1]
+
+
+def main(readme: Path) -> None:
+    """Trains for two steps instead of a quickstart, then runs the first Python of the README on the result."""
+    import dynattn
+
+    assert Path(dynattn.__file__).is_relative_to(sys.prefix), f"{dynattn.__file__} is not the installed package"
+    command = [sys.executable, "-m", "dynattn"]
+    subprocess.run([*command, "doctor"], check=True)
+    subprocess.run([*command, "pretrain", "tiny.yaml", "--output", "run", *STEPS, "--overwrite"], check=True)
+    lines = first_python(readme)
+    assert QUICKSTART_MODEL in lines
+    exec(compile(lines.replace(QUICKSTART_MODEL, "run/model"), str(readme), "exec"), {})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
