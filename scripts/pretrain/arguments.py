@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from ..common.errors import UserError
 
 Precision = Literal["no", "bf16"]
+EngineName = Literal["ddp", "fsdp2", "hsdp"]
 
 POSITIVE = (
     "vocab_size",
@@ -19,6 +20,8 @@ POSITIVE = (
     "composition_learning_rate",
     "max_grad_norm",
     "adam_epsilon",
+    "shard_processes",
+    "max_seconds",
     "log_every",
     "eval_every",
     "save_every",
@@ -132,6 +135,16 @@ class PretrainArguments:
     mixed_precision: Precision = field(
         default="no", metadata={"help": "no (float32) or bf16 (autocast; weights stay float32)"}
     )
+    engine: EngineName | None = field(
+        default=None,
+        metadata={
+            "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard) or hsdp (shards in "
+            "a machine, replicas over machines); ddp when neither this nor `accelerate launch` says"
+        },
+    )
+    shard_processes: int | None = field(
+        default=None, metadata={"help": "hsdp: processes that share a replica; those of a machine when not given"}
+    )
     gradient_checkpointing: bool = field(
         default=False,
         metadata={"help": "save memory: recompute a layer in its backward pass, all but the outputs of its attention"},
@@ -146,10 +159,21 @@ class PretrainArguments:
     save_every: int = field(
         default=100, metadata={"help": "updates between two checkpoints; the last update is always saved"}
     )
+    save_in_background: bool = field(
+        default=False,
+        metadata={"help": "go on training while a checkpoint is written, from a copy in the memory of the CPU"},
+    )
+    max_seconds: float | None = field(
+        default=None,
+        metadata={"help": "stop after the update in which this time since the start is over, with a checkpoint"},
+    )
     keep_checkpoints: int = field(default=3, metadata={"help": "newest checkpoints to keep; 0 keeps all"})
     resume: str = field(
         default="auto",
-        metadata={"help": "auto (newest checkpoint of the output folder), never, or a checkpoint folder"},
+        metadata={
+            "help": "auto (newest checkpoint of the output folder), intact (the newest that is not damaged), never, or "
+            "a checkpoint folder"
+        },
     )
     overwrite: bool = field(default=False, metadata={"help": "replace the run that the output folder holds"})
 
@@ -193,8 +217,9 @@ class PretrainArguments:
         )
         _require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
-        choices = get_args(Precision)
-        _require(self.mixed_precision in choices, "mixed_precision", self.mixed_precision, f"one of {choices}")
+        for name, kind in {"mixed_precision": Precision, "engine": EngineName}.items():
+            value, choices = getattr(self, name), get_args(kind)
+            _require(value is None or value in choices, name, value, f"one of {choices}")
 
     def _check_limits(self) -> None:
         """Refuses missing values, and numbers that nothing can compute with."""

@@ -13,7 +13,9 @@ Every process runs all of it; `on_main` marks the steps that only the first proc
 
 import dataclasses
 import logging
+import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,12 +31,15 @@ from ..common.atomic_file import partial_path, put_in_place
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
+from .engines.choice import LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
+from .engines.interface import Engine
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
+from .outputs.checkpoint_writer import CheckpointWriter
 from .outputs.folder_lock import FolderLock
 from .outputs.metrics import MetricsLog, tensorboard_errors_told_once
-from .outputs.run_folder import RunFolder
+from .outputs.run_folder import RunFolder, remove
 from .outputs.throughput import Throughput
 from .plan import Plan, build_plan, describe
 from .processes import disk_errors_explained, on_all, on_main
@@ -54,26 +59,34 @@ def pretrain(arguments: PretrainArguments) -> Result:
         StoppedError: the process got SIGINT, SIGTERM or SIGHUP, and the current update is finished and saved.
     """
     run = RunFolder(Path(arguments.output))
+    launched = launched_engine(os.environ)
     accelerator = build_accelerator(arguments)
+    engine = build_engine(arguments, accelerator, launched)
     with disk_errors_explained(run.path), tensorboard_errors_told_once():
         try:
-            with StopSignals(accelerator.is_main_process) as signals, occupied(accelerator, run):
-                return run_job(accelerator, arguments, run, signals)
+            signals = StopSignals(accelerator.is_main_process, arguments.max_seconds)
+            with signals, occupied(accelerator, run):
+                return run_job(engine, arguments, run, signals)
         finally:
             # A process that exits while its model still holds the process group can hang.
             accelerator.free_memory()
             accelerator.end_training()
 
 
-def run_job(accelerator: Accelerator, arguments: PretrainArguments, run: RunFolder, signals: StopSignals) -> Result:
+def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signals: StopSignals) -> Result:
     """`pretrain` in a folder that no other run uses, on an accelerator that the caller releases."""
-    started = time.perf_counter()
-    resume_from = on_main(accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite))
-    plan = make_plan(accelerator, arguments, run, resume_from)
+    started, accelerator = time.perf_counter(), engine.accelerator
+    resume_from = on_main(
+        accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps)
+    )
+    plan = make_plan(engine, arguments, run, resume_from)
     on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
-    accelerator.print(describe(plan, resume_from))
-    trainer = build_trainer(accelerator, arguments, run, plan, resume_from, signals)
-    validation = trainer.train()
+    accelerator.print(describe(plan, engine, arguments, resume_from))
+    trainer = build_trainer(engine, arguments, run, plan, resume_from, signals)
+    try:
+        validation = trainer.train()
+    finally:
+        trainer.checkpoints.close()
     result = on_main(accelerator, run.path, lambda: summarize(trainer, validation, time.perf_counter() - started))
     save_final(trainer, result)
     return result
@@ -101,10 +114,15 @@ def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
 
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     """Accelerate's front end: CPU processes (gloo) where there is no accelerator, TensorBoard in the output folder."""
+    # The engines here shard the model, on a CPU too; Accelerate would begin to, and on a CPU ignore what it was told.
+    for name in (LAUNCHED_FSDP, LAUNCHED_MESH):
+        os.environ.pop(name, None)
     # The state is shared in a process; a second run there may want another precision.
     AcceleratorState._reset_state()
     # It warns at each checkpoint that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    # DCP warns of a process by itself at each checkpoint, although it is told that there are no others.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return Accelerator(
         cpu=not torch_accelerator.is_available(),
         mixed_precision=arguments.mixed_precision,
@@ -115,17 +133,19 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     )
 
 
-def make_plan(accelerator: Accelerator, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
+def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
     """Prepares the data and plans the run; if one process refuses it, all do, and what the folder held stays."""
+    accelerator = engine.accelerator
+    on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
     source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
-    plan = on_all(run.path, lambda: build_plan(arguments, run, source, accelerator.num_processes))
+    plan = on_all(run.path, lambda: build_plan(arguments, run, source, accelerator.num_processes, on_meta=on_meta))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan
 
 
 def build_trainer(
-    accelerator: Accelerator,
+    engine: Engine,
     arguments: PretrainArguments,
     run: RunFolder,
     plan: Plan,
@@ -133,22 +153,27 @@ def build_trainer(
     signals: StopSignals,
 ) -> Trainer:
     """Places model and optimizer on the devices and, when resuming, restores their saved state."""
-    model = plan.model.to(accelerator.device)
-    throughput = Throughput.of(model, accelerator)
-    if arguments.compile:
-        model.compile()
-    prepared_model, optimizer = accelerator.prepare(model, build_optimizer(model, arguments))
+    accelerator = engine.accelerator
+    throughput = Throughput.of(plan.model, accelerator)
+    model, optimizer = engine.prepare(
+        plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile
+    )
     set_seed(arguments.seed, device_specific=True)
-    progress = TrainingProgress() if resume_from is None else checkpoint.load(accelerator, resume_from, plan.memory)
+    progress = TrainingProgress()
+    if resume_from is not None:
+        progress = checkpoint.load(accelerator, resume_from, model, optimizer, plan.memory)
     metrics = MetricsLog(run.metrics, accelerator, progress.step)
-    return Trainer(accelerator, arguments, plan, run, prepared_model, optimizer, metrics, progress, throughput, signals)
+    checkpoints = CheckpointWriter(
+        accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
+    )
+    return Trainer(engine, arguments, plan, run, model, optimizer, metrics, progress, throughput, signals, checkpoints)
 
 
 def save_final(trainer: Trainer, result: Result) -> None:
     """Saves model, tokenizer, generation settings and card under another name and renames them when all are there."""
     accelerator, run = trainer.accelerator, trainer.run
     partial = partial_path(run.model)
-    weights = accelerator.get_state_dict(trainer.model)
+    weights = trainer.engine.full_weights(trainer.model)
 
     def save() -> None:
         model, tokenizer = accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
@@ -159,6 +184,8 @@ def save_final(trainer: Trainer, result: Result) -> None:
         )
         tokenizer.save_pretrained(partial)
         write_card(partial, trainer.arguments, result, model.config.model_type)
+        # The model of a run that was extended goes first: whoever finds a model finds the result that belongs to it.
+        remove(run.model)
         result.write(run.result, trainer.arguments)
         put_in_place(partial, run.model)
 

@@ -5,7 +5,8 @@
 
 FILE.yaml is a file of yours or the name of one of the shipped `recipes`, like `tiny.yaml`.
 The output folder must be on storage that all processes see. SIGINT, SIGTERM and SIGHUP end a run after its current
-update, with a checkpoint from which the same command continues; the exit status is then 128 and the signal's number.
+update, with a checkpoint from which the same command continues; the exit status is then 128 and the signal's number,
+and 124 where `--max_seconds` were over. `--engine` says how processes share the model.
 """
 
 import os
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     except StoppedError as stopped:
         if is_first_process():
             print(f"\n{stopped}", file=sys.stderr)
-        return 128 + stopped.number
+        return stopped.status
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
         return 130

@@ -1,6 +1,7 @@
 """The model of a run: fresh weights from a configuration, or the weights of a checkpoint."""
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +63,17 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
     return config
 
 
-def build_model(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
+def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_meta: bool = False) -> PreTrainedModel:
     """The model with float32 weights, in training mode; new weights depend on torch's random state.
+
+    Args:
+        on_meta: give the model shapes alone, on the meta device; it gets its weights from another process.
 
     Raises:
         UserError: the weights cannot be loaded, or the model lacks what the arguments ask for.
     """
     try:
-        model = _load_or_initialize(arguments, config)
+        model = _load_or_initialize(arguments, config, on_meta)
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -110,14 +114,15 @@ def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
     return modules if head is None else [*modules, head]
 
 
-def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """The weights of `init_from`, or new ones."""
+def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, on_meta: bool) -> PreTrainedModel:
+    """The weights of `init_from`, or new ones, or shapes alone."""
     options: dict[str, Any] = {"dtype": torch.float32}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
-    if arguments.init_from:
+    if arguments.init_from and not on_meta:
         return AutoModelForCausalLM.from_pretrained(arguments.init_from, config=config, **options)
-    return AutoModelForCausalLM.from_config(config, **options)
+    with torch.device("meta") if on_meta else nullcontext():
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreTrainedConfig:

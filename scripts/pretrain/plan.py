@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +15,9 @@ from .data.batch_order import TrainingOrder
 from .data.packing import Sequences
 from .data.preparation import Source, open_sequences
 from .data.tokenizer import load_tokenizer
+from .engines.interface import Engine
 from .model import build_config, build_model, count_parameters
-from .outputs.checkpoint import Fingerprint
+from .outputs.checkpoint import Fingerprint, describe_changes
 from .outputs.run_folder import RunFolder
 from .schedule import CosineSchedule, build_schedule
 
@@ -52,8 +54,13 @@ class Plan:
     fingerprint: Fingerprint
 
 
-def build_plan(arguments: PretrainArguments, run: RunFolder, source: Source, processes: int) -> Plan:
+def build_plan(
+    arguments: PretrainArguments, run: RunFolder, source: Source, processes: int, *, on_meta: bool = False
+) -> Plan:
     """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
+
+    Args:
+        on_meta: give the model shapes alone, for it gets its weights from another process.
 
     Raises:
         UserError: data, model and arguments do not fit each other.
@@ -64,7 +71,7 @@ def build_plan(arguments: PretrainArguments, run: RunFolder, source: Source, pro
     train, validation = open_sequences(folder / run.data.name, arguments, tokenizer.pad_token_id, global_batch)
     set_seed(arguments.seed)
     config = build_config(arguments, tokenizer)
-    model = build_model(arguments, config)
+    model = build_model(arguments, config, on_meta=on_meta)
     schedule = build_schedule(arguments, len(train), global_batch)
     order = TrainingOrder(len(train), global_batch, None if arguments.carry_memory else arguments.seed)
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
@@ -95,7 +102,7 @@ def build_fingerprint(
     return json.loads(json.dumps(fingerprint))
 
 
-def describe(plan: Plan, resume_from: Path | None) -> str:
+def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:
     """What is about to happen, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
     parameters = count_parameters(plan.model)
@@ -108,6 +115,19 @@ def describe(plan: Plan, resume_from: Path | None) -> str:
             f"model: {plan.model.config.model_type}, {parameters.total:,} parameters, {parameters.non_embedding:,} of "
             f"them not embeddings",
             f"schedule: {plan.schedule.max_steps:,} updates of {plan.order.global_batch} sequences",
-            f"resuming from {resume_from}" if resume_from else "starting from update 0",
+            engine.describe(),
+            f"resuming from {resume_from}{describe_changes(resume_from, sharing_of(arguments, engine))}"
+            if resume_from
+            else "starting from update 0",
         ]
     )
+
+
+def sharing_of(arguments: PretrainArguments, engine: Engine) -> dict[str, Any]:
+    """How the processes share an update: what may change when a run resumes, and is told then."""
+    return {
+        "engine": engine.name,
+        "processes": engine.accelerator.num_processes,
+        "batch_size": arguments.batch_size,
+        "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+    }

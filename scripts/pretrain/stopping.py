@@ -1,5 +1,6 @@
 """Runs that end when the system asks them to: after their current update, with a checkpoint."""
 
+import math
 import os
 import signal
 import threading
@@ -10,13 +11,14 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A terminal sends its signal to all processes, and torchrun then passes it on to them once more.
 SAME_REQUEST_SECONDS = 1.0
+TIME_IS_OVER = 124
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal ended the run; the message says what is left of it.
+    """A signal, or the limit `max_seconds`, ended the run; the message says what is left of it.
 
     Attributes:
-        number: of the signal.
+        number: of the signal; 0 for the limit.
     """
 
     def __init__(self, number: int, left: str) -> None:
@@ -24,11 +26,17 @@ class StoppedError(KeyboardInterrupt):
         self.number, self.left = number, left
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; {self.left}"
+        cause = signal.Signals(self.number).name if self.number else "max_seconds"
+        return f"stopped by {cause}; {self.left}"
+
+    @property
+    def status(self) -> int:
+        """The exit status of the process: that of a shell for the signal, or that of timeout(1) for the limit."""
+        return 128 + self.number if self.number else TIME_IS_OVER
 
 
 class StopSignals:
-    """Takes SIGINT, SIGTERM and SIGHUP while the block runs.
+    """Takes SIGINT, SIGTERM and SIGHUP while the block runs, and knows when the time of the run is over.
 
     The first one is a request that `requested` holds if `finish_updates` was called, and ends the block at once
     otherwise. A second one has the effect that it had before the block. Signals that the process ignores, as under
@@ -37,10 +45,12 @@ class StopSignals:
     Args:
         speaks: whether this process tells what it does. Until `finish_updates`, the others are ended by a signal as if
             this class was not there: they wait for the first one, and cannot react.
+        max_seconds: after which the run is to stop.
     """
 
-    def __init__(self, speaks: bool) -> None:
+    def __init__(self, speaks: bool, max_seconds: float | None = None) -> None:
         self.speaks = speaks
+        self._end = math.inf if max_seconds is None else time.monotonic() + max_seconds
         self.requested = 0
         self._finishes_updates = False
         self._since = 0.0
@@ -54,6 +64,11 @@ class StopSignals:
 
     def __exit__(self, *error: object) -> None:
         self._restore()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked to stop, or its time is over."""
+        return self.requested > 0 or time.monotonic() >= self._end
 
     def finish_updates(self, wanted: bool) -> None:
         """Whether a signal waits in `requested` from now on; with `wanted` false, it ends the block at once again."""

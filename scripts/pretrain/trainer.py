@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -17,16 +16,19 @@ from tqdm import tqdm
 from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
+from .engines.interface import Engine
 from .model import loss_options
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
+from .outputs.checkpoint_writer import CheckpointWriter
 from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
-from .plan import Plan
+from .outputs.training_state import training_tensors
+from .plan import Plan, sharing_of
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
-from .validation import Validation, count_targets, validate
+from .validation import Validation, count_targets, to_device, validate
 
 Batch = dict[str, Tensor]
 
@@ -35,7 +37,7 @@ Batch = dict[str, Tensor]
 class Trainer:
     """Trains from the update at which `progress` stands to the end of the schedule.
 
-    `model` and `optimizer` have gone through `accelerator.prepare`. The loss of an update is the mean over all target
+    `engine` has prepared `model` and `optimizer`. The loss of an update is the mean over all target
     tokens of all its forward passes on all processes, so that gradient accumulation, processes and batch size only
     matter through their product.
 
@@ -43,7 +45,7 @@ class Trainer:
         stop_requested: whether a process had been asked to stop when the last update was made, which all of them know.
     """
 
-    accelerator: Accelerator
+    engine: Engine
     arguments: PretrainArguments
     plan: Plan
     run: RunFolder
@@ -53,7 +55,13 @@ class Trainer:
     progress: TrainingProgress
     throughput: Throughput
     signals: StopSignals
+    checkpoints: CheckpointWriter
     stop_requested: bool = False
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The processes, and the device of this one."""
+        return self.engine.accelerator
 
     def train(self) -> Validation:
         """Makes all remaining updates and returns the last validation.
@@ -77,6 +85,7 @@ class Trainer:
                     self._save()
                 if self.stop_requested:
                     self._stop()
+        self.checkpoints.finish()
         validation = validation or self._measure_validation()
         self.signals.finish_updates(False)
         return validation
@@ -94,10 +103,12 @@ class Trainer:
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
-        loss, stops = self._summed_over_processes(self._accumulate(batches))
+        loss, stops, writers = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
-        values = torch.stack([loss, norm.to(loss), stops]).tolist()
+        norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
+        values = torch.stack([loss, norm.to(loss), stops, writers]).tolist()
+        if values[3] == self.accelerator.num_processes:
+            self.checkpoints.finish()
         self._check_finite(values[0], values[1])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -105,13 +116,13 @@ class Trainer:
         return values[0], values[1]
 
     def _summed_over_processes(self, loss: Tensor) -> Tensor:
-        """The sum of the losses `[]` of all processes, and how many of these were asked to stop; together `[2]`."""
-        is_asked = loss.new_tensor(float(self.signals.requested > 0))
-        return self.accelerator.reduce(torch.stack([loss, is_asked]), reduction="sum")
+        """`[3]`: the loss `[]`; how many processes were asked to stop, and how many have written a checkpoint."""
+        facts = loss.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
+        return self.accelerator.reduce(torch.cat([loss[None], facts]), reduction="sum")
 
     def _accumulate(self, batches: list[Batch]) -> Tensor:
         """All forward and backward passes over `batches` of `[B, T]`; returns this process's share `[]` of the loss."""
-        device, processes = self.accelerator.device, self.accelerator.num_processes
+        device = self.accelerator.device
         counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {"num_items_in_batch": targets, **loss_options(self.accelerator.unwrap_model(self.model))}
@@ -119,12 +130,9 @@ class Trainer:
         memory.begin_update(self.progress.step)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
-            is_last = index == len(batches) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-                loss = memory.loss(self.model, {**batch, **options}, index)
-                # Gradients are averaged over processes, while each loss is already a share of the sum over them.
-                self.accelerator.backward(loss * processes)
+            with self.engine.accumulating(self.model, is_last=index == len(batches) - 1):
+                loss = memory.loss(self.model, {**to_device(batch, device), **options}, index)
+                self.engine.backward(loss)
             total += loss.detach()
         return total
 
@@ -132,6 +140,7 @@ class Trainer:
         """Ends the run before an update that would spoil the weights."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
+        self.checkpoints.finish()
         raise UserError(
             f"update {self.progress.step + 1} has loss {loss} and gradient norm {norm}, so training stopped; "
             f"{self._last_checkpoint()}; lower learning_rate or max_grad_norm, or lengthen warmup_steps, in a new run"
@@ -185,16 +194,23 @@ class Trainer:
     def _measure_validation(self) -> Validation:
         """Scores the held-out text with an empty memory."""
         sequences, memory = self.plan.validation_sequences, self.plan.memory.empty_copy()
-        return validate(self.accelerator, self.model, sequences, self.arguments.batch_size, memory)
+        return validate(self.engine, self.model, sequences, self.arguments.batch_size, memory)
 
     def _save(self) -> None:
-        folder, keep = self.run.checkpoints, self.arguments.keep_checkpoints
-        checkpoint.save(self.accelerator, folder, self.progress, self.plan.memory, self.plan.fingerprint, keep)
+        """Writes a checkpoint, or begins to write it in the background."""
+        state = {
+            "progress": asdict(self.progress),
+            "fingerprint": self.plan.fingerprint,
+            "sharing": sharing_of(self.arguments, self.engine),
+        }
+        tensors = training_tensors(self.accelerator.unwrap_model(self.model), self.optimizer)
+        self.checkpoints.write(self.progress.step, state, tensors, self.plan.memory)
 
     def _stop(self) -> None:
         """Ends the run after an update that has been saved, on all processes with the number of the same signal."""
+        self.checkpoints.finish()
         arguments = self.arguments
-        is_repeatable = arguments.resume == "auto" and not arguments.overwrite
+        is_repeatable = arguments.resume in ("auto", "intact") and not arguments.overwrite
         how = "the same command" if is_repeatable else "the same command without --resume and --overwrite"
         number = max(gather_object([self.signals.requested]))
         raise StoppedError(number, f"update {self.progress.step} is finished and saved, and {how} continues from there")

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -12,6 +11,7 @@ from torch.utils.data import default_collate
 from ..common.segment_memory import CarriedMemory
 from ..common.token_streams import IGNORE_INDEX
 from .data.packing import Sequences
+from .engines.interface import Engine
 from .model import loss_options
 
 
@@ -40,26 +40,38 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    accelerator: Accelerator, model: nn.Module, sequences: Sequences, batch_size: int, memory: CarriedMemory
+    engine: Engine, model: nn.Module, sequences: Sequences, batch_size: int, memory: CarriedMemory
 ) -> Validation:
     """Scores every target once; the model is left in the mode it was in.
 
     Args:
         memory: an empty memory, which reads the held-out text.
     """
+    accelerator = engine.accelerator
     unwrapped = accelerator.unwrap_model(model)
     was_training = unwrapped.training
     unwrapped.eval()
     options = {"num_items_in_batch": torch.ones((), device=accelerator.device), **loss_options(unwrapped)}
     nats, targets = 0.0, 0
-    for indices in sequences.share(accelerator.process_index, accelerator.num_processes, batch_size):
+    share = list(sequences.share(accelerator.process_index, accelerator.num_processes, batch_size))
+    for indices in share:
         batch = default_collate([sequences[index] for index in indices])
         targets += count_targets(batch["labels"], batch.get("shift_labels"))
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-        nats += memory.loss(unwrapped, {**batch, **options}).item()
+        nats += memory.loss(unwrapped, {**to_device(batch, accelerator.device), **options}).item()
+    if engine.is_collective:
+        # Processes whose share is smaller run along, or the others would wait for them.
+        batch = to_device(default_collate([sequences[0]]), accelerator.device)
+        for _ in range(len(share), max(gather_object([len(share)]))):
+            memory.empty_copy().loss(unwrapped, {**batch, **options})
+    engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
     return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A batch of `[B, T]` on a device."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def count_targets(labels: Tensor, shift_labels: Tensor | None = None) -> int:

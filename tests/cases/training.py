@@ -1,19 +1,28 @@
 """Small pretraining runs: their text, runs that are killed, loss curves, and runs in processes of their own."""
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.segment_memory import CarriedMemory
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.main import find_shipped
+from dynattn.scripts.pretrain.outputs import checkpoint, checksums
+from dynattn.scripts.pretrain.outputs.checkpoint_writer import CheckpointWriter
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.trainer import Trainer
@@ -96,6 +105,37 @@ def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
         run(output, corpus, **changes)
 
 
+@contextmanager
+def earlier_format() -> Iterator[None]:
+    """The runs inside save their checkpoints as earlier versions did: with `Accelerator.save_state`."""
+
+    def write(self: CheckpointWriter, step: int, state: dict[str, Any], _: object, memory: CarriedMemory) -> None:
+        folder = self.folder / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        self.accelerator.save_state(str(folder))
+        memory.save(folder, self.accelerator)
+        files = checksums.measure_files(folder, folder.iterdir())
+        content = {"progress": state["progress"], "fingerprint": state["fingerprint"], "files": files}
+        write_state(folder, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", write)
+        yield
+
+
+def write_state(folder: Path, content: dict[str, Any]) -> None:
+    """Gives a checkpoint a `state.json` that says `content`, with the checksum that belongs to it."""
+    checksum = checkpoint._state_checksum(content)
+    (folder / "state.json").write_text(json.dumps({**content, "checksum": checksum}))
+
+
+def saved_tensors(output: Path, step: int, prefix: str) -> dict[str, Tensor]:
+    """What one process saved after an update under names that begin with `prefix`, by the rest of these names."""
+    (file,) = (output / "checkpoints" / f"step-{step:06d}" / checkpoint.TENSORS).iterdir()
+    found = load_file(file)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+
+
 def curve(output: Path, *names: str, split: str | None = None) -> list[list[Any]]:
     """The fields `names` of each line of a run's metrics."""
     return [[line.get(name) for name in names] for line in read_metrics(output / "metrics.jsonl", split)]
@@ -119,3 +159,41 @@ def call(options: Mapping[str, Any], processes: int = 1, status: int | None = 0)
     )  # fmt: skip
     assert status is None or done.returncode == status, done.stderr
     return done.stderr
+
+
+def run_forked(processes: int, output: Path, corpus: Path, **changes: Any) -> None:
+    """`run` in as many processes, which are copies of this one and exchange gradients.
+
+    Raises:
+        AssertionError: one of them fails; the message holds what it printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(processes)]
+    members = []
+    for rank, error in enumerate(errors):
+        place = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        environment = {name: str(value) for name, value in {**place, **address}.items()}
+        members.append(fork.Process(target=_run_as, args=(environment, error, output, corpus, changes), daemon=True))
+    for member in members:
+        member.start()
+    for member in members:
+        member.join(120)
+    told = "\n".join(error.read_text() for error in errors)
+    assert [member.exitcode for member in members] == [0] * processes, told
+
+
+def _run_as(environment: dict[str, str], error: Path, output: Path, corpus: Path, changes: dict[str, Any]) -> None:
+    """`run` as the process that the variables of the environment describe; what it prints goes into a file."""
+    os.environ.update(environment)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with error.open("w") as file, redirect_stderr(file), redirect_stdout(file):
+        try:
+            run(output, corpus, **changes)
+        except BaseException:
+            traceback.print_exc()
+            file.flush()
+            os._exit(1)

@@ -1,34 +1,45 @@
 """Checkpoints that are whole or absent, and that resume only the run that made them.
 
-A checkpoint is what `Accelerator.save_state` writes (weights as safetensors, optimizer and random states), the memory
-of each process, if it carries one, and `state.json` with the progress, the fingerprint of the run, size and checksum
-of every other file, and a checksum of all this. It is written under another name and renamed, so a run that is killed
-while saving leaves no half checkpoint.
+A checkpoint holds weights and optimizer in the folder `tensors` (see `training_state.py`), for each process its random
+states and the memory that it carries, if it does, and `state.json`: the progress, the fingerprint of the run, how its
+processes shared the work, size and checksum of every other file, and a checksum of all this. It is written under
+another name and renamed (see `checkpoint_writer.py`), so a run that is killed while saving leaves no half checkpoint.
 """
 
 import json
+import logging
 import pickle
 import re
 import shutil
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils.other import load as load_without_code
 from safetensors import SafetensorError
+from torch import nn
+from torch.optim import Optimizer
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError, first_line
 from ...common.segment_memory import CarriedMemory
-from ..processes import on_all, on_main
 from . import checksums
+from .earlier_format import is_earlier_format, load_earlier
+from .random_state import load_random_state, random_state_file
+from .training_state import load_tensors
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+# The folder of weights and optimizer.
+TENSORS = "tensors"
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
 # What a checkpoint is called while it is deleted.
 DELETED = ".deleted"
+# What of a fingerprint follows from the number of updates.
+LENGTH_FIELDS = ("max_steps", "warmup_steps")
 
 Fingerprint = dict[str, Any]
 
@@ -61,57 +72,41 @@ class TrainingProgress:
         self.loss_count += 1
 
 
-def save(
-    accelerator: Accelerator,
-    folder: Path,
-    progress: TrainingProgress,
-    memory: CarriedMemory,
-    fingerprint: Fingerprint,
-    keep: int,
-) -> Path:
-    """Writes `folder/step-NNNNNN`, deletes all but the newest `keep` checkpoints (0 deletes none); returns its path.
-
-    Raises:
-        UserError: the disk is full or cannot be written; the earlier checkpoints are as they were.
-    """
-    final = folder / f"step-{progress.step:06d}"
-    partial = partial_path(final)
-
-    def begin() -> None:
-        remove_leftovers(folder)
-        partial.mkdir(parents=True)
-
-    def write_share() -> None:
-        accelerator.save_state(str(partial))
-        memory.save(partial, accelerator)
-
-    def complete() -> None:
-        _write_state(partial, progress, fingerprint)
-        _replace(final, partial)
-        for old in list_checkpoints(folder)[: -keep if keep else 0]:
-            _delete(old)
-
-    on_main(accelerator, folder, begin)
-    on_all(folder, write_share)
-    on_main(accelerator, folder, complete)
-    return final
-
-
-def load(accelerator: Accelerator, path: Path, memory: CarriedMemory) -> TrainingProgress:
+def load(
+    accelerator: Accelerator, path: Path, model: nn.Module, optimizer: Optimizer, memory: CarriedMemory
+) -> TrainingProgress:
     """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress.
+
+    Engine and number of processes may be others than those that saved it; a process that is new keeps its random state.
 
     Raises:
         UserError: a file holds something else than tensors and plain values; nothing in it is run.
     """
-    random_states = path / f"random_states_{accelerator.process_index}.pkl"
+    process, model = accelerator.process_index, accelerator.unwrap_model(model)
     try:
-        accelerator.load_state(str(path))
-        if random_states.exists():
-            load_without_code(random_states)  # `load_state` is silent about random states that it cannot read
-    except (pickle.UnpicklingError, SafetensorError) as error:
+        if is_earlier_format(path):
+            load_earlier(path, model, optimizer, process)
+        else:
+            load_tensors(path / TENSORS, model, optimizer, alone=accelerator.num_processes == 1)
+            if (file := random_state_file(path, process)).exists():
+                load_random_state(file, accelerator.device)
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
         raise UserError(f"cannot load the checkpoint {path}: {first_line(error)}; resume from another one") from error
     memory.load(path, accelerator)
-    return TrainingProgress(**_read_state(path)["progress"])
+    return TrainingProgress(**read_state(path)["progress"])
+
+
+def complete(final: Path, state: dict[str, Any], keep: int) -> None:
+    """Gives a checkpoint whose other files are written its `state.json` and its name; deletes those that are too old.
+
+    Checkpoints of later updates, which a run leaves behind that resumed from an earlier one, do not count.
+    """
+    partial = partial_path(final)
+    write_json(partial / STATE_FILE, {**state, "checksum": _state_checksum(state)})
+    _replace(final, partial)
+    until_now = [path for path in list_checkpoints(final.parent) if _step(path) <= _step(final)]
+    for old in until_now[: -keep if keep else 0]:
+        _delete(old)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -128,53 +123,91 @@ def verify(path: Path) -> None:
             the newest intact older checkpoint.
     """
     if not path.is_dir():
-        raise UserError(f"there is no checkpoint {path}; give the path of a step-NNNNNN folder, auto or never")
+        raise UserError(f"there is no checkpoint {path}; give the path of a step-NNNNNN folder, auto, intact or never")
     if damage := find_damage(path):
         older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
         intact = next((other for other in reversed(older) if find_damage(other) is None), None)
-        fix = f"resume from {intact} instead" if intact else "no older checkpoint is intact, so start anew"
+        fix = (
+            f"resume from {intact} instead, or --resume intact"
+            if intact
+            else "no older checkpoint is intact, so start anew"
+        )
         raise UserError(f"the checkpoint {path} is damaged: {damage}; {fix}")
+
+
+def newest_intact(folder: Path) -> Path | None:
+    """The newest checkpoint that is as it was saved, or None if there is no checkpoint; says what it skips.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
+    """
+    found = list_checkpoints(folder)
+    for path in reversed(found):
+        damage = find_damage(path)
+        if damage is None:
+            return path
+        logger.warning("skipping the checkpoint %s, which is damaged: %s", path, damage)
+    if found:
+        raise UserError(f"none of the {len(found)} checkpoints in {folder} is intact; --overwrite starts anew")
+    return None
 
 
 def find_damage(path: Path) -> str | None:
     """Says what is wrong with a checkpoint, or None."""
     try:
-        state = _read_state(path)
+        state = read_state(path)
         checksum = state.pop("checksum", None)  # earlier versions wrote none
         files = state["files"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"{STATE_FILE} is missing or cannot be read"
     if checksum not in (None, _state_checksum(state)):
         return f"{STATE_FILE} does not have the contents that were saved"
-    names = {file.name for file in path.iterdir() if not file.name.startswith(".")}
+    names = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir() or file.is_symlink()}
+    names = {name for name in names if not name.startswith(".")}
     if unknown := sorted(names - files.keys() - {STATE_FILE}):
         return f"{unknown[0]} was not saved with it"
     return checksums.find_damage(path, files)
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
-    """Compares a checkpoint's fingerprint with this one.
+    """Compares a checkpoint's fingerprint with this one; a run that had reached its last update may get more of them.
 
     Fields that only one of them has are ignored: they come from another version of a library.
 
     Raises:
         UserError: they differ; the message names every field with both values.
     """
-    stored = _read_state(path)["fingerprint"]
+    stored = read_state(path)["fingerprint"]
     names = sorted(name for name in stored.keys() & fingerprint.keys() if stored[name] != fingerprint[name])
+    if is_extended(path, fingerprint):
+        names = [name for name in names if name not in LENGTH_FIELDS]
+        logger.warning(
+            "the run had ended after %s updates and now goes on to %s; from here on, its learning rate is that of a "
+            "run of this length",
+            *(fields["max_steps"] for fields in (stored, fingerprint)),
+        )
     if names:
         changes = ", ".join(f"{name} (was {stored[name]}, is {fingerprint[name]})" for name in names)
+        split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"
         raise UserError(
             f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "
-            "output folder (init_from takes over trained weights)"
+            f"output folder (init_from takes over trained weights){split if 'global_batch' in names else ''}"
         )
 
 
-def _write_state(path: Path, progress: TrainingProgress, fingerprint: Fingerprint) -> None:
-    """Adds `state.json` to a folder that holds everything else."""
-    files = checksums.measure_files(path, path.iterdir())
-    state = {"progress": asdict(progress), "fingerprint": fingerprint, "files": files}
-    write_json(path / STATE_FILE, {**state, "checksum": _state_checksum(state)})
+def is_extended(path: Path, fingerprint: Fingerprint) -> bool:
+    """Whether a checkpoint is of the last update of a run, and `fingerprint` of the same run or another with more."""
+    state = read_state(path)
+    last = state["fingerprint"].get("max_steps")
+    return last is not None and state["progress"]["step"] == last < fingerprint.get("max_steps", last)
+
+
+def describe_changes(path: Path, sharing: Mapping[str, Any]) -> str:
+    """How the processes of a checkpoint shared the work, where that is another way than `sharing`; else nothing."""
+    stored = read_state(path).get("sharing", {})
+    names = [name for name, value in sharing.items() if stored.get(name, value) != value]
+    changes = ", ".join(f"{name} (was {stored[name]}, is {sharing[name]})" for name in names)
+    return f"; changed since it was saved: {changes}" if changes else ""
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -199,7 +232,8 @@ def _delete(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """What `state.json` of a checkpoint says."""
     return json.loads((path / STATE_FILE).read_text())
 
 

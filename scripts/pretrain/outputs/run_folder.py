@@ -1,5 +1,6 @@
 """The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,8 +68,11 @@ class RunFolder:
         """Names the process that uses the folder, while one does."""
         return self.path / ".lock"
 
-    def start_point(self, resume: str, overwrite: bool) -> Path | None:
+    def start_point(self, resume: str, overwrite: bool, max_steps: int | None = None) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
+
+        Args:
+            max_steps: of the run that starts, if it is given; a finished run of fewer updates is continued.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
@@ -79,7 +83,7 @@ class RunFolder:
             raise UserError(
                 f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
             )
-        if not overwrite:
+        if not overwrite and not (in_place and self._is_shorter(max_steps)):
             self._check_free(checkpoints_too=not in_place)
         if chosen is not None:
             checkpoint.verify(chosen)
@@ -110,10 +114,22 @@ class RunFolder:
 
     def _choose(self, resume: str, overwrite: bool) -> Path | None:
         """The checkpoint that the arguments ask for, if any."""
-        if resume not in ("auto", "never"):
+        if resume not in ("auto", "intact", "never"):
             return Path(resume)
+        if resume == "never" or overwrite:
+            return None
+        if resume == "intact":
+            return checkpoint.newest_intact(self.checkpoints)
         found = checkpoint.list_checkpoints(self.checkpoints)
-        return found[-1] if found and resume == "auto" and not overwrite else None
+        return found[-1] if found else None
+
+    def _is_shorter(self, max_steps: int | None) -> bool:
+        """Whether the folder holds a finished run of fewer updates than these."""
+        try:
+            steps = json.loads(self.result.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        return max_steps is not None and steps < max_steps
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""
@@ -155,7 +171,8 @@ class RunFolder:
         """Refuses a folder that holds a finished model or, with `checkpoints_too`, a checkpoint."""
         if self.model.exists():
             raise UserError(
-                f"output={self.path} already holds a finished model; give another folder, or --overwrite to replace it"
+                f"output={self.path} already holds a finished model; give another folder, more --max_steps to "
+                "extend it, or --overwrite to replace it"
             )
         found = checkpoint.list_checkpoints(self.checkpoints)
         if checkpoints_too and found:

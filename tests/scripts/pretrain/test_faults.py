@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.training import killed_run, run, without_timing
+from cases.training import earlier_format, killed_run, run, without_timing, write_state
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dynattn.scripts.cli import main
@@ -22,6 +22,8 @@ from dynattn.scripts.pretrain.data import packing
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.outputs.checksums import measure
 from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
+
+TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_data_that_is_deleted_is_prepared_again_and_compared(
     assert without_timing(output) == without_timing(finished.output)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "state.json"])
+@pytest.mark.parametrize("name", [TENSORS, "random-00000.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "link to nothing", "link to another file"])
 def test_a_damaged_checkpoint_is_named_with_the_one_to_use(name: str, damage: str, output: Path, corpus: Path):
     damage_file(output / "checkpoints" / "step-000008" / name, damage)
@@ -104,8 +106,11 @@ def test_an_edited_state_and_a_file_that_was_not_saved_are_damage(output: Path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
-def test_code_in_a_checkpoint_is_not_run(name: str, output: Path, corpus: Path, tmp_path: Path):
+def test_code_in_a_checkpoint_of_an_earlier_version_is_not_run(name: str, corpus: Path, tmp_path: Path):
     """Checksums are no protection from somebody who means harm, and makes them anew."""
+    output = tmp_path / "run"
+    with earlier_format():
+        killed_run(output, corpus, 10)
 
     class Harm:
         def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
@@ -116,7 +121,7 @@ def test_code_in_a_checkpoint_is_not_run(name: str, output: Path, corpus: Path, 
     state = json.loads((folder / "state.json").read_text())
     state["files"][name] = measure(folder / name)
     del state["checksum"]
-    (folder / "state.json").write_text(json.dumps({**state, "checksum": checkpoint._state_checksum(state)}))
+    write_state(folder, state)
     with pytest.raises(UserError, match=r"cannot load the checkpoint .*step-000008: .*; resume from another one"):
         run(output, corpus)
     assert not (tmp_path / "harm").exists()

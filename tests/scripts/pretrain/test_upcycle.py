@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.training import call, parse
+from cases.training import call, parse, saved_tensors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,7 +63,7 @@ def run(output: Path, corpus: Path, **changes: Any) -> Result:
 
 
 def weights_after(result: Result, step: int) -> dict[str, Tensor]:
-    return load_file(result.output / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+    return saved_tensors(result.output, step, "model.")
 
 
 def train_lines(result: Result) -> list[dict[str, Any]]:
@@ -88,17 +88,12 @@ def test_frozen_weights_stay_bit_for_bit_and_then_move(frozen_first: Result, upc
 
 
 def test_moments_of_frozen_weights_begin_with_their_first_update(frozen_first: Result):
-    states = {
-        step: torch.load(
-            frozen_first.output / "checkpoints" / f"step-{step:06d}" / "optimizer.bin", weights_only=True
-        )
-        for step in (FROZEN, 7)
-    }  # fmt: skip
-    composition = set(states[FROZEN]["param_groups"][-1]["params"])
-    assert set(states[FROZEN]["state"]) == composition
-    made = {index: int(state["step"]) for index, state in states[7]["state"].items()}
-    everything = {index for group in states[7]["param_groups"] for index in group["params"]}
-    assert made == {index: 7 if index in composition else 7 - FROZEN for index in everything}
+    weights = set(weights_after(frozen_first, 7))
+    composition = {name for name in weights if COMPOSITION in name}
+    for step, expected in {FROZEN: dict.fromkeys(composition, FROZEN), 7: dict.fromkeys(weights, 7 - FROZEN)}.items():
+        state = saved_tensors(frozen_first.output, step, "optimizer.")
+        made = {name.removesuffix(".step"): int(count) for name, count in state.items() if name.endswith(".step")}
+        assert made == expected | dict.fromkeys(composition, step)
 
 
 @pytest.mark.parametrize("step", [1, FROZEN - 1, FROZEN, FROZEN + 1])

@@ -1,0 +1,72 @@
+"""What the training loop asks of an engine, and the engine of processes that all hold the whole model."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+OptimizerBuilder = Callable[[nn.Module], Optimizer]
+
+
+class Engine:
+    """Every process holds all weights, and gradients are averaged over processes (DDP); also a process by itself.
+
+    Other engines override what they do differently.
+
+    Attributes:
+        name: as `--engine` names it.
+        is_collective: whether a forward pass needs all processes at the same time.
+        takes_weights_of_first: whether the first process alone has to have weights before `prepare`, the others shapes.
+        checks_before_update: whether `clip` knows the norm before anything has changed the weights.
+    """
+
+    is_collective = False
+    takes_weights_of_first = False
+    checks_before_update = True
+
+    def __init__(self, name: str, accelerator: Accelerator) -> None:
+        self.name, self.accelerator = name, accelerator
+
+    def prepare(
+        self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
+    ) -> tuple[nn.Module, Optimizer]:
+        """Places the model on the devices, compiled if asked for, and its optimizer, which `build` makes."""
+        model = model.to(self.accelerator.device)
+        if compiled:
+            model.compile()
+        return self.accelerator.prepare(model, build(model))
+
+    def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+        """The context of a forward and backward pass; gradients are exchanged in the last one of an update."""
+        return nullcontext() if is_last else self.accelerator.no_sync(model)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of this process's share `[]` of the update's loss."""
+        # Gradients are averaged over processes, while each loss is already a share of the sum over them.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    def end_scoring(self, model: nn.Module) -> None:
+        """Frees what forward passes keep for backward passes, after some that had none."""
+
+    def clip(self, model: nn.Module, limit: float) -> Tensor:
+        """Scales the gradient down to the norm `limit`; returns its norm `[]` before, over all weights."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), limit)
+
+    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights in one piece on the CPU or where they are; complete on the main process."""
+        return self.accelerator.get_state_dict(model)
+
+    def sharding(self) -> str:
+        """What a process holds, for the terminal."""
+        return "every process holds all weights" if self.accelerator.num_processes > 1 else "all weights in one piece"
+
+    def describe(self) -> str:
+        """Processes, engine and sharding in one line."""
+        accelerator = self.accelerator
+        device = torch.device(accelerator.device).type
+        plural = "es" if accelerator.num_processes > 1 else ""
+        return f"engine: {self.name}, {accelerator.num_processes} process{plural} on {device}, {self.sharding()}"

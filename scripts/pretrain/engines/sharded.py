@@ -1,0 +1,120 @@
+"""FSDP2 and HSDP: each process holds a shard of every weight, its gradient and its optimizer state."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from .interface import Engine, OptimizerBuilder
+
+
+class ShardedEngine(Engine):
+    """PyTorch's `fully_shard` over decoder layers and the rest of the model.
+
+    The layers' weights are gathered for their forward and backward passes alone. With bf16, they are gathered and used
+    in bf16; the shards that the optimizer updates, and the sums of gradients over processes, are float32.
+
+    Args:
+        shards: processes that share the weights out among them; several such groups hold replicas (HSDP).
+    """
+
+    is_collective = True
+    takes_weights_of_first = True
+
+    def __init__(self, name: str, accelerator: Accelerator, shards: int) -> None:
+        super().__init__(name, accelerator)
+        self.shards = shards
+
+    def prepare(
+        self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
+    ) -> tuple[nn.Module, Optimizer]:
+        """Gives all processes the weights of the first one, layer by layer, and shards each layer at once.
+
+        No process but the first ever holds more than a layer and what is outside of layers in one piece.
+        """
+        mesh, precision = self._mesh(), self._precision()
+        device, kinds = self.accelerator.device, set(model._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        for layer in layers:
+            share_weights(list(layer.modules()), device)
+            if compiled:
+                layer.compile()
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        inside = {module for layer in layers for module in layer.modules()}
+        share_weights([module for module in model.modules() if module not in inside], device)
+        model.tie_weights()
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        return model, build(model)
+
+    def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+        """The context of a forward and backward pass; gradients are exchanged in the last one of an update."""
+        return nullcontext() if is_last else without_exchange(model)
+
+    def end_scoring(self, model: nn.Module) -> None:
+        """Frees the whole weights outside of layers; those of layers are freed at once."""
+        assert isinstance(model, FSDPModule)
+        model.reshard()
+
+    def clip(self, model: nn.Module, limit: float) -> Tensor:
+        """Scales all shards of the gradient; returns the norm `[]` before, over all shards."""
+        norm = super().clip(model, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights gathered into the memory of the main process's CPU; empty on the others."""
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast("dict[str, Tensor]", get_model_state_dict(model, options=whole))
+
+    def sharding(self) -> str:
+        """What a process holds, for the terminal."""
+        replicas = self.accelerator.num_processes // self.shards
+        copies = f", {replicas} replicas" if replicas > 1 else ""
+        return f"weights, gradients and optimizer state in {self.shards} shard{'s' * (self.shards > 1)}{copies}"
+
+    def _mesh(self) -> DeviceMesh:
+        """Processes `[shards]`, or `[replicas, shards]`."""
+        processes, device = self.accelerator.num_processes, self.accelerator.device.type
+        if self.name == "fsdp2":
+            return init_device_mesh(device, (processes,))
+        names = ("replicas", "shards")
+        return init_device_mesh(device, (processes // self.shards, self.shards), mesh_dim_names=names)
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        """Compute in bf16 if asked for; gradients are summed over processes in float32 in any case."""
+        if self.accelerator.mixed_precision == "bf16":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy()
+
+
+@torch.no_grad()
+def share_weights(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Puts the first process's weights and buffers of each of `modules`, without those inside them, on all devices."""
+    for module in modules:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors):
+            module.to_empty(device=device, recurse=False)
+        else:
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            dist.broadcast(tensor, 0)
+
+
+@contextmanager
+def without_exchange(model: nn.Module) -> Iterator[None]:
+    """Adds up gradients in whole weights instead of exchanging shards of them."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

@@ -1,0 +1,63 @@
+"""Checkpoints of earlier versions: `Accelerator.save_state` wrote them, weights in one piece and the rest pickled."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils.other import load as load_without_code
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from .training_state import give_states
+
+OPTIMIZER_FILE = "optimizer.bin"
+
+
+def is_earlier_format(folder: Path) -> bool:
+    """Whether an earlier version wrote this checkpoint."""
+    return (folder / OPTIMIZER_FILE).exists()
+
+
+def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: int) -> None:
+    """Restores weights, optimizer and the random states of a process; nothing that is read is run.
+
+    Raises:
+        UnpicklingError, SafetensorError: a file holds something else than tensors and plain values.
+    """
+    saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+    states = _read_random_states(folder / f"random_states_{process}.pkl")
+    # Of weights that are tied, the file has one.
+    whole = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, dict[str, Any](load_file(folder / "model.safetensors")), options=whole)
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    give_states(
+        optimizer,
+        {
+            weights[number]: {what: _placed_like(weights[number], tensor) for what, tensor in state.items()}
+            for number, state in saved["state"].items()
+        },
+    )
+    if states:
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        if "torch_cuda_manual_seed" in states:
+            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+
+
+def _read_random_states(file: Path) -> dict[str, Any]:
+    """What the file of a process holds; nothing for a process that did not take part then."""
+    return load_without_code(file) if file.exists() else {}
+
+
+def _placed_like(weight: Tensor, tensor: Tensor) -> Tensor:
+    """The part of this process in a whole tensor, if that has the weight's shape and the weight is sharded."""
+    if isinstance(weight, DTensor) and tensor.shape == weight.shape:
+        whole = tensor.to(weight.device)
+        return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+    return tensor

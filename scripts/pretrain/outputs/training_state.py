@@ -1,0 +1,98 @@
+"""The tensors that a run resumes from, in files: torch's distributed checkpoints (DCP), written as safetensors.
+
+Each process writes the shards that it holds; of what several processes hold, one writes a copy. A file says where its
+shards belong in the whole tensor, so that any number of processes, with any engine, can read what it needs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+WEIGHTS, OPTIMIZER = "model.", "optimizer."
+# Each file is put together in memory before it is written.
+FILE_BYTES = 4 << 30
+
+
+def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Weights and buffers as `model.NAME`, and what the optimizer keeps of a weight as `optimizer.NAME.WHAT`.
+
+    Weights that are tied appear once. The tensors are those that training changes, whole or as shards (`DTensor`).
+    """
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    kept = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {WEIGHTS + name: tensor for name, tensor in model.state_dict().items() if name in kept}
+    for weight, state in optimizer.state.items():
+        tensors |= {f"{OPTIMIZER}{names[weight]}.{what}": tensor for what, tensor in state.items()}
+    return tensors
+
+
+def storage_writer(folder: Path, tensors: Mapping[str, Tensor], processes: int) -> HuggingFaceStorageWriter:
+    """Writes `tensors` into `folder`, in files of about `FILE_BYTES` for each process."""
+    files, written = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + written // (FILE_BYTES * processes)
+        written += math.prod(tensor.shape) * tensor.element_size()
+    return HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+
+
+def files_of(process: int, folder: Path) -> list[Path]:
+    """The files that `storage_writer` has made in `folder` on one process."""
+    return sorted(folder.glob(f"shard-{process + 1:05d}-*.safetensors"))
+
+
+def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, *, alone: bool) -> None:
+    """Reads what `training_tensors` named into model and optimizer, however both are sharded now.
+
+    Args:
+        alone: whether this process has no others to plan the reading with.
+
+    Raises:
+        SafetensorError, RuntimeError: a file holds something else.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    entries = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
+    stored = {name: entry.size for name, entry in entries.items()}
+    weights = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, size in stored.items():
+        if name.startswith(OPTIMIZER):
+            weight, _, what = name.removeprefix(OPTIMIZER).rpartition(".")
+            states.setdefault(weight, {})[what] = empty_state(weights[weight], size)
+    tensors = training_tensors(model, optimizer)
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+    tensors |= {f"{OPTIMIZER}{name}.{what}": state[what] for name, state in states.items() for what in state}
+    with failures_as_raised():
+        dcp.load(tensors, storage_reader=reader, no_dist=alone)
+    give_states(optimizer, {weights[name]: state for name, state in states.items()})
+
+
+def empty_state(weight: Tensor, size: torch.Size) -> Tensor:
+    """A tensor for what an optimizer keeps of `weight`: sharded like it if it has its shape, else in one piece."""
+    return torch.zeros_like(weight.detach()) if size == weight.shape else torch.zeros(size)
+
+
+def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Makes an optimizer continue from the states of some of its weights; its settings stay."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    groups = optimizer.state_dict()["param_groups"]
+    numbered = {index: dict(states[weight]) for index, weight in enumerate(weights) if weight in states}
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+@contextmanager
+def failures_as_raised() -> Iterator[None]:
+    """Raises what went wrong on a process, where DCP raises its collection of what went wrong on all of them."""
+    try:
+        yield
+    except CheckpointException as collected:
+        raise next(error for error, _ in collected.failures.values()) from None

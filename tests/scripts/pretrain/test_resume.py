@@ -1,0 +1,117 @@
+"""Runs that go on: from an earlier version's checkpoints, past damage, beyond their end, out of time."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cases.training import curve, earlier_format, killed_run, run, without_timing
+from safetensors.torch import load_file
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import Result
+from dynattn.scripts.pretrain.outputs import checkpoint
+from dynattn.scripts.pretrain.stopping import StoppedError
+
+
+def is_same(output: Path, finished: Result) -> bool:
+    """Whether a run left the same metrics and the same weights, bit for bit."""
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (output, finished.output))
+    return without_timing(output) == without_timing(finished.output) and all(
+        torch.equal(one[name], weight) for name, weight in two.items()
+    )
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)
+
+
+def test_checkpoints_of_an_earlier_version_resume_bit_for_bit(finished: Result, corpus: Path, tmp_path: Path):
+    with earlier_format():
+        killed_run(tmp_path / "run", corpus, 7)
+    saved = tmp_path / "run" / "checkpoints" / "step-000004"
+    assert {path.name for path in saved.iterdir()} >= {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+    run(tmp_path / "run", corpus)
+    assert is_same(tmp_path / "run", finished)
+
+
+def test_resume_intact_falls_back_and_says_what_it_skips(
+    finished: Result, interrupted: Path, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    (damaged,) = (output / "checkpoints" / "step-000008" / "tensors").iterdir()
+    flip_last_byte(damaged)
+    with pytest.raises(UserError, match="step-000008 is damaged"):
+        run(output, corpus)
+    with caplog.at_level(logging.WARNING):
+        run(output, corpus, resume="intact", keep_checkpoints=1)
+    assert "skipping the checkpoint" in caplog.text
+    assert f"{damaged.name} does not have the contents that were saved" in caplog.text
+    assert is_same(output, finished)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000012"]
+
+
+def test_resume_intact_starts_anew_without_checkpoints_and_refuses_damaged_ones_alone(
+    interrupted: Path, corpus: Path, tmp_path: Path
+):
+    assert run(tmp_path / "new", corpus, resume="intact", max_steps=2, warmup_steps=0).steps == 2
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    for path in (output / "checkpoints").iterdir():
+        (path / "state.json").unlink()
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is intact; --overwrite starts anew"):
+        run(output, corpus, resume="intact")
+
+
+def test_a_checkpoint_of_a_later_update_does_not_crowd_out_the_newest(tmp_path: Path):
+    """A run that resumed from an earlier checkpoint leaves later ones behind until it reaches them."""
+    for step in (4, 8, 12):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    (tmp_path / ".step-000006.partial").mkdir()
+    checkpoint.complete(tmp_path / "step-000006", {"files": {}}, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000008", "step-000012"]
+
+
+def test_a_finished_run_is_extended_by_more_updates(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    output = tmp_path / "run"
+    first = run(output, corpus, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        second = run(output, corpus, max_steps=8)
+    assert "the run had ended after 4 updates and now goes on to 8" in caplog.text
+    assert (first.steps, second.steps) == (4, 8)
+    assert curve(output, "step", split="train") == [[step] for step in range(1, 9)]
+    for changes in ({"max_steps": 8}, {"max_steps": 6}, {"max_steps": 12, "resume": "never"}):
+        with pytest.raises(UserError, match="already holds a finished model; give another folder, more --max_steps"):
+            run(output, corpus, **changes)
+    with pytest.raises(UserError, match=r"this changed: peak \(was 0.01, is 0.02\)"):
+        run(output, corpus, max_steps=12, learning_rate=2e-2)
+
+
+def test_an_extension_that_is_killed_goes_on(corpus: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    run(output, corpus, max_steps=4)
+    killed_run(output, corpus, 10, max_steps=12)
+    assert (output / "model").exists()
+    assert run(output, corpus, max_steps=12).steps == 12
+
+
+def test_a_run_out_of_time_stops_at_a_checkpoint(finished: Result, corpus: Path, tmp_path: Path):
+    with pytest.raises(StoppedError, match="stopped by max_seconds; update 1 is finished and saved") as stopped:
+        run(tmp_path / "run", corpus, max_seconds=0.001)
+    assert stopped.value.status == 124
+    run(tmp_path / "run", corpus, max_seconds=1e6)
+    assert is_same(tmp_path / "run", finished)
+
+
+def test_saving_in_the_background_changes_nothing(finished: Result, corpus: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    run(output, corpus, save_in_background=True)
+    assert is_same(output, finished)
+    for step in (4, 8, 12):
+        one, two = (folder / "checkpoints" / f"step-{step:06d}" for folder in (output, finished.output))
+        assert checkpoint.find_damage(one) is None
+        (written,) = (one / "tensors").iterdir()
+        expected = load_file(two / "tensors" / written.name)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(written).items())
