@@ -78,7 +78,7 @@ def attend(
     if library is None:
         return None
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
-    members += (*_mask_members(mask), *_stage_members(pre), *_stage_members(post), batch, keys)
+    members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
     output = query.new_empty(batch, 1, heads, width)
     workspace = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
     threads = min(torch.get_num_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
@@ -95,7 +95,7 @@ def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
     return mask.data_ptr(), mask.dtype == torch.bool, mask.dtype.itemsize, item, head, key
 
 
-def _stage_members(composition: Composition | None) -> list[int]:
+def stage_members(composition: Composition | None) -> list[int]:
     """The members of the C struct `stage`."""
     *factors, static = list_tensors(composition)
     members = [int(composition is not None)]
@@ -114,10 +114,24 @@ def _factor_members(factor: Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int) -> CDLL | None:
-    """decode.c, compiled for the widest registers that the heads of a group, and the elements of a head, fill.
+    """decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
+    macros = decode_macros(heads, kv_heads, groups, width, element_bytes)
+    library = None if macros is None else load_or_warn(DECODE, macros, ("workspace_size", "attend"))
+    if library is None:
+        return None
+    library.workspace_size.argtypes, library.workspace_size.restype = (c_long, c_long), c_long
+    library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
+    library.attend.restype = None
+    return library
+
+
+def decode_macros(
+    heads: int, kv_heads: int, groups: int, width: int, element_bytes: int
+) -> tuple[tuple[str, int], ...] | None:
+    """The macros of decode.c, for the widest registers that the heads of a group, and the elements of a head, fill.
 
     Returns:
-        None where it cannot be compiled, or a query does not fit on the stack.
+        None where a query does not fit on the stack.
     """
     if heads * width > LARGEST_QUERY:
         return None
@@ -128,10 +142,4 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int
         width_lanes //= 2
     macros = {"LANES": head_lanes, "WIDTH_LANES": width_lanes, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
     macros |= {"WIDTH": width, "ELEMENT_BYTES": element_bytes}
-    library = load_or_warn(DECODE, tuple(macros.items()), ("workspace_size", "attend"))
-    if library is None:
-        return None
-    library.workspace_size.argtypes, library.workspace_size.restype = (c_long, c_long), c_long
-    library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
-    library.attend.restype = None
-    return library
+    return tuple(macros.items())

@@ -17,6 +17,7 @@ MACROS = {
     "compose.c": ("LANES", "HEADS", "GROUPS", "QUERY_RANK", "QUERY_GATE", "KEY_RANK", "KEY_GATE"),
     "decode.c": ("LANES", "WIDTH_LANES", "HEADS", "KV_HEADS", "GROUPS", "WIDTH", "ELEMENT_BYTES"),
 }
+MACROS["paged_decode.c"] = (*MACROS["decode.c"], "TERMS")
 CONFIGURATIONS = [
     ("compose.c", (16, 16, 2, 2, 1, 2, 1)),
     ("compose.c", (8, 6, 3, 0, 1, 3, 0)),
@@ -24,6 +25,10 @@ CONFIGURATIONS = [
     ("decode.c", (16, 16, 32, 8, 1, 128, 2)),
     ("decode.c", (2, 4, 6, 1, 3, 33, 4)),
     ("decode.c", (1, 1, 1, 1, 1, 2, 2)),
+    ("paged_decode.c", (16, 16, 32, 8, 1, 128, 2, 5)),
+    ("paged_decode.c", (2, 4, 6, 1, 3, 33, 4, 4)),
+    ("paged_decode.c", (1, 1, 1, 1, 1, 2, 2, 0)),
+    ("paged_decode.c", (4, 4, 4, 4, 1, 8, 4, 1)),
 ]
 
 
@@ -59,6 +64,6 @@ def test_an_error_names_the_file_and_the_line(file: str, line: str) -> None:
 
 
 def test_sources_are_complete_and_hold_each_file_once() -> None:
-    for text in (sources.COMPOSE, sources.DECODE):
+    for text in (sources.COMPOSE, sources.DECODE, sources.PAGED_DECODE):
         assert '#include "' not in text
         assert text.count("#ifndef DYNATTN_VECTORS_H") == 1

@@ -262,11 +262,28 @@ static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*
     if (given->hiding.data) add_mask(maps, &given->hiding, item, start, count);
 }
 
+/* Raises the maxima of a span to those of the scores of `count` keys. */
+INLINE void raise_maxima(vec *maxima, float (*maps)[HEADS], long count) {
+    for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) maxima[v] = maximum(AT(maps[s], v), maxima[v]);
+}
+
+/* exp(score - maximum) in place of the scores of a span's `count` keys. Keeps the maxima, and the sum of these powers. */
+static void take_powers(workspace work, float (*maps)[HEADS], const vec *maxima, long count, long item, long span) {
+    vec sums[HEAD_VECTORS] = {0};
+    for (long s = 0; s < count; s++)
+        EACH_HEAD_VECTOR(v) {
+            AT(maps[s], v) = exponential(AT(maps[s], v) - finite_maxima(maxima[v]));
+            sums[v] += AT(maps[s], v);
+        }
+    memcpy(work.maxima[item * work.spans + span], maxima, sizeof(sums));
+    memcpy(work.sums[item * work.spans + span], sums, sizeof(sums));
+}
+
 /* First phase: exp(score - maximum) of an item's span, the maximum being the span's, and the sum of these powers. */
 static void attend_to_keys(workspace work, const problem *given, float scaling, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
     float(*maps)[HEADS] = work.maps + item * given->keys;
-    vec maxima[HEAD_VECTORS], sums[HEAD_VECTORS] = {0};
+    vec maxima[HEAD_VECTORS];
     heads_tensor queries = given->query;
     width_vec query[HEADS][ROW_VECTORS];
     for (int h = 0; h < HEADS; h++)
@@ -275,16 +292,9 @@ static void attend_to_keys(workspace work, const problem *given, float scaling, 
     for (long start = begin; start < end; start += BLOCK_KEYS) {
         long count = smaller(end - start, BLOCK_KEYS);
         score_block(maps + start, given, query, item, start, count);
-        for (long s = start; s < start + count; s++)
-            EACH_HEAD_VECTOR(v) maxima[v] = maximum(AT(maps[s], v), maxima[v]);
+        raise_maxima(maxima, maps + start, count);
     }
-    for (long s = begin; s < end; s++)
-        EACH_HEAD_VECTOR(v) {
-            AT(maps[s], v) = exponential(AT(maps[s], v) - finite_maxima(maxima[v]));
-            sums[v] += AT(maps[s], v);
-        }
-    memcpy(work.maxima[item * work.spans + span], maxima, sizeof(maxima));
-    memcpy(work.sums[item * work.spans + span], sums, sizeof(sums));
+    take_powers(work, maps + begin, maxima, end - begin, item, span);
 }
 
 /* Factors that turn the powers of a span into probabilities over all spans; zero where no key is visible. */

@@ -8,7 +8,7 @@ from pathlib import Path
 
 INCLUDE = re.compile(r'#include "(.+)"')
 # Code that travels with a checkpoint has no C files, so these constants travel in place of this module.
-FLAT_CONSTANTS = ("COMPOSE", "DECODE")
+FLAT_CONSTANTS = ("COMPOSE", "DECODE", "PAGED_DECODE")
 
 
 def read_source(name: str) -> str:
@@ -23,3 +23,4 @@ def read_source(name: str) -> str:
 
 COMPOSE = read_source("compose.c")
 DECODE = read_source("decode.c")
+PAGED_DECODE = read_source("paged_decode.c")

@@ -1,0 +1,167 @@
+/* A decoding step over a paged cache: attention with composed heads for one query per item, whose keys and values are
+   rows in pages that a serving engine manages.
+
+   paged_decode_native.py calls `attend_to_pages` and `paged_workspace_size` and fills `paged_problem`. An item is a
+   request. The phases, the spans and the arithmetic are those of decode.c. What differs: every item has a number of keys
+   of its own, a table says where they lie, and a row holds the key-side factors of its token too.
+
+   Macros: those of decode.c, and TERMS (factors of the key side of one stage, each of HEADS elements: down factors, as
+   many up factors and, if their number is odd, a gate). Behind the WIDTH elements of each of its KV_HEADS heads, a row
+   has EXTRA elements. Those of all heads, one after the other, are the terms [TERMS, HEADS] of its token: of the stage
+   `pre` in rows of keys, of the stage `post` in rows of values. */
+
+#include "decode.c"
+
+#define EXTRA (TERMS * REPEATS)
+#define RANK (TERMS / 2)
+#define TERM_ELEMENTS (TERMS ? TERMS * HEADS : 1)
+
+/* The rows of one layer, [pages, page_length, KV_HEADS, WIDTH + EXTRA or more], whose last stride is 1. */
+typedef struct {
+    const element *data;
+    long page_stride, row_stride, head_stride;
+} pages;
+
+typedef struct {
+    heads_tensor query; /* [items, HEADS, 1, WIDTH] */
+    pages key, value;
+    const long *table;        /* numbers of pages, those of all items */
+    const long *table_starts; /* [items]: where the pages of an item start in the table */
+    const long *first_keys;   /* [items]: the first key that the query sees, counted from the start of its first page */
+    const long *key_counts;   /* [items]: how many keys the query sees from there on */
+    long page_length;         /* rows of a page */
+    stage pre, post;          /* without factors of keys, which the rows hold */
+    long items;
+} paged_problem;
+
+/* How many keys an item has room for in its workspace: one where its query sees none. */
+INLINE long room_of(const paged_problem *given, long item) {
+    return given->key_counts[item] ? given->key_counts[item] : 1;
+}
+
+/* How many float32 elements of workspace `attend_to_pages` needs: a `workspace` for each item, and what they point to. */
+long paged_workspace_size(const paged_problem *given) {
+    long size = given->items * sizeof(workspace) / sizeof(float);
+    for (long item = 0; item < given->items; item++) size += workspace_size(1, room_of(given, item));
+    return size;
+}
+
+/* Points `row` at the row of key `s` of an item, counted from its first visible key, and returns how many of the keys
+   before `end` follow it at the same distance. */
+static long find_rows(const element **row, const paged_problem *given, const pages *from, long item, long s, long end) {
+    const long *table = given->table + given->table_starts[item];
+    long position = given->first_keys[item] + s, page = position / given->page_length;
+    long offset = position % given->page_length, count = given->page_length - offset;
+    *row = from->data + table[page] * from->page_stride + offset * from->row_stride;
+    if (from->page_stride == given->page_length * from->row_stride)
+        for (; s + count < end && table[page + 1] == table[page] + 1; page++) count += given->page_length;
+    return smaller(count, end - s);
+}
+
+/* Copies the terms of `count` rows to [count, TERMS, HEADS]. */
+static void read_terms(element (*terms)[TERM_ELEMENTS], const element *row, const pages *from, long count) {
+    for (long s = 0; s < count; s++, row += from->row_stride)
+        for (int h = 0; h < KV_HEADS; h++)
+            memcpy(terms[s] + h * EXTRA, row + h * from->head_stride + WIDTH, EXTRA * sizeof(element));
+}
+
+/* A stage of an item, with the terms [keys, TERMS, HEADS] of some keys. */
+static stage stage_of(const stage *by, long item, element (*terms)[TERM_ELEMENTS]) {
+    stage own = *by;
+    for (factor *of_query = &own.query_down; of_query <= &own.query_gate; of_query++)
+        if (of_query->data) of_query->data += item * of_query->item_stride;
+    factor of_key = {terms[0], 0, TERM_ELEMENTS, HEADS, RANK};
+    if (RANK) own.key_down = of_key, of_key.data += RANK * HEADS, own.key_up = of_key;
+    of_key.data = terms[0] + 2 * RANK * HEADS;
+    if (TERMS % 2) own.key_gate = of_key;
+    return own;
+}
+
+/* Composed scores of `count` keys of an item from `start` on. */
+static void score_rows(float (*maps)[HEADS], const paged_problem *given, width_vec (*query)[ROW_VECTORS], long item,
+                       long start, long count) {
+    element terms[BLOCK_KEYS][TERM_ELEMENTS];
+    const element *row;
+    for (long s = 0, rows; s < count; s += rows) {
+        rows = find_rows(&row, given, &given->key, item, start + s, start + count);
+        for (int h = 0; h < KV_HEADS; h++)
+            score_keys(maps[s] + h * REPEATS, query + h * REPEATS, row + h * given->key.head_stride,
+                       given->key.row_stride, rows);
+        if (TERMS && given->pre.composes) read_terms(terms + s, row, &given->key, rows);
+    }
+    if (given->pre.composes) {
+        stage pre = stage_of(&given->pre, item, terms);
+        compose(maps, &pre, 0, 0, count);
+    }
+}
+
+/* First phase, as `attend_to_keys`. */
+static void attend_to_key_rows(workspace work, const paged_problem *given, float scaling, long item, long span) {
+    long begin = span * work.span_length, end = smaller(begin + work.span_length, given->key_counts[item]);
+    heads_tensor queries = given->query;
+    vec maxima[HEAD_VECTORS];
+    width_vec query[HEADS][ROW_VECTORS];
+    for (int h = 0; h < HEADS; h++)
+        pack_query(query[h], queries.data + item * queries.item_stride + h * queries.head_stride, scaling);
+    EACH_HEAD_VECTOR(v) maxima[v] = (vec){0} - INFINITY;
+    for (long start = begin; start < end; start += BLOCK_KEYS) {
+        long count = smaller(end - start, BLOCK_KEYS);
+        score_rows(work.maps + start, given, query, item, start, count);
+        raise_maxima(maxima, work.maps + start, count);
+    }
+    take_powers(work, work.maps + begin, maxima, end - begin, 0, span);
+}
+
+/* Second phase, as `attend_to_values`. */
+static void attend_to_value_rows(workspace work, const paged_problem *given, long item, long span) {
+    long begin = span * work.span_length, end = smaller(begin + work.span_length, given->key_counts[item]);
+    element terms[BLOCK_KEYS][TERM_ELEMENTS];
+    width_vec(*outputs)[ROW_VECTORS] = work.outputs[span];
+    vec factors[HEAD_VECTORS];
+    find_normalizers(factors, work, 0, span);
+    memset(outputs, 0, sizeof(width_vec) * HEADS * ROW_VECTORS);
+    stage post = stage_of(&given->post, item, terms);
+    for (long start = begin; start < end; start += BLOCK_KEYS) {
+        long count = smaller(end - start, BLOCK_KEYS);
+        float(*maps)[HEADS] = work.maps + start;
+        const element *row;
+        for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
+        if (TERMS && post.composes)
+            for (long s = 0, rows; s < count; s += rows) {
+                rows = find_rows(&row, given, &given->value, item, start + s, start + count);
+                read_terms(terms + s, row, &given->value, rows);
+            }
+        if (post.composes) compose(maps, &post, 0, 0, count);
+        for (long s = 0, rows; s < count; s += rows) {
+            rows = find_rows(&row, given, &given->value, item, start + s, start + count);
+            for (int h = 0; h < KV_HEADS; h++)
+                add_values(outputs + h * REPEATS, maps[s] + h * REPEATS, row + h * given->value.head_stride,
+                           given->value.row_stride, rows);
+        }
+    }
+}
+
+/* Writes the attention output [items, HEADS, WIDTH] to `out`; `memory` has `paged_workspace_size` float32 elements. */
+void attend_to_pages(element *out, float *memory, const paged_problem *given, float scaling, long threads) {
+    long items = given->items;
+    workspace *works = (workspace *)memory;
+    memory = (float *)(works + items);
+    for (long item = 0; item < items; item++) {
+        works[item] = divide(memory, 1, room_of(given, item));
+        memory += workspace_size(1, room_of(given, item));
+    }
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for collapse(2) schedule(dynamic)
+        for (long item = 0; item < items; item++)
+            for (long span = 0; span < MAX_SPANS; span++)
+                if (span < works[item].spans) attend_to_key_rows(works[item], given, scaling, item, span);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (long item = 0; item < items; item++)
+            for (long span = 0; span < MAX_SPANS; span++)
+                if (span < works[item].spans) attend_to_value_rows(works[item], given, item, span);
+#pragma omp for collapse(2) schedule(static)
+        for (long item = 0; item < items; item++)
+            for (int h = 0; h < HEADS; h++) join_outputs(out + (item * HEADS + h) * WIDTH, works[item], 0, h);
+    }
+}

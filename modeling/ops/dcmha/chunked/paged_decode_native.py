@@ -1,0 +1,93 @@
+"""A decoding step over a paged cache on a CPU, in one call of C code that reads the rows where they lie.
+
+Engines that serve many requests keep keys and values in pages. A row of a page has `H_kv` heads, each with `D` elements
+and, behind them, the key-side factors of its token, as csrc/paged_decode.c and `RowLayout` tell.
+"""
+
+import functools
+from array import array
+from ctypes import CDLL, c_float, c_long, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...native_library import load_or_warn
+from ..composition import Composition
+from .csrc.sources import PAGED_DECODE
+from .decode_native import ELEMENTS_PER_THREAD, decode_macros, serves, stage_members
+
+
+class Pages(NamedTuple):
+    """The rows of one layer, and which of them each of `N` requests attends to.
+
+    The table holds the numbers of pages of all requests. Those of request `n` start at `table_starts[n]`. Its query
+    sees `key_counts[n]` keys from the one that is `first_keys[n]` rows behind the start of its first page.
+    """
+
+    key: Tensor  # [pages, page_length, H_kv, D + terms * H / H_kv or more]
+    value: Tensor  # like `key`
+    table: Tensor  # int64
+    table_starts: Tensor  # [N], int64
+    first_keys: Tensor  # [N], int64
+    key_counts: Tensor  # [N], int64
+
+
+def attend_to_pages(
+    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, scaling: float, terms: int
+) -> Tensor | None:
+    """Attention of one query of each of `N` requests. Maps and sums are float32, whatever the dtype.
+
+    Results do not depend on the number of threads.
+
+    Args:
+        query: `[N, H, 1, D]`.
+        pre, post: the composition of both stages without factors of keys, which the rows hold.
+        terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
+
+    Returns:
+        `[N, 1, H, D]`; None where there is no C code for these arguments.
+    """
+    library = _load_for(query, pages, pre, post, terms)
+    if library is None:
+        return None
+    items, heads, _, width = query.shape
+    members = [query.data_ptr(), *query.stride()[:3]]
+    for rows in (pages.key, pages.value):
+        members += [rows.data_ptr(), *rows.stride()[:3]]
+    members += [tensor.data_ptr() for tensor in pages[2:]]
+    members += [pages.key.shape[1], *stage_members(pre), *stage_members(post), items]
+    problem = array("l", members)  # the struct `paged_problem` of paged_decode.c
+    address = problem.buffer_info()[0]
+    output = query.new_empty(items, 1, heads, width)
+    workspace = torch.empty(library.paged_workspace_size(address), dtype=torch.float32)
+    keys = int(pages.key_counts.sum()) * pages.key.shape[2] * width
+    threads = min(torch.get_num_threads(), 1 + keys // ELEMENTS_PER_THREAD)
+    library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)
+    return output
+
+
+def _load_for(
+    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, terms: int
+) -> CDLL | None:
+    """The library for the arguments of `attend_to_pages`; None where there is none."""
+    if not serves(query, pages.key, pages.value, pre, post, None):
+        return None
+    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
+    return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype.itemsize, terms)
+
+
+@functools.cache
+def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int, terms: int) -> CDLL | None:
+    """paged_decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
+    macros = decode_macros(heads, kv_heads, groups, width, element_bytes)
+    if macros is None:
+        return None
+    functions = ("paged_workspace_size", "attend_to_pages")
+    library = load_or_warn(PAGED_DECODE, (*macros, ("TERMS", terms)), functions)
+    if library is None:
+        return None
+    library.paged_workspace_size.argtypes, library.paged_workspace_size.restype = (c_void_p,), c_long
+    library.attend_to_pages.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
+    library.attend_to_pages.restype = None
+    return library
