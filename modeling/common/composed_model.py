@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..layers.head_composition import DynamicComposition, init_composition
-from ..ops.dcmha.attention import resolve_implementation
+from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from .decoder import DecoderBody, DecoderPreTrainedModel
 from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
 
@@ -20,8 +20,13 @@ class ComposedPreTrainedModel(DecoderPreTrainedModel):
 
     @property
     def supports_paged_cache(self) -> bool:
-        """True for a model without composition, which is a plain decoder."""
-        return not self.config.composes
+        """True: what composition needs of earlier tokens are more channels of these rows."""
+        return True
+
+    @property
+    def attends_to_rows(self) -> bool:
+        """True for a model that composes heads, and for a plain one that runs with an implementation of ours."""
+        return self.config.composes or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

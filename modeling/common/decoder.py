@@ -11,6 +11,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
+from ..serving.requirements import check_paged_cache
 from .decoder_inputs import DecoderArguments, DecoderInputs, make_causal_masks, prepare_decoder_inputs
 
 logger = logging.get_logger(__name__)
@@ -39,7 +40,12 @@ class DecoderPreTrainedModel(PreTrainedModel):
 
     @property
     def supports_paged_cache(self) -> bool:
-        """Whether the layers read nothing of earlier tokens but the keys and values that a paged cache keeps."""
+        """Whether the layers read nothing of earlier tokens but rows of keys and values, which a paged cache keeps."""
+        return False
+
+    @property
+    def attends_to_rows(self) -> bool:
+        """Whether the model's own attention reads those rows, and not one of Transformers' implementations."""
         return False
 
 
@@ -72,6 +78,8 @@ class DecoderBody:
         Raises:
             ValueError: the arguments do not fit each other or the model.
         """
+        if kwargs.get("cache") is not None:
+            check_paged_cache(self, raw=True)
         given = DecoderArguments(
             input_ids,
             attention_mask,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from ..ops.chunked_loss import chunked_causal_loss
+from ..serving.requirements import TRANSFORMERS, check_engine, check_paged_cache, check_request
 
 
 class CausalLMHead:
@@ -26,7 +27,7 @@ class CausalLMHead:
     config: Any
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
-    supports_paged_cache: bool
+    attends_to_rows: bool
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -39,14 +40,37 @@ class CausalLMHead:
         """As in Transformers, which calls it for `generate_batch` and for its server too.
 
         Raises:
-            ValueError: the model needs more of earlier tokens than the keys and values of a paged cache.
+            ValueError: the model needs more of earlier tokens than a paged cache keeps, or the settings are not served.
+            ImportError: this version of Transformers does not serve models with composed heads.
         """
-        if not self.supports_paged_cache:
-            raise ValueError(
-                f"continuous batching keeps only keys and values of earlier tokens, and {type(self).__name__} with "
-                "this configuration needs more; use generate() with a batch that is padded on the left"
-            )
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+        check_paged_cache(self)
+        if not self.attends_to_rows:
+            return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+        check_engine("transformers", *TRANSFORMERS)
+        from ..serving.continuous_batching import start_batching  # has parts of Transformers that change often
+
+        return start_batching(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def generate_batch(
+        self,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in Transformers, which would go on without the requests that cannot be served.
+
+        Raises:
+            ValueError: a request cannot be served, see `check_request`.
+        """
+        if self.attends_to_rows:
+            limit = (generation_config or self.generation_config).max_new_tokens  # type: ignore[attr-defined]
+            for input_ids in inputs:
+                check_request(self.config, input_ids, limit if max_new_tokens is None else max_new_tokens)
+        return super().generate_batch(  # type: ignore[misc]
+            inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
+        )
 
     @can_return_tuple
     def forward(

@@ -70,9 +70,16 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         pre: Composition | None = None,
         post: Composition | None = None,
         first_keys: Tensor | None = None,
+        paged: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`."""
+        """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
+
+        A serving engine gives `paged`, a `PagedAttention`, which has the earlier tokens and does the rest.
+        """
+        if paged is not None:
+            stages = (pre, post)
+            return paged.attend(module.layer_idx, query, key, value, *stages, scaling, sliding_window, attend), None
         masking = mask_arguments(attention_mask, sliding_window)
         check_composed_call(
             query,

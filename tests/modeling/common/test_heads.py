@@ -1,25 +1,13 @@
-"""The heads' part of generation: which models Transformers' continuous batching can serve."""
+"""The heads' part of generation: a plain decoder is served by Transformers' continuous batching as it is."""
 
 from typing import Any
 
 import pytest
 import torch
 from cases.models import make_model
-from transformers import GenerationConfig, PreTrainedModel
-
-from dynattn import RCMHAConfig, RCMHAForCausalLM
+from transformers import GenerationConfig
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [make_model(), RCMHAForCausalLM(RCMHAConfig()), RCMHAForCausalLM(RCMHAConfig(attention_type="mha"))],
-    ids=["composed", "rcmha", "mha"],
-)
-def test_continuous_batching_is_refused_where_layers_read_more_than_keys_and_values(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"keeps only keys and values.*; use generate\(\) with a batch that is padded"):
-        model.generate_batch(PROMPTS)
 
 
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}], ids=str)

@@ -1,0 +1,193 @@
+"""Transformers' continuous batching for models with composed heads: `generate_batch`, its manager and its server.
+
+Transformers sizes the pages of its cache by `head_dim` of the model's configuration, and serves the implementations of
+attention that it knows by name. The manager here gets a `ServedModel` in place of the model: its configuration tells
+the width of rows that hold composition factors too, and it hands the cache to the model as `PagedAttention`.
+"""
+
+import copy
+import functools
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.utils import WorkloadHints, get_device_and_memory_breakdown
+
+from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
+from .paged_rows import row_layout
+from .requirements import check_model, check_request, check_settings
+
+
+class ServedModel:
+    """A model as Transformers' continuous batching sees it; all that is not here is the model's own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.layout = model, row_layout(model.config)
+        self.config = row_config(model.config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def eval(self) -> "ServedModel":
+        """Switches the model to inference."""
+        self.model.eval()
+        return self
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        cache: PagedAttentionCache,
+        read_index: list[Tensor],
+        write_index: list[Tensor],
+        cu_seq_lens_q: Tensor,
+        cu_seq_lens_k: dict[str, Tensor],
+        **_: Any,
+    ) -> Any:
+        """Runs the model on a batch: tokens and positions `[1, T]`, logits of the places `logits_to_keep`.
+
+        Args:
+            read_index, write_index: for each layer type, numbers of the rows that the requests attend to, one request
+                after the other (or none if all of them have but new ones), and of the rows of the new tokens.
+            cu_seq_lens_q, cu_seq_lens_k: where the requests start in the batch, and in each `read_index`.
+        """
+        starts = cu_seq_lens_q.tolist()
+        requests = {
+            name: find_requests(allocator, starts, cu_seq_lens_k[name].tolist(), read_index, write_index)
+            for name, allocator in cache.cache_allocators.items()
+        }
+        return self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=dict.fromkeys(requests),  # `paged` knows what each token sees
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            paged=PagedAttention(
+                self.layout, functools.partial(rows_of_layer, cache, requests), self.model.config._attn_implementation
+            ),
+        )
+
+
+class ComposedBatchingManager(ContinuousBatchingManager):
+    """Transformers' manager of a thread that batches requests, for a `ServedModel`."""
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Leaves the implementation of attention as it is; Transformers would look for one that it knows by name."""
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> str | None:
+        """As in Transformers. A request without a limit of new tokens ends with the positions of the model.
+
+        Raises:
+            ValueError: the model cannot serve the request, see `check_request`.
+        """
+        if max_new_tokens is None:
+            max_new_tokens = self.generation_config.max_new_tokens
+        check_request(self.model.config, input_ids, max_new_tokens)
+        if max_new_tokens is None:
+            max_new_tokens = self.model.config.max_position_embeddings - len(input_ids)
+        return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers, which keeps a persistent manager as an attribute of what it takes for the model."""
+        super().stop(*args, **kwargs)
+        kept = vars(self.model).pop("_cached_continuous_batching_manager", None)
+        if kept is not None:
+            self.model.model._cached_continuous_batching_manager = kept
+
+
+def start_batching(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ComposedBatchingManager:
+    """`model.init_continuous_batching` for a model of any DCMHA family. The generation starts with the manager.
+
+    Raises:
+        ValueError: the model or the settings are not served, see `check_model` and `check_settings`.
+    """
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(kept, ComposedBatchingManager):
+        return kept
+    generation_config = copy.copy(generation_config or model.generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1  # what Transformers takes for "none"
+    settings = continuous_batching_config or ContinuousBatchingConfig()
+    check_model(model.config)
+    check_settings(generation_config, settings)
+    hints = workload_hints or WorkloadHints()
+    return ComposedBatchingManager(ServedModel(model), generation_config, with_sizes(model, settings, hints), hints)
+
+
+def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a model's configuration that tells the width of rows for the width of heads.
+
+    By the name of the implementation Transformers knows whether to reserve memory for masks of all pairs and for
+    repeated keys. What reads rows itself, as ours does, it knows by the name of FlashAttention.
+    """
+    seen = copy.copy(config)
+    seen.head_dim = row_layout(config).width
+    seen._attn_implementation = "flash_attention_2"
+    return seen
+
+
+def with_sizes(
+    model: PreTrainedModel, settings: ContinuousBatchingConfig, hints: WorkloadHints
+) -> ContinuousBatchingConfig:
+    """A copy of the settings without what FlashAttention alone can do, and on a CPU with the size of the cache.
+
+    By itself Transformers takes most of the memory, which is fine for that of a GPU. Here the default is room for twice
+    the announced requests, or for 64 of the longest; prefixes of earlier ones stay in what is left.
+    """
+    settings = copy.copy(settings)
+    settings.use_cuda_graph, settings.use_async_batching, settings.max_blocks_per_request = False, False, 0
+    if settings.num_blocks is None and settings.max_memory_percent is None and model.device.type == "cpu":
+        requests = min(hints.num_requests or 64, settings.max_requests_per_batch or 1024)
+        tokens = hints.max_prompt_length + hints.max_generated_length or model.config.max_position_embeddings
+        pages = 2 * requests * (1 + tokens // settings.page_size)
+        layout = row_layout(model.config)
+        page_bytes = 2 * settings.page_size * layout.kv_heads * layout.width * model.dtype.itemsize
+        _, total, _, allocated = get_device_and_memory_breakdown()
+        if pages * model.config.num_hidden_layers * page_bytes < (total - allocated) / 4:
+            settings.num_blocks = pages
+    return settings
+
+
+def find_requests(
+    allocator: CacheAllocator,
+    token_starts: list[int],
+    row_starts: list[int],
+    read_index: list[Tensor],
+    write_index: list[Tensor],
+) -> RequestRows:
+    """The rows of all requests in the layers of one type; the arguments are those of `ServedModel`."""
+    read, new_rows = read_index[allocator.index], write_index[allocator.index]
+    tokens, rows = (map(slice, starts, starts[1:]) for starts in (token_starts, row_starts))
+    spans = [Span(*span) for span in zip(tokens, rows, strict=True) if span[0].start < span[0].stop]
+    # Without old rows to read, the rows of a request are those of its new tokens, in the same order.
+    return RequestRows(spans, read if len(read) else new_rows, new_rows)
+
+
+def rows_of_layer(cache: PagedAttentionCache, requests: dict[str, RequestRows], layer: int) -> LayerRows:
+    """The rows of a layer in Transformers' cache."""
+    allocator = cache.layer_to_allocator[layer]
+    own = requests[allocator.layer_type]
+    # Layers that slide have the same pages. Their allocator only has no table of pages, which is not needed here.
+    key, value = FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
+
+    def write(key_rows: Tensor, value_rows: Tensor) -> None:
+        """Writes rows `[T, H_kv, width]` of the new tokens, and reads none."""
+        allocator.update(key_rows, value_rows, layer, own.new_rows[:0], own.new_rows)
+
+    return LayerRows(key.flatten(0, 1), value.flatten(0, 1), write, own)

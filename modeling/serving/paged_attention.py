@@ -1,0 +1,182 @@
+"""Attention in one forward pass over a batch of requests, whose keys, values and factors are rows of a paged cache.
+
+A batch is one row of `T` tokens: some of each request, one after the other. Requests with one new token decode in one
+call. The others are chunks of prompts, each of which the model's own implementation of attention computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.dcmha.chunked.paged_decode_native import Pages, attend_to_pages
+from ..ops.dcmha.composition import Composition
+from .paged_rows import RowLayout
+
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+class Span(NamedTuple):
+    """One request's part of a batch: its new tokens, and in a list of rows those that it attends to, new ones last."""
+
+    tokens: slice
+    rows: slice
+
+
+@dataclass
+class RequestRows:
+    """Where the rows of all requests are, in every layer of one type."""
+
+    spans: list[Span]
+    table: Tensor  # numbers of the rows that requests attend to, those of each span in the order of positions
+    new_rows: Tensor  # [T] or more: where the rows of the new tokens go
+
+    @cached_property
+    def chunks(self) -> list[Span]:
+        """The requests with several new tokens."""
+        return [span for span in self.spans if span.tokens.stop - span.tokens.start > 1]
+
+    @cached_property
+    def steps(self) -> list[Span]:
+        """The requests with one new token, which decode."""
+        return [span for span in self.spans if span.tokens.stop - span.tokens.start == 1]
+
+    @cached_property
+    def step_tokens(self) -> Tensor:
+        """Places `[N]` of the new tokens of `steps` in the batch."""
+        return torch.tensor([span.tokens.start for span in self.steps], device=self.new_rows.device)
+
+    @cached_property
+    def step_table(self) -> Tensor:
+        """`table`, in which the row of each new token of `steps` is where it is written.
+
+        An engine may mark it instead, where its own way is to add new rows to those that it has read.
+        """
+        last = torch.tensor([span.rows.stop - 1 for span in self.steps], device=self.table.device)
+        return self.table.index_copy(0, last, self.new_rows[self.step_tokens])
+
+    @cached_property
+    def step_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, with one row to a page."""
+        starts = torch.tensor([span.rows.start for span in self.steps])
+        counts = torch.tensor([span.rows.stop - span.rows.start for span in self.steps])
+        return starts, torch.zeros_like(starts), counts
+
+    @cached_property
+    def step_index(self) -> tuple[Tensor, Tensor]:
+        """Rows `[N, S]` of `steps`, filled up to the longest with any, and a mask `[N, 1, 1, S]` that hides those."""
+        starts, _, counts = (bound.to(self.table.device) for bound in self.step_bounds)
+        places = torch.arange(int(counts.max()), device=self.table.device)
+        visible = places < counts[:, None]
+        return self.step_table[torch.where(visible, starts[:, None] + places, starts[:, None])], visible[:, None, None]
+
+
+class LayerRows(NamedTuple):
+    """The rows of one layer in an engine's cache, and how new ones get there."""
+
+    key: Tensor  # [rows, H_kv, width]
+    value: Tensor  # like `key`
+    write: Callable[[Tensor, Tensor], None]  # writes rows of keys and of values [T, H_kv, width] to `new_rows`
+    requests: RequestRows
+
+
+@dataclass
+class PagedAttention:
+    """What a model gets as `paged` for a forward pass: attention over the rows of each layer."""
+
+    layout: RowLayout
+    layer_rows: Callable[[int], LayerRows]
+    implementation: str
+
+    @torch.compiler.disable  # what it does depends on the lengths of requests, and it writes into the engine's memory
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pre: Composition | None,
+        post: Composition | None,
+        scaling: float,
+        sliding_window: int | None,
+        attend: Attend,
+    ) -> Tensor:
+        """Writes the rows of the new tokens, and returns the output `[1, T, H, D]`; padding behind them gets zeros.
+
+        Args:
+            query: `[1, H, T, D]`.
+            key, value: `[1, H_kv, T, D]`.
+            pre, post: the composition of both stages, with the factors of the `T` tokens on both sides.
+            attend: the implementation of attention, for chunks.
+        """
+        rows = self.layer_rows(layer)
+        new = [self.layout.pack(states.transpose(1, 2), stage) for states, stage in ((key, pre), (value, post))]
+        output = query.new_zeros(query.transpose(1, 2).shape)
+        # Where a window slides, new rows take the place of old ones, which the first tokens of a chunk still see.
+        for span in rows.requests.chunks:
+            output[:, span.tokens] = self._attend_chunk(
+                rows, span, query, new, (pre, post), attend, scaling=scaling, sliding_window=sliding_window
+            )
+        rows.write(new[0][0], new[1][0])
+        if rows.requests.steps:
+            places = rows.requests.step_tokens
+            stages = [None if stage is None else tokens_as_items(stage, places) for stage in (pre, post)]
+            output[0, places] = self._decode(
+                rows, query[0, :, places].transpose(0, 1).unsqueeze(2), stages, attend, scaling
+            ).squeeze(1)
+        return output
+
+    def _attend_chunk(
+        self,
+        rows: LayerRows,
+        span: Span,
+        query: Tensor,
+        new: list[Tensor],
+        stages: tuple[Composition | None, Composition | None],
+        attend: Attend,
+        **options: Any,
+    ) -> Tensor:
+        """The output `[1, t, H, D]` of a request's `t` new tokens, which see their old rows and each other."""
+        count = span.tokens.stop - span.tokens.start
+        old = rows.requests.table[span.rows.start : span.rows.stop - count]
+        states, whole = [], []
+        for kept, added, stage in zip((rows.key, rows.value), new, stages, strict=True):
+            added = added[:, span.tokens]
+            joined = torch.cat([kept[old][None], added], dim=1) if len(old) else added
+            own = None if stage is None else stage.narrow(queries=span.tokens)
+            state, own = self.layout.unpack(joined, own)
+            states.append(state.transpose(1, 2))
+            whole.append(own)
+        pre, post = whole
+        plain = {"attention_mask": None, "is_causal": True, **options}
+        return attend(query[:, :, span.tokens], *states, pre=pre, post=post, **plain)[0]
+
+    def _decode(
+        self, rows: LayerRows, query: Tensor, stages: list[Composition | None], attend: Attend, scaling: float
+    ) -> Tensor:
+        """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
+        if self.implementation == "chunked":
+            pages = Pages(rows.key[:, None], rows.value[:, None], rows.requests.step_table, *rows.requests.step_bounds)
+            pre, post = (without_keys(stage) for stage in stages)
+            output = attend_to_pages(query, pages, pre, post, scaling, self.layout.terms)
+            if output is not None:
+                return output
+        index, visible = rows.requests.step_index
+        (key, pre), (value, post) = (
+            self.layout.unpack(kept[index], stage) for kept, stage in zip((rows.key, rows.value), stages, strict=True)
+        )
+        plain = {"attention_mask": visible, "is_causal": False, "sliding_window": None, "scaling": scaling}
+        return attend(query, key.transpose(1, 2), value.transpose(1, 2), pre=pre, post=post, **plain)[0]
+
+
+def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
+    """The factors `[1, T, ...]` of the tokens at `places` `[N]`, as those of `N` items of one token: `[N, 1, ...]`."""
+    return stage.map(lambda factor: factor if factor.ndim == 2 else factor[0, places][:, None])
+
+
+def without_keys(stage: Composition | None) -> Composition | None:
+    """The composition without what depends on keys."""
+    return None if stage is None else replace(stage, key_down=None, key_up=None, key_gate=None)

@@ -1,0 +1,86 @@
+"""What serving asks of the engine, the model, the settings and each request, told before anything is generated."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+# The versions of Transformers whose continuous batching is known: from the first one up to, and without, the second.
+TRANSFORMERS = ("5.23", "5.24")
+
+
+def check_engine(name: str, first: str, end: str) -> None:
+    """Raises ImportError unless the installed version of the package `name` is from `first` up to `end`, without it."""
+    found = version(name)
+    if not Version(first) <= Version(Version(found).base_version) < Version(end):
+        raise ImportError(
+            f"serving models with composed heads is made for {name}>={first},<{end}, and {found} is installed; "
+            f"pip install '{name}>={first},<{end}', or use generate() with a batch that is padded on the left"
+        )
+
+
+def check_paged_cache(model: Any, *, raw: bool = False) -> None:
+    """Raises ValueError unless a paged cache keeps what the layers of a model need of earlier tokens.
+
+    Args:
+        raw: whether the cache reaches the model as Transformers made it, not wide enough for composition factors.
+    """
+    if not model.supports_paged_cache:
+        raise ValueError(
+            f"continuous batching keeps only keys and values of earlier tokens, and {type(model).__name__} with "
+            "this configuration needs more; use generate() with a batch that is padded on the left"
+        )
+    if raw and model.attends_to_rows:
+        raise ValueError(
+            f"this paged cache has no room for the composition factors of {type(model).__name__}; get the manager from "
+            "init_continuous_batching(), or call generate_batch()"
+        )
+
+
+def check_model(config: Any) -> None:
+    """Raises ValueError if requests of a batch would change each other's rotary angles."""
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type == "longrope":
+        raise ValueError(
+            "rope_type 'longrope' turns all tokens of a batch by the length of the longest request, so that requests "
+            "would change each other; use generate() with one of them at a time"
+        )
+
+
+def check_settings(generation_config: Any, settings: Any) -> None:
+    """Raises ValueError for a quantised cache, and for what needs steps of a fixed shape.
+
+    Args:
+        settings: a `ContinuousBatchingConfig`.
+    """
+    if generation_config.cache_implementation == "quantized":
+        raise ValueError(
+            "cache_implementation='quantized' would quantise composition factors with the keys, and continuous "
+            "batching keeps a cache of its own; leave cache_implementation unset"
+        )
+    graphs = settings.use_cuda_graph
+    if any(graphs) if isinstance(graphs, tuple) else graphs:
+        raise ValueError(
+            "use_cuda_graph needs steps of fixed shapes, and those of composed heads are not; leave it out"
+        )
+    if settings.use_async_batching:
+        raise ValueError("use_async_batching is not served with composed heads, whose steps read lengths; leave it out")
+
+
+def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:
+    """Raises ValueError unless a prompt has tokens of the vocabulary, and positions suffice for it and its answer.
+
+    Args:
+        max_new_tokens: None for an answer of any length.
+    """
+    if not len(input_ids):
+        raise ValueError("the prompt of a request is empty; give it at least one token")
+    if wrong := [token for token in input_ids if not 0 <= token < config.vocab_size]:
+        raise ValueError(f"token {wrong[0]} of a request is not in the vocabulary of {config.vocab_size} tokens")
+    limit, new = config.max_position_embeddings, 1 if max_new_tokens is None else max_new_tokens
+    if len(input_ids) + new > limit:
+        raise ValueError(
+            f"a request of {len(input_ids)} tokens and {new} new ones needs more than max_position_embeddings "
+            f"({limit}) positions; shorten the prompt, or ask for at most {max(0, limit - len(input_ids))} new tokens"
+        )

@@ -1,0 +1,352 @@
+"""Transformers' continuous batching with composed heads: the tokens of every request are those of `generate` alone."""
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases.models import SMALL, make_model
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as transformers_cache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.serving import paged_attention, requirements
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
+
+FULL = {"sliding_window": None, "layer_types": None}
+GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+SETTINGS: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": 64}
+
+
+def make_pythia(**overrides: Any) -> DCPythiaForCausalLM:
+    torch.manual_seed(1)
+    fields = {**SMALL, "head_dim": 8, "num_key_value_heads": 6, **overrides}
+    return DCPythiaForCausalLM(DCPythiaConfig(**fields)).eval()
+
+
+MODELS: dict[str, Any] = {
+    "dcformer": lambda: make_model(),
+    "dcformer-full": lambda: make_model(**FULL),
+    "dcformer-eager": lambda: make_model(attn_implementation="eager"),
+    "dcformer-float64": lambda: make_model().double(),
+    "dcformer-query-wise": lambda: make_model(compose_key_wise=False),
+    "dcformer-static": lambda: make_model(compose_key_wise=False, compose_query_wise=False, compose_static=True),
+    "dcformer-post-groups": lambda: make_model(compose_pre=False, compose_groups=3, compose_static=True),
+    "plain-chunked": lambda: make_model(compose_pre=False, compose_post=False, attn_implementation="chunked"),
+    "dcpythia": make_pythia,
+}
+
+
+def random_prompts(lengths: list[int], seed: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, SMALL["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def alone(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+    """What `generate` gives for one prompt."""
+    output = model.generate(torch.tensor([prompt]), generation_config=GREEDY, max_new_tokens=new)
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def assert_same_tokens(model: PreTrainedModel, prompt: list[int], found: list[int]) -> None:
+    """Where tokens part from those of `generate`, float64 must see a tie of the two, but for float32's rounding."""
+    expected = alone(model, prompt, len(found))
+    if found == expected:
+        return
+    place = next(index for index, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+    exact = make_like(model)(torch.tensor([prompt + expected[:place]])).logits[0, -1]
+    gap = (exact[expected[place]] - exact[found[place]]).abs()
+    assert gap <= 1e-5 * exact.abs().max(), f"token {place} after {len(prompt)}: {found[place]}, not {expected[place]}"
+
+
+def make_like(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model in float64."""
+    exact = type(model)(model.config).eval().double()
+    exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
+    return exact
+
+
+@contextmanager
+def manager_of(model: PreTrainedModel, **settings: Any) -> Iterator[ComposedBatchingManager]:
+    configuration = ContinuousBatchingConfig(**{**SETTINGS, **settings})
+    with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=configuration) as manager:
+        yield manager
+
+
+def results(manager: ContinuousBatchingManager, count: int, seconds: float = 120) -> dict[str, Any]:
+    """The finished results of so many requests."""
+    finished: dict[str, Any] = {}
+    deadline = time.monotonic() + seconds
+    while len(finished) < count and time.monotonic() < deadline:
+        result = manager.get_result(timeout=0.2)
+        if result is not None and result.is_finished():
+            finished[result.request_id] = result
+    assert len(finished) == count, "the manager gave no answer"
+    return finished
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_a_batch_gives_the_tokens_of_each_request_alone(make: Any) -> None:
+    """With prompts longer than a window, than a batch (which then come in chunks) and of a single token."""
+    model, prompts = make(), random_prompts([3, 37, 70, 1, 18])
+    outputs = model.generate_batch(prompts, GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    assert [output.prompt_ids for output in outputs.values()] == prompts
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert output.error is None and len(output.generated_tokens) == 12
+        assert_same_tokens(model, prompt, output.generated_tokens)
+
+
+def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rows are gathered for requests that decode."""
+    steps = []
+
+    def recorded(*args: Any) -> Any:
+        output = paged_attention_op(*args)
+        steps.append(output)
+        return output
+
+    paged_attention_op = paged_attention.attend_to_pages
+    monkeypatch.setattr(paged_attention, "attend_to_pages", recorded)
+    monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
+    make_model().generate_batch(random_prompts([5, 9]), GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    assert len(steps) >= 11 * SMALL["num_hidden_layers"] and all(step is not None for step in steps)
+
+
+def test_requests_that_arrive_later_join_and_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, matches = make_model(**FULL), []
+    search = transformers_cache.PagedAttentionCache.search_prefix_match
+
+    def recorded(*args: Any) -> int:
+        matches.append(search(*args))
+        return matches[-1]
+
+    monkeypatch.setattr(transformers_cache.PagedAttentionCache, "search_prefix_match", recorded)
+    first, *rest = random_prompts([40, 5, 3])
+    with manager_of(model) as manager:
+        prompts = {manager.add_request(first): first}
+        finished = results(manager, 1)
+        for tail in rest:
+            prompts[manager.add_request(first[:30] + tail)] = first[:30] + tail
+        finished |= results(manager, 2)
+    assert max(matches) == 24  # the full pages of 30 tokens
+    for name, prompt in prompts.items():
+        assert_same_tokens(model, prompt, finished[name].generated_tokens)
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["sliding", "full"])
+def test_requests_that_are_preempted_go_on_where_they_were(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache too small for all of them: some give up their rows, and make them again later."""
+    model, preempted = make_model(**options), []
+    offload = OffloadingManager.offload_requests
+
+    def recorded(self: OffloadingManager) -> Any:
+        preempted.append(offload(self))
+        return preempted[-1]
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", recorded)
+    prompts = random_prompts([20, 33, 27, 30, 25, 31])
+    settings = ContinuousBatchingConfig(**{**SETTINGS, "num_blocks": 14})
+    outputs = model.generate_batch(prompts, GREEDY, settings, max_new_tokens=30)
+    assert any(preempted)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert_same_tokens(model, prompt, output.generated_tokens)
+
+
+def test_several_answers_to_one_prompt_are_forks_of_its_rows() -> None:
+    model, prompts = make_model(), random_prompts([19, 30])
+    several = copy.copy(GREEDY)
+    several.num_return_sequences = 3
+    outputs = model.generate_batch(prompts, several, ContinuousBatchingConfig(**SETTINGS))
+    assert len(outputs) == 6
+    for index, output in enumerate(outputs.values()):
+        assert_same_tokens(model, prompts[index // 3], output.generated_tokens)
+
+
+def test_tokens_stream_and_generate_still_works_meanwhile() -> None:
+    model, (prompt, other) = make_model(), random_prompts([11, 6])
+    expected = alone(model, other, 5)
+    with manager_of(model) as manager:
+        name = manager.add_request(prompt, streaming=True)
+        found = {"other": alone(model, other, 5)}
+        parts = [part.generated_tokens for part in manager.request_id_iter(name)]
+    assert found["other"] == expected
+    assert [len(part) for part in parts] == list(range(1, 13))
+    assert_same_tokens(model, prompt, parts[-1])
+
+
+def test_a_persistent_manager_serves_again_and_then_goes() -> None:
+    model, prompts = make_model(), random_prompts([11, 6])
+    for _ in range(2):
+        outputs = model.generate_batch(prompts, GREEDY, ContinuousBatchingConfig(**SETTINGS), persistent_manager=True)
+        for prompt, output in zip(prompts, outputs.values(), strict=True):
+            assert_same_tokens(model, prompt, output.generated_tokens)
+    manager = model._cached_continuous_batching_manager
+    assert model.init_continuous_batching() is manager
+    model.destroy_cached_continuous_batching_manager()
+    assert model.init_continuous_batching(GREEDY) is not manager
+
+
+def test_a_cancelled_request_leaves_the_others_alone() -> None:
+    model, (prompt, other) = make_model(), random_prompts([11, 6])
+    with manager_of(model) as manager:
+        cancelled = manager.add_request(other, max_new_tokens=400)
+        name = manager.add_request(prompt)
+        manager.cancel_request(cancelled)
+        finished = results(manager, 1)
+    assert_same_tokens(model, prompt, finished[name].generated_tokens)
+
+
+def test_an_answer_without_a_limit_ends_with_the_positions() -> None:
+    model, (prompt,) = make_model(max_position_embeddings=40), random_prompts([11])
+    endless = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    (output,) = model.generate_batch([prompt], endless, ContinuousBatchingConfig(**SETTINGS)).values()
+    assert len(output.generated_tokens) == 29
+    assert endless.eos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        ([], 5, "prompt of a request is empty; give it at least one token"),
+        ([3, 97], 5, "token 97 of a request is not in the vocabulary of 97 tokens"),
+        ([-1], 5, "token -1 of a request"),
+        ([1] * 500, 13, r"500 tokens and 13 new ones.*\(512\) positions.*ask for at most 12 new tokens"),
+        ([1] * 512, None, "512 tokens and 1 new ones"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_is(prompt: list[int], new: Any, message: str) -> None:
+    model = make_model()
+    endless = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(ValueError, match=message):
+        model.generate_batch([[1, 2, 3], prompt], endless, max_new_tokens=new)
+    with (
+        model.continuous_batching_context_manager(
+            endless, continuous_batching_config=ContinuousBatchingConfig(**SETTINGS)
+        ) as manager,
+        pytest.raises(ValueError, match=message),
+    ):
+        manager.add_request(prompt, max_new_tokens=new)
+
+
+def test_the_default_cache_has_room_for_the_requests_and_leaves_the_machine_its_memory() -> None:
+    model, prompts = make_model(), random_prompts([19, 30])
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        names = manager.add_requests(prompts)
+        finished = results(manager, 2)
+        cache = manager.batch_processor.cache
+        assert cache.cache_tensor.numel() < 200e6 and cache.max_tokens_read >= 64 * 512
+    for name, prompt in zip(names, prompts, strict=True):
+        assert_same_tokens(model, prompt, finished[name].generated_tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_cuda_graph": True}, "use_cuda_graph needs steps of fixed shapes"),
+        ({"use_cuda_graph": (False, True)}, "use_cuda_graph"),
+        ({"use_async_batching": True}, "use_async_batching is not served"),
+    ],
+)
+def test_settings_that_are_not_served_are_refused_at_the_start(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model().generate_batch([[1]], GREEDY, ContinuousBatchingConfig(**settings))
+
+
+def test_quantised_caches_and_angles_that_depend_on_other_requests_are_refused() -> None:
+    quantised = GenerationConfig(**{**GREEDY.to_dict(), "cache_implementation": "quantized"})
+    with pytest.raises(ValueError, match="would quantise composition factors"):
+        make_model().init_continuous_batching(quantised)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    with pytest.raises(ValueError, match="requests would change each other"):
+        make_model(rope_parameters=rope).init_continuous_batching(GREEDY)
+
+
+@pytest.mark.parametrize("installed", ["5.17.0", "5.22.3", "5.24.0", "6.0.0"])
+def test_other_versions_of_transformers_are_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "version", lambda name: installed)
+    with pytest.raises(ImportError, match=rf"made for transformers>=5.23,<5.24, and {installed} is installed; pip"):
+        make_model().generate_batch([[1]], GREEDY)
+
+
+@pytest.mark.parametrize("installed", ["5.23.0", "5.23.4", "5.23.0.dev0"])
+def test_known_versions_of_transformers_pass(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "version", lambda name: installed)
+    requirements.check_engine("transformers", *requirements.TRANSFORMERS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RCMHAForCausalLM(RCMHAConfig()),
+        lambda: RCMHAForCausalLM(RCMHAConfig(attention_type="mha", position_scheme="alibi")),
+        lambda: RCMHAForCausalLM(RCMHAConfig(memory_type="segment", mem_len=8)),
+    ],
+    ids=["rcmha", "mha", "segment-memory"],
+)
+def test_rcmha_is_refused_at_every_door(make: Any) -> None:
+    model = make().eval()
+    for door in (model.init_continuous_batching, lambda: model.generate_batch([[1, 2]])):
+        with pytest.raises(ValueError, match="keeps only keys and values of earlier tokens, and RCMHAForCausalLM"):
+            door()
+    with pytest.raises(ValueError, match="keeps only keys"), model.continuous_batching_context_manager():
+        pass
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_manager_made_by_hand_gets_our_message_and_no_wrong_token(implementation: str) -> None:
+    model = RCMHAForCausalLM(RCMHAConfig(attn_implementation=implementation, vocab_size=97)).eval()
+    try:
+        manager = ContinuousBatchingManager(model, GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    except ValueError:
+        return
+    manager.start()
+    name = manager.add_request([1, 2, 3])
+    result = results(manager, 1)[name]
+    manager.stop()
+    assert result.generated_tokens == [] and "keeps only keys and values of earlier tokens" in result.error
+
+
+def test_transformers_still_has_no_door_of_its_own() -> None:
+    """When this fails, Transformers serves other implementations or rows by itself: use that in place of ours."""
+    with pytest.raises(ValueError, match="chunked is not supported for continuous batching"):
+        ContinuousBatchingManager(make_model(), GREEDY, ContinuousBatchingConfig(**SETTINGS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FULL], ids=["sliding", "full"])
+def test_two_hundred_requests_over_time_get_the_tokens_of_generate(options: dict[str, Any]) -> None:
+    """Lengths from 1 to 500, some with a common start, chunked prefill, and a cache that cannot hold all at once."""
+    model = make_model(max_position_embeddings=1024, **options)
+    chooser = random.Random(5)
+    prompts = random_prompts([chooser.randint(1, 500) for _ in range(200)])
+    for index in range(0, 200, 5):
+        prompts[index] = (prompts[0][:100] + prompts[index])[:500]
+    lengths = [chooser.randint(1, 40) for _ in prompts]
+    names: dict[str, int] = {}
+    with manager_of(model, page_size=16, num_blocks=160, max_batch_tokens=256) as manager:
+
+        def send() -> None:
+            for index, (prompt, new) in enumerate(zip(prompts, lengths, strict=True)):
+                names[manager.add_request(prompt, max_new_tokens=new)] = index
+                time.sleep(chooser.random() * 0.05)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        finished = results(manager, 200, seconds=500)
+        sender.join()
+    for name, result in finished.items():
+        assert result.error is None and len(result.generated_tokens) == lengths[names[name]]
+        assert_same_tokens(model, prompts[names[name]], result.generated_tokens)
