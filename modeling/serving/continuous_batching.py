@@ -79,7 +79,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leaves the implementation of attention as it is; Transformers would look for one that it knows by name."""
 
-    def add_request(
+    def add_request(  # type: ignore[override]
         self,
         input_ids: list[int],
         request_id: str | None = None,
@@ -101,9 +101,10 @@ class ComposedBatchingManager(ContinuousBatchingManager):
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As in Transformers, which keeps a persistent manager as an attribute of what it takes for the model."""
         super().stop(*args, **kwargs)
-        kept = vars(self.model).pop("_cached_continuous_batching_manager", None)
+        served: Any = self.model
+        kept = vars(served).pop("_cached_continuous_batching_manager", None)
         if kept is not None:
-            self.model.model._cached_continuous_batching_manager = kept
+            served.model._cached_continuous_batching_manager = kept
 
 
 def start_batching(
@@ -127,7 +128,8 @@ def start_batching(
     check_model(model.config)
     check_settings(generation_config, settings)
     hints = workload_hints or WorkloadHints()
-    return ComposedBatchingManager(ServedModel(model), generation_config, with_sizes(model, settings, hints), hints)
+    served: Any = ServedModel(model)
+    return ComposedBatchingManager(served, generation_config, with_sizes(model, settings, hints), hints)
 
 
 def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -181,7 +183,7 @@ def find_requests(
 
 def rows_of_layer(cache: PagedAttentionCache, requests: dict[str, RequestRows], layer: int) -> LayerRows:
     """The rows of a layer in Transformers' cache."""
-    allocator = cache.layer_to_allocator[layer]
+    allocator: Any = cache.layer_to_allocator[layer]
     own = requests[allocator.layer_type]
     # Layers that slide have the same pages. Their allocator only has no table of pages, which is not needed here.
     key, value = FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
