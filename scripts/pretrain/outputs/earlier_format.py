@@ -31,9 +31,7 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
     """
     saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     states = _read_random_states(folder / f"random_states_{process}.pkl")
-    # Of weights that are tied, the file has one.
-    whole = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, dict[str, Any](load_file(folder / "model.safetensors")), options=whole)
+    load_earlier_weights(folder, model)
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     give_states(
         optimizer,
@@ -48,6 +46,13 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
         torch.set_rng_state(states["torch_manual_seed"])
         if "torch_cuda_manual_seed" in states:
             torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+
+
+def load_earlier_weights(folder: Path, model: nn.Module) -> None:
+    """Puts the weights of a checkpoint into a model, whole or in shards."""
+    # Of weights that are tied, the file has one.
+    whole = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, dict[str, Any](load_file(folder / "model.safetensors")), options=whole)
 
 
 def _read_random_states(file: Path) -> dict[str, Any]:

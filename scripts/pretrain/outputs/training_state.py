@@ -29,8 +29,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
     Weights that are tied appear once. The tensors are those that training changes, whole or as shards (`DTensor`).
     """
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
-    kept = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    tensors = {WEIGHTS + name: tensor for name, tensor in model.state_dict().items() if name in kept}
+    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
     for weight, state in optimizer.state.items():
         tensors |= {f"{OPTIMIZER}{names[weight]}.{what}": tensor for what, tensor in state.items()}
     return tensors
@@ -68,12 +67,24 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, *, alone:
         if name.startswith(OPTIMIZER):
             weight, _, what = name.removeprefix(OPTIMIZER).rpartition(".")
             states.setdefault(weight, {})[what] = empty_state(weights[weight], size)
-    tensors = training_tensors(model, optimizer)
-    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
     tensors |= {f"{OPTIMIZER}{name}.{what}": state[what] for name, state in states.items() for what in state}
     with failures_as_raised():
         dcp.load(tensors, storage_reader=reader, no_dist=alone)
     give_states(optimizer, {weights[name]: state for name, state in states.items()})
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Reads the weights and buffers of a checkpoint into a model in one piece, in a process by itself."""
+    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
+    with failures_as_raised():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and saved buffers by name; those that are tied appear once."""
+    kept = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in kept}
 
 
 def empty_state(weight: Tensor, size: torch.Size) -> Tensor:

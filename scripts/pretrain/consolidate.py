@@ -1,0 +1,147 @@
+"""Turns a checkpoint of a pretraining run into a model in Hugging Face format, and proves that it is the same.
+
+Run: `dynattn convert consolidate SRC DST [--option value]`
+
+SRC is the folder `step-NNNNNN` of a checkpoint, or of a run, whose newest checkpoint is taken. However many processes
+have written it, one reads all shards; the model has to fit into the memory of the CPU twice.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
+
+if TYPE_CHECKING:  # only for annotations: help and mistyped options need to be fast
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PROBE_TOKENS = 64
+
+
+@dataclass
+class ConsolidateArguments:
+    """Arguments of one consolidation."""
+
+    source: str = field(metadata={"help": "checkpoint or run (SRC, the first argument)"})
+    destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the weights that are saved"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the checkpoint that DST holds"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Consolidates, reports, and returns the exit status."""
+    given = [word for word in argv[:2] if not word.startswith("-")]
+    named = [text for name, word in zip(("--source", "--destination"), given, strict=False) for text in (name, word)]
+    arguments = parse_arguments(
+        ConsolidateArguments,
+        [*named, *argv[len(given) :]],
+        prog="dynattn convert consolidate SRC DST",
+        description=__doc__,
+    )
+    print("\n".join(consolidate(arguments)))
+    return 0
+
+
+def consolidate(arguments: ConsolidateArguments) -> list[str]:
+    """Writes the model with its tokenizer, reads it back and compares it; returns what was done, line by line.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, the destination may not be written, or the saved model differs
+            from the checkpoint.
+    """
+    import torch
+
+    from ..common.atomic_folder import check_destination, recover, staged_folder
+    from .outputs import checkpoint
+
+    source, destination = find_checkpoint(Path(arguments.source)), Path(arguments.destination).resolve()
+    recover(destination)
+    check_destination(destination, source.resolve(), arguments.overwrite)
+    checkpoint.verify(source)
+    model = read_model(source)
+    for weight in model.parameters():
+        weight.data = weight.to(getattr(torch, arguments.dtype))
+    with staged_folder(destination) as staging:
+        model.save_pretrained(staging)
+        copy_tokenizer(source, staging)
+        difference = compare(model, staging)
+    tensors = sum(1 for _ in model.parameters())
+    return [
+        f"read        {source}, update {checkpoint.read_state(source)['progress']['step']}",
+        f"wrote       {destination}, {model.num_parameters():,} parameters, {arguments.dtype}",
+        f"verified    {tensors} tensors equal bit for bit; logits of {PROBE_TOKENS} tokens differ by {difference:.1e}",
+    ]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest one of the run that it names."""
+    from .outputs import checkpoint
+    from .outputs.run_folder import RunFolder
+
+    found = checkpoint.list_checkpoints(RunFolder(path).checkpoints)
+    if found:
+        return found[-1]
+    if not (path / checkpoint.STATE_FILE).is_file():
+        raise UserError(f"{path} is neither a checkpoint (step-NNNNNN) nor a run that holds one; give one of them")
+    return path
+
+
+def read_model(source: Path) -> "PreTrainedModel":
+    """The model of a checkpoint on the CPU, in float32, ready to be asked."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from .outputs import checkpoint
+    from .outputs.earlier_format import is_earlier_format, load_earlier_weights
+    from .outputs.training_state import load_weights
+
+    fingerprint: dict[str, Any] = checkpoint.read_state(source)["fingerprint"]
+    fields = {name.removeprefix("model."): value for name, value in fingerprint.items() if name.startswith("model.")}
+    config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if is_earlier_format(source):
+        load_earlier_weights(source, model)
+    else:
+        load_weights(source / checkpoint.TENSORS, model)
+    return model.eval()
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Adds the tokenizer of the run in which the checkpoint lies; says so if there is none."""
+    from transformers import AutoTokenizer
+
+    from .outputs.run_folder import RunFolder
+
+    folder = RunFolder(source.resolve().parent.parent).tokenizer
+    if folder.is_dir():
+        AutoTokenizer.from_pretrained(folder).save_pretrained(destination)
+    else:
+        print(f"warning: no tokenizer at {folder}, so none is written", file=sys.stderr)
+
+
+def compare(model: "PreTrainedModel", folder: Path) -> float:
+    """The largest difference between the logits of `model` and of the model in `folder`.
+
+    Raises:
+        UserError: a tensor or a logit differs.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    read: dict[str, Tensor] = saved.state_dict()
+    different = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, read[name])]
+    ids = torch.randint(model.config.vocab_size, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (model(ids, use_cache=False).logits - saved(ids, use_cache=False).logits).abs().max().item()
+    if different or difference != 0:
+        raise UserError(
+            f"the saved model differs from the checkpoint: tensors {json.dumps(different)}, logits by {difference}; "
+            "report this, and keep the checkpoint"
+        )
+    return difference
