@@ -1,11 +1,12 @@
 """The attention fields that the configurations of all DCMHA families share."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import RopeParameters
 
 from .field_rules import check_one_rope, check_rope_parameters
+from .mixers import mixer_fields
 from .portable_config import PortableConfig, default_head_dim
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
@@ -33,6 +34,11 @@ class ComposedConfig(PortableConfig):
         compose_low_rank (`bool`, defaults to `True`): the dynamic low-rank head mixing.
         compose_gate (`bool`, defaults to `True`): the dynamic per-head gate.
         compose_static (`bool`, defaults to `False`): a learned input-independent head mixing (talking heads).
+        differential_heads (`bool`, defaults to `False`): differential attention (arXiv 2410.05258). Head `i` and head
+            `i + num_attention_heads / 2` are a pair with one value of double width, half of it in each head. The
+            second's probabilities, times a learned scalar, are subtracted from the first's, and the output of a pair is
+            normed. Takes `compose_post`, one group and an even number of heads of keys.
+        head_norm_eps (`float`, defaults to 1e-5): epsilon of that norm.
         compose_rank (`int`, defaults to 2): rank of the low-rank mixing, at most the heads of a group.
         compose_groups (`int`, defaults to 1): heads are mixed only inside each of so many consecutive groups.
         compose_hidden_size (`int`, *optional*): hidden width of the factor generator for each group and component;
@@ -42,6 +48,9 @@ class ComposedConfig(PortableConfig):
         compose_norm_eps (`float`, defaults to 1e-6): epsilon of the norm of the down factors over heads.
         compose_init_scale (`float`, defaults to 1.0): multiplies the initial up factors, gates and static mixing. At 0
             the composition of a new model starts as the identity, and all of its parameters still learn.
+            (`differential_heads` starts as its paper says.)
+
+    `from_size(..., mixer="talking_heads")` sets these fields for a published attention.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -66,6 +75,8 @@ class ComposedConfig(PortableConfig):
     compose_low_rank: bool = True
     compose_gate: bool = True
     compose_static: bool = False
+    differential_heads: bool = False
+    head_norm_eps: float = 1e-5
     compose_rank: int = 2
     compose_groups: int = 1
     compose_hidden_size: int | None = None
@@ -74,6 +85,11 @@ class ComposedConfig(PortableConfig):
     compose_init_scale: float | int = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if "mixer" in kwargs:
+            raise ValueError(
+                f"mixer={kwargs['mixer']!r} is an option of from_size; here, give the fields that it stands for: "
+                f"{type(self).__name__}(**dynattn.mixer_fields({kwargs['mixer']!r}), ...)"
+            )
         self.validate_fields()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -83,6 +99,19 @@ class ComposedConfig(PortableConfig):
             pattern = "G" if self.sliding_window is None else "LG"
             self.layer_types = repeat_layer_types(pattern, self.num_hidden_layers)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_size(cls, name: str, *, mixer: str | None = None, **overrides: Any) -> Self:
+        """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
+
+        Args:
+            mixer: a published attention (see `MIXERS`), whose fields keywords override too.
+
+        Raises:
+            ValueError: the size or the attention does not exist, or fields do not fit.
+        """
+        fields = {} if mixer is None else mixer_fields(mixer)
+        return super().from_size(name, **{**fields, **overrides})
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Brings rotary parameters into Transformers' form, and checks them; called by `PreTrainedConfig`."""
@@ -109,7 +138,8 @@ class ComposedConfig(PortableConfig):
     @property
     def composes(self) -> bool:
         """Whether heads are mixed at all; if not, the model is a plain Transformer."""
-        return bool(self.compose_stages) and (bool(self.compose_sides) or self.compose_static)
+        terms = bool(self.compose_sides) or self.compose_static or self.differential_heads
+        return bool(self.compose_stages) and terms
 
     @property
     def composes_keys(self) -> bool:
@@ -142,6 +172,23 @@ class ComposedConfig(PortableConfig):
             )
         if self.compose_low_rank and not 1 <= self.compose_rank <= group:
             raise ValueError(f"compose_rank ({self.compose_rank}) must be from 1 to the heads of a group ({group})")
+
+    def validate_differential(self) -> None:
+        """Part of the strict validation: differential attention has probabilities and pairs of heads."""
+        if not self.differential_heads:
+            return
+        if not self.compose_post:
+            raise ValueError("differential_heads subtracts probabilities, but compose_post is False; set it to True")
+        if self.compose_groups != 1:
+            raise ValueError(
+                f"compose_groups ({self.compose_groups}) must be 1 for differential_heads, whose pairs lie in the "
+                "first and in the second half of the heads"
+            )
+        if self.num_key_value_heads is None or self.num_key_value_heads % 2:
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must be even for differential_heads: the first "
+                "half has the first keys of all pairs, the second half the second"
+            )
 
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""

@@ -54,6 +54,7 @@ FIELD_RANGES: dict[str, Range] = {
     "compose_hidden_size": SIZE,
     "compose_norm_eps": POSITIVE,
     "qk_norm_eps": POSITIVE,
+    "head_norm_eps": POSITIVE,
     "rms_norm_eps": POSITIVE,
     "layer_norm_eps": POSITIVE,
     "rope_theta": POSITIVE,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_dcformer import DCFormerConfig
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
+    from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
     from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
     from dynattn.modeling.layers.multihead_replacement import compose_heads_of
@@ -37,11 +38,13 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     )
     from dynattn.modeling.ops.dcmha.attention import dcmha_attention
     from dynattn.modeling.ops.dcmha.composition import Composition
+    from dynattn.modeling.ops.dcmha.eager import AttentionMaps
     from dynattn.modeling.ops.relative.attention import relative_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMaps",
     "ComposedMultiheadAttention",
     "Composition",
     "DCFormerConfig",
@@ -63,16 +66,19 @@ __all__ = [
     "compose_heads_of",
     "dcmha_attention",
     "keep_attention_outputs",
+    "mixer_fields",
     "relative_attention",
 ]
 
 # Where each public name is defined.
 _MODULES = {
+    "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
     "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
     "compose_heads_of": "dynattn.modeling.layers.multihead_replacement",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",
+    "mixer_fields": "dynattn.configuration.mixers",
     "relative_attention": "dynattn.modeling.ops.relative.attention",
     **{family.config_name: family.configuration for family in FAMILIES.values()},
     **{name: family.modeling for family in FAMILIES.values() for name in family.model_names.values()},

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
+from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from .decoder import DecoderBody, DecoderPreTrainedModel
@@ -33,6 +34,8 @@ class ComposedPreTrainedModel(DecoderPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DynamicComposition):
             init_composition(module, self.config.compose_init_scale)
+        if isinstance(module, DifferentialHeads):
+            init_differential(module)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.

@@ -11,12 +11,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..ops.dcmha.attention import COMPOSING
 from ..positions.rotary import rotate
 from .attention_interface import attention_function, chunked_mask
+from .differential_heads import DifferentialHeads
 from .head_composition import DynamicComposition
 from .rms_norm import RMSNorm
 
 # Transformers has functions and masks of its own under the name `eager`, so ours is what a layer falls back to.
 eager_attention_forward = attention_function(COMPOSING["eager"])
-for _name in COMPOSING.keys() - {"eager"}:
+REGISTERED = tuple(name for name in COMPOSING if name != "eager")
+for _name in REGISTERED:
     AttentionInterface.register(_name, attention_function(COMPOSING[_name]))
     AttentionMaskInterface.register(_name, chunked_mask)
 
@@ -44,6 +46,7 @@ class ComposedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
         self.composition = DynamicComposition(config) if config.composes else None
+        self.differential = DifferentialHeads(config, layer_idx) if config.differential_heads else None
 
     def forward(
         self,
@@ -55,6 +58,8 @@ class ComposedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`.
+
+        Composed probabilities can be negative, and those of a query need not sum to one.
 
         Args:
             hidden_states: `[B, T, E]`, normed.
@@ -71,6 +76,8 @@ class ComposedAttention(nn.Module):
         stages = {}
         if self.composition is not None:
             stages["pre"], stages["post"] = self.composition.assemble(factors)
+        if self.differential is not None:
+            stages["post"] = self.differential.subtract(stages["post"])
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or self.config._attn_implementation, eager_attention_forward
         )
@@ -85,6 +92,8 @@ class ComposedAttention(nn.Module):
             **stages,
             **kwargs,
         )
+        if self.differential is not None:
+            output = self.differential(output)
         return self.o_proj(output.flatten(2)), weights
 
     def _project(

@@ -100,13 +100,14 @@ def relative_pair_flops(config: Any) -> int:
 
 def composed_pair_flops(config: Any) -> int:
     """Score, weighted value, and the composition of each stage."""
+    difference = 2 * config.num_attention_heads if config.differential_heads else 0  # a static matrix of all heads
     stage = stage_flops(
         sides=len(config.compose_sides),
         rank=config.compose_rank if config.compose_low_rank else 0,
         gate=config.compose_gate,
         static_heads=config.num_attention_heads // config.compose_groups if config.compose_static else 0,
     )
-    return 4 * config.head_dim + len(config.compose_stages) * stage
+    return 4 * config.head_dim + len(config.compose_stages) * stage + difference
 
 
 def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:

@@ -10,14 +10,15 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 `E` hidden size, `K` hidden width of the composition generator, `G` head groups, `P` stages (pre, post).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
 from .composition import Composition
-from .eager import dcmha_eager
+from .eager import AttentionMaps, dcmha_eager
 from .triton.attention import dcmha_triton
 from .validation import check_composed_call
 
@@ -27,6 +28,27 @@ COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunke
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keywords of `dcmha_attention` that do not change what it returns, for type checkers."""
+
+    pre: Composition | None
+    post: Composition | None
+    scaling: float | None
+    attention_mask: Tensor | None
+    is_causal: bool
+    sliding_window: int | None
+    first_keys: Tensor | None
+    implementation: str | None
+
+
+@overload
+def dcmha_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_maps: None = None, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
+@overload
+def dcmha_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_maps: Sequence[str], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, AttentionMaps]: ...
 def dcmha_attention(
     query: Tensor,
     key: Tensor,
@@ -40,7 +62,8 @@ def dcmha_attention(
     sliding_window: int | None = None,
     first_keys: Tensor | None = None,
     implementation: str | None = None,
-) -> Tensor:
+    return_maps: Sequence[str] | None = None,
+) -> Tensor | tuple[Tensor, AttentionMaps]:
     """Multi-head attention whose heads are composed before and after the softmax.
 
     Queries are aligned to the end of the keys. Keys and values with fewer heads are repeated (grouped-query attention);
@@ -60,12 +83,31 @@ def dcmha_attention(
             are packed into one row. `chunked` and `triton` build no mask of all pairs for it and, if it is on the CPU,
             skip the keys that it hides.
         implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest one that supports the call.
+        return_maps: names of `AttentionMaps`: maps to return too, which takes `eager` with all of them in memory.
 
     Returns:
-        `[B, T, H, D]`.
+        `[B, T, H, D]`, and with `return_maps` these maps. Composed probabilities can be negative and need not sum to
+        one.
 
     Raises:
-        ValueError: shapes, dtypes or numbers do not fit, or the implementation is unknown or cannot compose heads.
+        ValueError: shapes, dtypes or numbers do not fit, or the implementation is unknown or cannot do what is asked.
+
+    Other interfaces let a function change the maps. FlexAttention's `score_mod` gets the score of one head, and nothing
+    of PyTorch's runs between softmax and values. What that takes, once before and once after the softmax, is a function
+    of all heads of one query and one key, as `post_mod` is here:
+
+    ```python
+    >>> query, key, value = torch.randn(3, 1, 4, 6, 8).unbind()  # [B, H, T, D]
+    >>> post = dynattn.Composition(query_down=torch.randn(1, 6, 2, 4), query_up=torch.randn(1, 6, 2, 4))
+    >>> output, maps = dynattn.dcmha_attention(query, key, value, post=post, return_maps=("probs",))
+    >>> def post_mod(probs, b, q_idx, kv_idx):  # [H] to [H]
+    ...     return probs + post.query_down[b, q_idx] @ probs @ post.query_up[b, q_idx]
+    >>> mixed = torch.zeros_like(maps.probs)
+    >>> for b, q_idx, kv_idx in itertools.product(range(1), range(6), range(6)):
+    ...     mixed[b, :, q_idx, kv_idx] = post_mod(maps.probs[b, :, q_idx, kv_idx], b, q_idx, kv_idx)
+    >>> torch.testing.assert_close((mixed @ value).transpose(1, 2), output)
+
+    ```
     """
     check_composed_call(
         query,
@@ -78,20 +120,32 @@ def dcmha_attention(
         sliding_window=sliding_window,
         first_keys=first_keys,
     )
+    options: dict[str, Any] = {
+        "pre": pre,
+        "post": post,
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "attention_mask": attention_mask,
+        "is_causal": is_causal,
+        "sliding_window": sliding_window,
+        "first_keys": first_keys,
+    }
+    if return_maps is not None:
+        check_maps(return_maps, implementation)
+        maps: dict[str, Tensor] = {}
+        output, _ = dcmha_eager(query, key, value, **options, observe=maps.__setitem__)
+        return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     name = resolve_implementation(implementation, composed=pre is not None or post is not None)
-    output, _ = IMPLEMENTATIONS[name](
-        query,
-        key,
-        value,
-        pre=pre,
-        post=post,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        attention_mask=attention_mask,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        first_keys=first_keys,
-    )
+    output, _ = IMPLEMENTATIONS[name](query, key, value, **options)
     return output
+
+
+def check_maps(names: Sequence[str], implementation: str | None) -> None:
+    """Raises ValueError unless these are names of maps, and `implementation` (None: any) is one that has them."""
+    if isinstance(names, str) or (unknown := sorted(set(names) - set(AttentionMaps._fields))):
+        wrong = names if isinstance(names, str) else unknown
+        raise ValueError(f"return_maps has {wrong!r}; it must be a tuple with some of {AttentionMaps._fields}")
+    if implementation not in (None, "eager"):
+        raise ValueError(f"implementation={implementation!r} keeps no maps to return; use 'eager', or None")
 
 
 def resolve_implementation(name: str | None, *, composed: bool) -> str:

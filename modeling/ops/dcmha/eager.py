@@ -1,12 +1,31 @@
 """The reference implementation: DCMHA in the order of the paper's equations, with every intermediate in memory."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..masking import both, masked_softmax, split_mask, visible_keys, with_first_keys
 from .composition import Composition
+
+
+class AttentionMaps(NamedTuple):
+    """The maps of a call of `dcmha_attention`, each `[B, H, T, S]`; None for one that was not asked for.
+
+    Scores have a number for every pair, hidden keys included, whose probabilities are 0. Composed probabilities can be
+    negative, and those of a query need not sum to one. Where a stage has no composition, its two maps are the same.
+    """
+
+    scores: Tensor | None = None  # Q K^T * scaling
+    composed_scores: Tensor | None = None  # mixed by `pre`; masks come later
+    probs: Tensor | None = None  # after masks and softmax
+    composed_probs: Tensor | None = None  # mixed by `post`; these weigh the values
+
+
+def ignore(name: str, maps: Tensor) -> None:
+    """Does nothing with the maps `[B, H, T, S]` that `name` names."""
 
 
 def dcmha_eager(
@@ -21,29 +40,36 @@ def dcmha_eager(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
+    observe: Callable[[str, Tensor], None] = ignore,
 ) -> tuple[Tensor, Tensor]:
     """`dcmha_attention` by definition, with the same arguments. Softmax runs in at least float32.
 
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H_kv, S, D]`.
+        observe: called with each name of `AttentionMaps` and these maps `[B, H, T, S]`.
 
     Returns:
-        The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, whose rows need not sum to one.
+        The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, which can be negative and whose rows
+        need not sum to one.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
+    observe("scores", scores)
     if pre is not None:
         scores = compose(scores, pre)
+    observe("composed_scores", scores)
     structural = visible_keys(
         scores.shape[-2], scores.shape[-1], is_causal=is_causal, sliding_window=sliding_window, device=scores.device
     )
     given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
     probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
+    observe("probs", probs)
     if post is not None:
         probs = compose(probs, post)
     probs = probs.to(value.dtype)  # float32 factors of half precision heads make float32 maps
+    observe("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
 
 

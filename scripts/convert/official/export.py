@@ -20,6 +20,7 @@ CONSTANTS: dict[str, Any] = {
     "compose_low_rank": True,
     "compose_gate": True,
     "compose_static": False,
+    "differential_heads": False,
     "compose_rank": 2,
     "compose_groups": 1,
     "compose_act": "gelu",

@@ -15,6 +15,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     RCMHAConfig,
     RCMHAForCausalLM,
+    mixer_fields,
 )
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED
 from dynattn.scripts.benchmark.harness.shapes import Shape
@@ -67,6 +68,11 @@ def test_each_term_of_the_composition_counts(options: dict[str, Any], stage: int
     config = {"hidden_size": 16, "num_attention_heads": 4, "compose_rank": 2}
     assert ModelFlops.of(dcformer(**config, **options)).pair == 4 * (4 * 4 + 2 * stage)
     assert ModelFlops.of(dcformer(**config, **options, compose_post=False)).pair == 4 * (4 * 4 + stage)
+
+
+def test_differential_heads_are_a_matrix_of_all_heads() -> None:
+    flops = ModelFlops.of(dcformer(hidden_size=16, num_attention_heads=4, **mixer_fields("differential")))
+    assert flops.pair == 4 * (4 * 4 + 2 * 4)
 
 
 def test_relative_attention_by_hand() -> None:

@@ -254,6 +254,16 @@ def test_foreseeable_mistakes_are_one_clear_error(changes: dict[str, Any], messa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_published_mixer_is_a_setting_of_the_model(corpus: Path, tmp_path: Path):
+    config = {"mixer": "differential", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    result = run(tmp_path / "run", corpus, model_type="dcpythia", model_config=config, max_steps=3)
+    saved = json.loads((result.model / "config.json").read_text())
+    assert saved["differential_heads"]
+    assert "mixer" not in saved
+    with pytest.raises(UserError, match="mixer='knocking_heads' mixes the features"):
+        run(tmp_path / "other", corpus, model_type="dcformer", model_config={"mixer": "knocking_heads"})
+
+
 def test_a_given_tokenizer_must_fit_a_given_model(finished: Result, corpus: Path, tmp_path: Path):
     train_bpe([builtin_documents("validation")], vocab_size=400).save_pretrained(tmp_path / "large")
     changes = {

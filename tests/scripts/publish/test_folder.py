@@ -44,11 +44,14 @@ SMALL = {
 }
 
 
-def save_model(folder: Path, family: str = "DCFormer", head: str = "ForCausalLM", **options: Any) -> None:
+def save_model(
+    folder: Path, family: str = "DCFormer", head: str = "ForCausalLM", mixer: str = "dcmha", **options: Any
+) -> None:
     torch.manual_seed(1)
     config_class = getattr(dynattn, f"{family}Config")
     fields = {field.name for field in dataclasses.fields(config_class)}
-    config = config_class(**{name: value for name, value in SMALL.items() if name in fields})
+    given = {**dynattn.mixer_fields(mixer), **SMALL}
+    config = config_class(**{name: value for name, value in given.items() if name in fields})
     getattr(dynattn, f"{family}{head}")(config).save_pretrained(folder, **options)
 
 
@@ -167,6 +170,23 @@ def test_every_family_and_head_works_without_the_package(
     assert ("generated" in output.out) == (head == "ForCausalLM")
     assert "no tokenizer" in output.err
     assert (tmp_path / "tiny-hub" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer"),
+    [
+        ("DCFormer", "differential"),
+        pytest.param("DCPythia", "talking_heads", marks=pytest.mark.slow),
+        pytest.param("DCFormer", "head_convolution", marks=pytest.mark.slow),
+        pytest.param("DCPythia", "modded_nanogpt", marks=pytest.mark.slow),
+    ],
+)
+def test_published_mixers_work_without_the_package(
+    family: str, mixer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "tiny", family, mixer=mixer)
+    assert main(["publish", str(tmp_path / "tiny")]) == 0
+    assert "generated" in capsys.readouterr().out
 
 
 def answer_in_this_process(work: Path) -> None:

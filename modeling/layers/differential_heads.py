@@ -1,0 +1,64 @@
+"""The parts of differential attention (arXiv 2410.05258) that are not in the attention op."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.mixers import difference_of_pairs
+from .rms_norm import RMSNorm
+
+LAMBDA_STD = 0.1
+
+
+class DifferentialHeads(nn.Module):
+    """The learned scalar of a layer (lambda, equations 2 and 3) and the norm of the pairs' outputs.
+
+    Pairs are those of `differential_heads`, the layout of Transformers' DiffLlama. Weights: `lambda_q1`, `lambda_k1`,
+    `lambda_q2` and `lambda_k2`, each `[D]`, and the scale `norm.weight` `[2D]`, which all pairs share.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.num_heads: int = config.num_attention_heads
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)  # layers count from 0 here, from 1 in the paper
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(torch.empty(config.head_dim)) for _ in range(4)
+        )
+        self.norm = RMSNorm(2 * config.head_dim, config.head_norm_eps)
+
+    def subtract(self, post: Composition | None) -> Composition:
+        """Returns the composition `post` with the difference of each pair's probabilities added to its terms."""
+        difference = difference_of_pairs(self._weight(), self.num_heads)
+        post = Composition() if post is None else post
+        return replace(post, static=difference if post.static is None else post.static + difference)
+
+    def forward(self, output: Tensor) -> Tensor:
+        """Norms the output of each pair.
+
+        Args:
+            output: of the attention op, `[B, T, H, D]`.
+
+        Returns:
+            `[B, T, H/2, 2D]`.
+        """
+        pairs = output.unflatten(2, (2, -1)).transpose(2, 3).flatten(3)
+        return self.norm(pairs) * (1 - self.lambda_init)
+
+    def _weight(self) -> Tensor:
+        """Lambda, a scalar in the dtype of the weights, computed in at least float32."""
+        dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        first = torch.sum(self.lambda_q1 * self.lambda_k1, dtype=dtype).exp()
+        second = torch.sum(self.lambda_q2 * self.lambda_k2, dtype=dtype).exp()
+        return (first - second + self.lambda_init).to(self.lambda_q1.dtype)
+
+
+@torch.no_grad()
+def init_differential(module: DifferentialHeads) -> None:
+    """Draws the initial weights of the paper; those of the norm are not drawn."""
+    for weight in (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2):
+        init.normal_(weight, std=LAMBDA_STD)
