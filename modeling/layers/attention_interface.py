@@ -80,7 +80,7 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         if paged is not None:
             stages = (pre, post)
             return paged.attend(module.layer_idx, query, key, value, *stages, scaling, sliding_window, attend), None
-        masking = mask_arguments(attention_mask, sliding_window)
+        masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
         check_composed_call(
             query,
             key,
@@ -97,12 +97,12 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
     return forward
 
 
-def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None) -> dict[str, Any]:
+def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool = True) -> dict[str, Any]:
     """The ops' arguments for a mask of `chunked_mask`: `[B, 1, T, S]` is complete, `[B, S]` only hides padding."""
     if attention_mask is not None and attention_mask.ndim == 4:
         return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
     visible = None if attention_mask is None else attention_mask[:, None, None, :]
-    return {"attention_mask": visible, "is_causal": True, "sliding_window": sliding_window}
+    return {"attention_mask": visible, "is_causal": is_causal, "sliding_window": sliding_window}
 
 
 def implementation_for(config: Any, options: dict[str, Any]) -> str:

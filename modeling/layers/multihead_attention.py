@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...configuration.multihead_config import ComposeOptions, MultiheadConfig, make_config
+from ...configuration.multihead_config import ComposeOptions, make_config
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
-from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.eager import dcmha_eager
-from .head_composition import DynamicComposition, init_composition
+from .head_composition import init_composition
 from .multihead_inputs import check_masks, check_shapes, merge_masks
+from .side_generators import SideGenerators
 
 
-class ComposedMultiheadAttention(nn.MultiheadAttention):
+class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` whose heads are composed before and after the softmax (DCMHA, arXiv 2405.08553).
 
     It takes the place of PyTorch's module: constructor, `forward`, and the names and shapes of all projection weights
@@ -64,9 +64,6 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
     ```
     """
 
-    composition: DynamicComposition | None
-    key_composition: DynamicComposition | None
-
     def __init__(
         self,
         embed_dim: int,
@@ -94,11 +91,10 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
         )
         self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         self.q_norm, self.k_norm, self.implementation = q_norm, k_norm, implementation
-        self.composition = self.key_composition = None
         if self.num_key_value_heads != num_heads:
             self._separate_projections()
-        if config.composes:
-            self._add_composition(config, cross_attention or kdim is not None, device, dtype)
+        across = cross_attention or kdim is not None
+        self.add_generators(config, cross_attention=across, key_size=self.kdim, device=device, dtype=dtype)
         resolve_implementation(implementation, composed=config.composes)
         self._computes_as_torch = (
             not config.composes
@@ -179,7 +175,7 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
                 f"is_causal=True is ambiguous for {queries} queries and {keys} keys; "
                 "give an attn_mask that says which keys a query sees"
             )
-        pre, post = self._compose(query, key)
+        pre, post = self.compose(query, key)
         heads = self._project(query, key, value)
         options: dict[str, Any] = {
             "pre": pre,
@@ -193,17 +189,6 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
         else:
             output = dcmha_attention(*heads, implementation=self.implementation, **options)
         return self.out_proj(output.flatten(2)), probs
-
-    def _compose(self, query: Tensor, key: Tensor) -> tuple[Composition | None, Composition | None]:
-        """The compositions (pre, post) of `query` `[B, T, E]` and `key` `[B, S, kdim]`."""
-        if self.composition is None:
-            return None, None
-        factors = self.composition(query)
-        if self.key_composition is not None:
-            factors |= self.key_composition(key)
-        elif "key" in factors and key is not query:
-            factors["key"] = self.composition(key)["key"]
-        return self.composition.assemble(factors)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]` of `[B, T, E]`, `[B, S, kdim]`, `[B, S, vdim]`."""
@@ -252,24 +237,6 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
             self.in_proj_bias = nn.Parameter(like.new_empty(self.embed_dim + 2 * key_size))
         self._reset_parameters()
 
-    def _add_composition(
-        self, config: MultiheadConfig, cross_attention: bool, device: Any, dtype: torch.dtype | None
-    ) -> None:
-        """Makes the generators of factors: one, or in cross-attention one for each side."""
-        query_sides = tuple(side for side in config.compose_sides if side == "query" or not cross_attention)
-        self.composition = DynamicComposition(config, sides=query_sides)
-        if cross_attention and config.composes_keys:
-            self.key_composition = DynamicComposition(config, sides=("key",), input_size=self.kdim, static=False)
-        self._init_scale = float(config.compose_init_scale)
-        for generator in self._generators():
-            generator.to(device=device, dtype=dtype)
-            init_composition(generator, self._init_scale)
-
-    def _generators(self) -> list[DynamicComposition]:
-        """The generators of factors that exist, also while the constructor runs."""
-        made = (getattr(self, name, None) for name in ("composition", "key_composition"))
-        return [generator for generator in made if generator is not None]
-
     def _reset_parameters(self) -> None:
         """Draws the initial weights: of the projections as PyTorch does, of the composition as `init_composition`."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -281,7 +248,7 @@ class ComposedMultiheadAttention(nn.MultiheadAttention):
         for bias in (self.bias_k, self.bias_v):
             if bias is not None:
                 nn.init.xavier_normal_(bias)
-        for generator in self._generators():
+        for generator in self.generators():
             init_composition(generator, self._init_scale)
 
     def _refuse_unsupported(self) -> None:

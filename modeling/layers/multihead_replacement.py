@@ -1,10 +1,11 @@
-"""Composed heads for a model that was built with `torch.nn.MultiheadAttention`."""
+"""Composed heads for a model that was built with `torch.nn.MultiheadAttention` or a class that has an adapter."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from .foreign_attention import ADAPTERS, adapter_of, plan_composition
 from .head_composition import init_composition
 from .multihead_attention import ComposedMultiheadAttention
 
@@ -24,6 +25,9 @@ HOOKS = (
 
 def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **options: Any) -> list[str]:
     """Replaces every `torch.nn.MultiheadAttention` of `model`, in place, by a `ComposedMultiheadAttention`.
+
+    The attention of Transformers' DETR and of timm's vision transformers gets composed heads, too (`ADAPTERS` in
+    `foreign_attention.py`). Such a module stays the same object; generators of factors are added to it.
 
     The composition starts as the identity: outputs do not change. Second factors, gates and static matrices are zero
     and get gradients at once; the first factors are not zero, and get theirs as soon as the second are not. Parameters
@@ -55,9 +59,18 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     ```
     """
     chosen = _find_attention(model, names)
-    composed = {attention: _composed_from(name, attention, options) for name, attention in chosen.items()}
+    composed: dict[nn.Module, nn.Module] = {}
+    changes: dict[nn.Module, Callable[[], None]] = {}
     for name, attention in chosen.items():
-        model.set_submodule(name, composed[attention])
+        if isinstance(attention, nn.MultiheadAttention):
+            composed.setdefault(attention, _composed_from(name, attention, options))
+        else:
+            changes.setdefault(attention, _plan_from(name, attention, options))
+    for name, attention in chosen.items():
+        if attention in composed:
+            model.set_submodule(name, composed[attention])
+    for change in changes.values():
+        change()
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and set(module.modules()) & set(composed.values()):
             # In inference the encoder would hand padded batches to its layers as nested tensors.
@@ -65,21 +78,45 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     return list(chosen)
 
 
-def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.MultiheadAttention]:
+def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
     """The modules to be replaced by their names; one that has several names is there under each."""
     found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.MultiheadAttention
+        if type(module) is nn.MultiheadAttention or adapter_of(module) is not None
     }
     if "" in found:
-        raise ValueError("the model is a torch.nn.MultiheadAttention itself; make a ComposedMultiheadAttention instead")
+        raise ValueError(
+            f"the model is a {type(model).__name__} itself; give a module that contains it, or make a "
+            "ComposedMultiheadAttention instead"
+        )
     if not found:
-        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone)")
+        known = ", ".join(sorted(ADAPTERS))
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), and none of "
+            f"{known}"
+        )
     wanted = list(found) if names is None else list(names)
     if unknown := sorted(set(wanted) - found.keys()):
-        raise ValueError(f"names has {unknown}, which are no torch.nn.MultiheadAttention; choose from {list(found)}")
+        raise ValueError(f"names has {unknown}, which are no attention that can be replaced; choose from {list(found)}")
     return {name: found[name] for name in wanted}
+
+
+def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Callable[[], None]:
+    """What adds composed heads to `attention`, which has an adapter."""
+    adapter = adapter_of(attention)
+    assert adapter is not None
+    _check_options(options, ())
+    try:
+        return plan_composition(adapter, attention, options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_options(options: dict[str, Any], given: Iterable[str]) -> None:
+    """Raises ValueError for options that would change the projections, which a module has already."""
+    if fixed := sorted(options.keys() & ({*given, *FIXED_OPTIONS} - {"dropout"})):
+        raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
 
 
 def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[str, Any]) -> ComposedMultiheadAttention:
@@ -98,8 +135,7 @@ def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[st
         "vdim": attention.vdim,
         "batch_first": attention.batch_first,
     }
-    if fixed := sorted(options.keys() & ({*given, *FIXED_OPTIONS} - {"dropout"})):
-        raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
+    _check_options(options, given)
     try:
         composed = ComposedMultiheadAttention(
             attention.embed_dim,
@@ -111,7 +147,7 @@ def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[st
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    for generator in composed._generators():
+    for generator in composed.generators():
         generator.to_empty(device=weight.device)
         init_composition(generator, scale=0.0)
     composed.train(attention.training)

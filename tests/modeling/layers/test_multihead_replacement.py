@@ -80,7 +80,7 @@ def strengthen(model: nn.Module) -> None:
     """Gives all composition of `model` weights that matter."""
     for module in model.modules():
         if isinstance(module, ComposedMultiheadAttention):
-            for generator in module._generators():
+            for generator in module.generators():
                 init_composition(generator, scale=40.0)
 
 
@@ -293,5 +293,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_a_model_without_such_attention_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has no torch.nn.MultiheadAttention"):
         compose_heads_of(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"is a torch.nn.MultiheadAttention itself; make a Composed"):
+    with pytest.raises(
+        ValueError, match=r"is a MultiheadAttention itself; give a module that contains it, or make a Composed"
+    ):
         compose_heads_of(nn.MultiheadAttention(4, 2))

@@ -1,0 +1,64 @@
+"""Generators of composition factors for an attention module whose queries and keys may come from different inputs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...configuration.multihead_config import MultiheadConfig
+from ..ops.dcmha.composition import Composition
+from .head_composition import DynamicComposition, init_composition
+
+
+class SideGenerators(nn.Module):
+    """Mixed into an attention module: `composition`, and in cross-attention `key_composition` beside it.
+
+    `composition` is a `DynamicComposition` for both sides; in cross-attention for queries, with the static matrices,
+    while `key_composition` is one for keys, if composition is key-wise.
+    """
+
+    composition: DynamicComposition | None
+    key_composition: DynamicComposition | None
+
+    def add_generators(
+        self,
+        config: MultiheadConfig,
+        *,
+        cross_attention: bool,
+        key_size: int,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Makes the generators and draws their weights; there are none if the configuration composes nothing.
+
+        Args:
+            cross_attention: one generator for each side, not one for both.
+            key_size: width of what keys are generated from, in cross-attention.
+        """
+        self.composition = self.key_composition = None
+        if not config.composes:
+            return
+        query_sides = tuple(side for side in config.compose_sides if side == "query" or not cross_attention)
+        self.composition = DynamicComposition(config, sides=query_sides)
+        if cross_attention and config.composes_keys:
+            self.key_composition = DynamicComposition(config, sides=("key",), input_size=key_size, static=False)
+        self._init_scale = float(config.compose_init_scale)
+        for generator in self.generators():
+            generator.to(device=device, dtype=dtype)
+            init_composition(generator, self._init_scale)
+
+    def generators(self) -> list[DynamicComposition]:
+        """The generators of factors that exist, also while the constructor runs."""
+        made = (getattr(self, name, None) for name in ("composition", "key_composition"))
+        return [generator for generator in made if generator is not None]
+
+    def compose(self, query: Tensor, key: Tensor) -> tuple[Composition | None, Composition | None]:
+        """Returns the compositions (pre, post) of `query` `[B, T, E]` and `key` `[B, S, key_size]`."""
+        if self.composition is None:
+            return None, None
+        factors = self.composition(query)
+        if self.key_composition is not None:
+            factors |= self.key_composition(key)
+        elif "key" in factors and key is not query:
+            factors["key"] = self.composition(key)["key"]
+        return self.composition.assemble(factors)
