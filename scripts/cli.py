@@ -31,6 +31,7 @@ JOBS = CommandTable(
             "dynattn.scripts.publish.main",
             "write a folder that loads anywhere, verify it, push it to the Hub",
         ),
+        "kernel": ("dynattn.scripts.publish.kernel", "write the attention op for Hugging Face's kernels package"),
         "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
         "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
         "doctor": ("dynattn.scripts.doctor.main", "what is installed, what will serve, and what is missing"),
