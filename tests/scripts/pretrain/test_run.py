@@ -255,7 +255,7 @@ def test_foreseeable_mistakes_are_one_clear_error(changes: dict[str, Any], messa
 
 
 def test_a_published_mixer_is_a_setting_of_the_model(corpus: Path, tmp_path: Path):
-    config = {"mixer": "differential", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = {"mixer": "differential", "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
     result = run(tmp_path / "run", corpus, model_type="dcpythia", model_config=config, max_steps=3)
     saved = json.loads((result.model / "config.json").read_text())
     assert saved["differential_heads"]
