@@ -7,9 +7,10 @@ INSTALLED := $(VENV)/.installed
 TYPES := $(VENV)/types
 WORKERS ?= 2
 FUZZ_SECONDS ?= 1800
+FAULTS ?= 100
 RELEASE := build/release
 
-.PHONY: test test-slow fuzz lint quickstart release-check clean
+.PHONY: test test-slow fuzz soak lint quickstart release-check clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -22,6 +23,11 @@ test-slow: $(INSTALLED)
 # Hostile random cases until the time is over; FUZZ_SEED=7 repeats a run.
 fuzz: $(INSTALLED)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -W ignore -m tests.fuzz.main
+
+# Runs that are killed, run out of disk and find their checkpoints damaged, in one process and in one and two by turns.
+soak: $(INSTALLED)
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz.soak --faults $(FAULTS)
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz.soak --faults $(FAULTS) --worlds 1 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -54,15 +54,15 @@ def validate(
     options = {"num_items_in_batch": torch.ones((), device=accelerator.device), **loss_options(unwrapped)}
     nats, targets = 0.0, 0
     share = list(sequences.share(accelerator.process_index, accelerator.num_processes, batch_size))
+    rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
     for indices in share:
         batch = default_collate([sequences[index] for index in indices])
         targets += count_targets(batch["labels"], batch.get("shift_labels"))
         nats += memory.loss(unwrapped, {**to_device(batch, accelerator.device), **options}).item()
-    if engine.is_collective:
-        # Processes whose share is smaller run along, or the others would wait for them.
+    # Processes whose share is smaller run along, or the others would wait for them.
+    for _ in range(len(share), rounds):
         batch = to_device(default_collate([sequences[0]]), accelerator.device)
-        for _ in range(len(share), max(gather_object([len(share)]))):
-            memory.empty_copy().loss(unwrapped, {**batch, **options})
+        memory.empty_copy().loss(unwrapped, {**batch, **options})
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])

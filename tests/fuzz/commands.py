@@ -72,11 +72,12 @@ def run_command(argv: Sequence[str], seconds: float, prepare: Callable[[], objec
         TimeoutError: it hangs.
         EOFError: it crashes.
     """
-    with in_child(lambda tell: tell(_run(argv, prepare))) as child:
+    with in_child(lambda tell: tell(run_here(argv, prepare))) as child:
         return child.hear(seconds)
 
 
-def _run(argv: Sequence[str], prepare: Callable[[], object]) -> Ended:
+def run_here(argv: Sequence[str], prepare: Callable[[], object]) -> Ended:
+    """Runs `dynattn ARGV` in this process, whose memory is limited from then on, after `prepare`."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     output, errors = io.StringIO(), io.StringIO()
     status, exception = None, None

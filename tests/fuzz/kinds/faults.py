@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from safetensors.torch import load_file
+
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 
 from ..commands import PRETRAIN, Ended, as_options, checkpoints, expect_one_line, run_command
@@ -69,14 +71,15 @@ def undisturbed() -> dict[str, Any]:
 
 
 def summary(output: Path) -> dict[str, Any]:
-    """The lines of metrics without times, checksums of the weights, and which files there are."""
+    """The lines of metrics without times, checksums of all tensors, and which files there are."""
     lines = [
         {name: value for name, value in line.items() if not any(word in name for word in TIMED)}
         for line in read_metrics(output / "metrics.jsonl")
     ]
     weights = {
-        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+        f"{path.relative_to(output)} {name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
         for path in sorted(output.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
     }
     return {"curve": lines, "weights": weights, "folder": sorted(path.name for path in output.iterdir())}
 
