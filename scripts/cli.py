@@ -22,6 +22,7 @@ JOBS = CommandTable(
         ),
         "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
         "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
+        "serve": ("dynattn.scripts.serve.main", "the transformers serve command with our model types registered"),
         "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
         "benchmark": (
             "dynattn.scripts.benchmark.main",

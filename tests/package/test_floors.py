@@ -24,6 +24,7 @@ FLOORS = (
         "scripts.publish",
         "scripts.benchmark",
         "scripts.doctor",
+        "scripts.serve",
     ),
     ("scripts.reproduce",),  # a study runs the other jobs
     ("scripts",),

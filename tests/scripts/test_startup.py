@@ -26,8 +26,9 @@ COMMANDS = [
     *(["convert", conversion] for conversion in CONVERSIONS.commands),
     *(["reproduce", study] for study in STUDIES.commands),
 ]
-# These have options of their own; convert and reproduce only choose what has.
-WITH_OPTIONS = [command for command in COMMANDS if command not in (["convert"], ["reproduce"], ["lm-eval"])]
+# These have options of their own; convert and reproduce only choose what has, lm-eval and serve hand theirs on.
+WITHOUT_OPTIONS = (["convert"], ["reproduce"], ["lm-eval"], ["serve"])
+WITH_OPTIONS = [command for command in COMMANDS if command not in WITHOUT_OPTIONS]
 
 
 def run(*arguments: str) -> tuple[int, list[str]]:

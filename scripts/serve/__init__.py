@@ -1,0 +1,1 @@
+"""`dynattn serve`: Transformers' HTTP server with our models."""

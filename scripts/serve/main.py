@@ -1,0 +1,31 @@
+"""The `transformers serve` command with our model types registered: an HTTP server of chat completions, with streaming.
+
+Run: `dynattn serve CHECKPOINT --continuous-batching --port 8000`
+
+All options are those of `transformers serve`, whose `--help` tells them; by itself it cannot load our models. With
+`--continuous-batching` requests are computed together, and without it one after the other.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from ..common.errors import UserError
+
+# What Transformers' server needs beside what this package needs.
+PACKAGES = ("fastapi", "uvicorn", "openai")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is interrupted.
+
+    Raises:
+        UserError: packages of the server are missing, or this version of Transformers is not served.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else 2
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise UserError(f"the server needs {', '.join(missing)}; pip install 'dynattn[serving]'")
+    from .server import run
+
+    return run(argv)

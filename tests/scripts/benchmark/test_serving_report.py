@@ -1,0 +1,27 @@
+"""The report on serving: its numbers are those of the answers, and all servers give the same tokens."""
+
+import json
+from pathlib import Path
+
+from dynattn.scripts.benchmark.serving_report import Answer, main, summarize
+
+
+def test_a_summary_counts_from_when_clients_send() -> None:
+    answers = [Answer(10.0, [11.0, 11.5, 12.0], [1, 2, 3]), Answer(11.0, [14.0, 14.1, 15.0], [1, 2, 3])]
+    found = summarize(answers)
+    assert found["requests_per_second"] == 2 / 5
+    assert found["first_token"] == 2.0 and found["first_token_p95"] == 2.9
+    assert found["between_tokens"] == 0.5 and 0.5 < found["between_tokens_p95"] < 0.9
+
+
+def test_a_small_run_writes_a_record_and_a_table(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "width": 8, "vocabulary": 64, "longest": 20, "new": 4, "rounds": 1, "requests": 1}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    main([str(tmp_path), "--clients", "1", "3", *words])
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [run["clients"] for run in record["runs"]] == [1] * 4 + [3] * 4
+    assert all(run["same"] == run["requests"] == 4 for run in record["runs"])
+    table = (tmp_path / "table.md").read_text()
+    assert "| 3 | plain batching | " in table and "`generate`:\n32 of 32" in table
+    (row,) = [line.split(" | ") for line in table.splitlines() if line.startswith("| 3 | generate | ")]
+    assert row[3:5] == ["1.00", "1.00"]

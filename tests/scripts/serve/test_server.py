@@ -1,0 +1,150 @@
+"""`dynattn serve` over loopback: chat completions, streamed and at once, are the tokens of `generate`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.models import SMALL, make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn.scripts import cli
+from dynattn.scripts.serve import main as serve
+
+NEW = 10
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
+MESSAGES = ["hello", "What is 2 + 2?", "a", "Tell me everything that you know about attention heads. " * 3]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, in the vocabulary of `SMALL`."""
+    words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 126))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, str]:
+    """A DCFormer, and its folder with a tokenizer and a chat template."""
+    model = make_model(max_position_embeddings=2048, eos_token_id=1, pad_token_id=0)
+    return model, save(model, tmp_path_factory.mktemp("dcformer"))
+
+
+@pytest.fixture(scope="module")
+def port(composed: tuple[PreTrainedModel, str]) -> Iterator[int]:
+    """Of a server that runs, with continuous batching."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    command = [sys.executable, "-m", "dynattn.scripts.cli", "serve"]
+    command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(number), "--cb-num-blocks", "64"]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            wait_for(f"http://127.0.0.1:{number}/health", server)
+            yield number
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(address, timeout=1):
+                return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail("the server does not answer")
+
+
+def ask(port: int, model: str, content: str, **options: Any) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW, **options}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def streamed(text: str) -> str:
+    """The content of all server-sent events."""
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, content: str) -> str:
+    tokenizer = make_tokenizer()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": content}], return_tensors="pt")["input_ids"]
+    tokens = model.generate(prompt, max_new_tokens=NEW, do_sample=False)[0, prompt.shape[1] :]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+def test_chat_completions_at_the_same_time_are_those_of_generate(
+    port: int, composed: tuple[PreTrainedModel, str]
+) -> None:
+    model, folder = composed
+    answers = [expected(model, content) for content in MESSAGES]
+    assert len(set(answers)) > 1
+    with ThreadPoolExecutor(8) as clients:
+        whole = list(clients.map(lambda content: ask(port, folder, content), MESSAGES))
+        parts = list(clients.map(lambda content: ask(port, folder, content, stream=True), MESSAGES))
+    assert [json.loads(answer)["choices"][0]["message"]["content"] for answer in whole] == answers
+    assert [streamed(answer) for answer in parts] == answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"stream": True}], ids=["at once", "streamed"])
+def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
+    port: int, composed: tuple[PreTrainedModel, str], options: dict[str, Any]
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(port, composed[1], "hello", max_tokens=5000, **options)
+    assert refused.value.code == 400
+    assert "needs more than max_position_embeddings (2048) positions" in refused.value.read().decode()
+    assert ask(port, composed[1], "hello", **options)
+
+
+@pytest.mark.slow
+def test_rcmha_is_refused_with_our_message(port: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    folder = save(RCMHAForCausalLM(RCMHAConfig(vocab_size=SMALL["vocab_size"], eos_token_id=1)), tmp_path)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(port, folder, "hello")
+    assert refused.value.code == 400
+    assert "continuous batching keeps only keys and values of earlier tokens" in refused.value.read().decode()
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert cli.main(["serve", "somewhere"]) == 2
+    assert "the server needs fastapi, uvicorn, openai; pip install 'dynattn[serving]'" in capsys.readouterr().err
