@@ -1,11 +1,7 @@
 """`dynattn serve` over loopback: chat completions, streamed and at once, are the tokens of `generate`."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,71 +12,33 @@ from typing import Any
 import pytest
 import torch
 from cases.models import SMALL, make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from cases.serving import free_port, make_tokenizer, running_server, save_with_tokenizer
+from transformers import PreTrainedModel
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.serve import main as serve
 
 NEW = 10
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
 MESSAGES = ["hello", "What is 2 + 2?", "a", "Tell me everything that you know about attention heads. " * 3]
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, in the vocabulary of `SMALL`."""
-    words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 126))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    made.chat_template = TEMPLATE
-    return made
-
-
-def save(model: PreTrainedModel, folder: Path) -> str:
-    model.generation_config.do_sample = False
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, str]:
     """A DCFormer, and its folder with a tokenizer and a chat template."""
     model = make_model(max_position_embeddings=2048, eos_token_id=1, pad_token_id=0)
-    return model, save(model, tmp_path_factory.mktemp("dcformer"))
+    return model, save_with_tokenizer(model, tmp_path_factory.mktemp("dcformer"))
 
 
 @pytest.fixture(scope="module")
 def port(composed: tuple[PreTrainedModel, str]) -> Iterator[int]:
     """Of a server that runs, with continuous batching."""
     pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
+    number = free_port()
     command = [sys.executable, "-m", "dynattn.scripts.cli", "serve"]
     command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(number), "--cb-num-blocks", "64"]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
-        try:
-            wait_for(f"http://127.0.0.1:{number}/health", server)
-            yield number
-        finally:
-            server.terminate()
-            server.wait(30)
-
-
-def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(address, timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail("the server does not answer")
+    with running_server(command, number, Path.cwd()):
+        yield number
 
 
 def ask(port: int, model: str, content: str, **options: Any) -> str:
@@ -137,7 +95,9 @@ def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
 @pytest.mark.slow
 def test_rcmha_is_refused_with_our_message(port: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    folder = save(RCMHAForCausalLM(RCMHAConfig(vocab_size=SMALL["vocab_size"], eos_token_id=1)), tmp_path)
+    folder = save_with_tokenizer(
+        RCMHAForCausalLM(RCMHAConfig(vocab_size=SMALL["vocab_size"], eos_token_id=1)), tmp_path
+    )
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(port, folder, "hello")
     assert refused.value.code == 400

@@ -1,0 +1,65 @@
+"""Checkpoints with a tokenizer and a chat template, and a server that runs during a test."""
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, in a vocabulary of 97."""
+    words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 126))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def save_with_tokenizer(model: PreTrainedModel, folder: Path) -> str:
+    """Saves a model that answers greedily, and returns the folder."""
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def running_server(command: Sequence[str], port: int, folder: Path) -> Iterator[None]:
+    """Runs a command in a folder until the end of the block, which begins when its server answers."""
+    with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", server)
+            yield
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(address, timeout=1):
+                return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail("the server does not answer")
