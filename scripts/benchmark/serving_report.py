@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where to write record.json and table.md")
     numbers = {"threads": 1, "rounds": 3, "requests": 2, "layers": 6, "heads": 8, "width": 64}
-    numbers |= {"vocabulary": 8192, "shortest": 16, "longest": 256, "new": 32, "seed": 0}
+    numbers |= {"vocabulary": 8192, "shortest": 16, "longest": 256, "new": 64, "seed": 0}
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64], help="clients at once")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
