@@ -1,14 +1,16 @@
 """The arguments of `dynattn pretrain`: their meanings, defaults and ranges."""
 
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ..common.errors import UserError
+from .mappings import SourceOptions, parse_mapping, parse_source, require
 
 Precision = Literal["no", "bf16"]
 EngineName = Literal["ddp", "fsdp2", "hsdp"]
+Packing = Literal["concatenate", "best_fit"]
 
 POSITIVE = (
     "vocab_size",
@@ -25,10 +27,19 @@ POSITIVE = (
     "log_every",
     "eval_every",
     "save_every",
+    "shuffle_buffer",
+)
+NOT_NEGATIVE = (
+    "freeze_parent_steps",
+    "warmup_steps",
+    "weight_decay",
+    "dataloader_workers",
+    "keep_checkpoints",
+    "skip_sequences",
+    "tokenizer_workers",
 )
 # Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
 SMALLEST_EPSILON = 1e-37
-NOT_NEGATIVE = ("freeze_parent_steps", "warmup_steps", "weight_decay", "dataloader_workers", "keep_checkpoints")
 FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 # Adam never forgets with a decay of 1.
 BELOW_ONE = ("adam_beta1", "adam_beta2")
@@ -68,7 +79,25 @@ class PretrainArguments:
 
     dataset: str = field(
         default="builtin",
-        metadata={"help": "builtin, a .txt/.jsonl/.parquet file, glob or folder, or a Hub dataset name"},
+        metadata={
+            "help": "builtin, a .txt/.jsonl/.parquet file, glob or folder, a Hub dataset name, or a Megatron .idx file"
+        },
+    )
+    mixture: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "several sources in place of dataset: a name for each with its dataset, its weight or epochs, and "
+            "perhaps max_epochs; a mapping in YAML, JSON on the command line"
+        },
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "read and tokenize the dataset while the run trains, instead of before"}
+    )
+    shuffle_buffer: int = field(
+        default=4096, metadata={"help": "sequences of a stream that are shuffled among each other"}
+    )
+    skip_sequences: int = field(
+        default=0, metadata={"help": "sequences to pass over first, such as those that the parent has read"}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "configuration name of a Hub dataset"})
     train_split: str = field(default="train", metadata={"help": "split of a Hub dataset to train on"})
@@ -81,15 +110,33 @@ class PretrainArguments:
     )
     text_column: str = field(default="text", metadata={"help": "column that holds the text"})
 
+    chat_column: str | None = field(
+        default=None,
+        metadata={"help": "column of conversations to train on; only what the assistant says is then a target"},
+    )
+
     tokenizer: str | None = field(
         default=None,
         metadata={"help": "bpe (train one on the data), a folder or a Hub name; if not given: init_from, or bpe"},
     )
     vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer that bpe trains"})
 
+    tokenizer_workers: int = field(
+        default=0, metadata={"help": "processes that tokenize; 0 leaves it to the tokenizer"}
+    )
+    token_cache: str | None = field(
+        default=None,
+        metadata={"help": "folder of tokenized data that runs share, and from which interrupted tokenizing goes on"},
+    )
+
     sequence_length: int = field(default=256, metadata={"help": "tokens in each packed sequence"})
     mask_documents: bool = field(
         default=True, metadata={"help": "keep attention inside each document of a packed sequence"}
+    )
+
+    packing: Packing = field(
+        default="concatenate",
+        metadata={"help": "concatenate documents and cut, or best_fit: few documents are cut, and there is padding"},
     )
 
     carry_memory: bool = field(
@@ -179,7 +226,8 @@ class PretrainArguments:
 
     def __post_init__(self) -> None:
         """Resolves what depends on other values and checks every range."""
-        self.model_config = _parse_mapping(self.model_config)
+        self.model_config = parse_mapping("model_config", self.model_config)
+        self.mixture = parse_mapping("mixture", self.mixture)
         # YAML reads a bare `no` as false.
         if str(self.mixed_precision) == "False":
             self.mixed_precision = "no"
@@ -196,6 +244,13 @@ class PretrainArguments:
         return self.model_config if isinstance(self.model_config, dict) else {}
 
     @property
+    def sources(self) -> Mapping[str, SourceOptions]:
+        """The sources of training data by name; the one of `dataset` is called `train`."""
+        if not isinstance(self.mixture, dict):
+            return {"train": SourceOptions(self.dataset, weight=1.0)}
+        return {name: parse_source(name, options) for name, options in self.mixture.items()}
+
+    @property
     def treats_composition_apart(self) -> bool:
         """Whether the weights that compose heads follow a schedule of their own."""
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
@@ -204,40 +259,38 @@ class PretrainArguments:
         self._check_limits()
         for name in POSITIVE:
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "positive")
+            require(value is None or value > 0, name, value, "positive")
         for name in NOT_NEGATIVE:
             value = getattr(self, name)
-            _require(value is None or value >= 0, name, value, "zero or more")
+            require(value is None or value >= 0, name, value, "zero or more")
         for name in FRACTIONS:
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
         for name in BELOW_ONE:
-            _require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
-        _require(
-            self.adam_epsilon >= SMALLEST_EPSILON, "adam_epsilon", self.adam_epsilon, f"{SMALLEST_EPSILON} or more"
-        )
-        _require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
-        _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
-        for name, kind in {"mixed_precision": Precision, "engine": EngineName}.items():
+            require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        require(self.adam_epsilon >= SMALLEST_EPSILON, "adam_epsilon", self.adam_epsilon, f"{SMALLEST_EPSILON} or more")
+        require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
+        require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
+        for name, kind in {"mixed_precision": Precision, "packing": Packing, "engine": EngineName}.items():
             value, choices = getattr(self, name), get_args(kind)
-            _require(value is None or value in choices, name, value, f"one of {choices}")
+            require(value is None or value in choices, name, value, f"one of {choices}")
 
     def _check_limits(self) -> None:
         """Refuses missing values, and numbers that nothing can compute with."""
         for argument in fields(self):
             name, value = argument.name, getattr(self, argument.name)
-            _require(value is not None or argument.default is None, name, value, "given, or left out")
+            require(value is not None or argument.default is None, name, value, "given, or left out")
             if isinstance(value, float) and name not in MAY_BE_INFINITE:
-                _require(not math.isinf(value), name, value, "finite")
+                require(not math.isinf(value), name, value, "finite")
             if isinstance(value, int) and name != "seed":
-                _require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
-        _require(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
-        _require(
+                require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
+        require(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
+        require(
             self.dataloader_workers <= MOST_WORKERS,
             "dataloader_workers",
             self.dataloader_workers,
             f"at most {MOST_WORKERS}",
         )
-        _require(_is_writable_name(str(self.output)), "output", repr(self.output), "a path in UTF-8 without null bytes")
+        require(_is_writable_name(str(self.output)), "output", repr(self.output), "a path in UTF-8 without null bytes")
 
     def _check_combinations(self) -> None:
         if self.max_steps is not None and self.epochs is not None:
@@ -245,6 +298,7 @@ class PretrainArguments:
         fresh = [name for name in ("model_type", "model_size", "model_config") if getattr(self, name)]
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
+        self._check_data()
         if self.carry_memory and self.mask_documents:
             raise UserError(
                 "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
@@ -260,27 +314,27 @@ class PretrainArguments:
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
             )
 
-
-def _parse_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    if not isinstance(value, str):
-        parsed = value
-    else:
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"model_config {value!r} is not JSON ({error}); write it like '{{\"hidden_size\": 64}}'"
-            ) from error
-    if parsed is not None and not isinstance(parsed, dict):
-        raise UserError(f"model_config must be a mapping of field names to values, not {value!r}")
-    return parsed
+    def _check_data(self) -> None:
+        """Refuses ways of reading that exclude each other."""
+        sources = self.sources
+        if self.mixture is not None and self.dataset != "builtin":
+            raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
+        if len({source.weight is None for source in sources.values()}) > 1:
+            raise UserError("some sources of the mixture have weights and others epochs; choose one for all")
+        for option in ("mixture", "streaming", "skip_sequences", "chat_column"):
+            if self.carry_memory and getattr(self, option):
+                raise UserError(f"carry_memory reads one text from its start to its end; leave out {option}")
+        if self.carry_memory and self.packing != "concatenate":
+            raise UserError(f"carry_memory reads a stream without gaps; leave out packing={self.packing}")
+        for option in ("mixture", "skip_sequences"):
+            if self.streaming and getattr(self, option):
+                raise UserError(f"streaming reads one dataset from its start; leave out {option} or streaming")
+        if self.streaming and (self.packing != "concatenate" or self.max_steps is None):
+            raise UserError("a stream has no end that is known: give max_steps, and leave out packing: best_fit")
+        if self.tokenizer == "bpe" and (self.streaming or self.chat_column):
+            raise UserError("a tokenizer that exists is needed for streaming and chat_column; set tokenizer")
 
 
 def _is_writable_name(path: str) -> bool:
     """Whether libraries in Rust, which know paths in UTF-8 alone, can write there."""
     return "\0" not in path and path == path.encode("utf-8", "replace").decode()
-
-
-def _require(condition: bool, name: str, value: object, limit: str) -> None:
-    if not condition:
-        raise UserError(f"{name}={value} must be {limit}")

@@ -84,7 +84,8 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     accelerator.print(describe(plan, engine, arguments, resume_from))
     trainer = build_trainer(engine, arguments, run, plan, resume_from, signals)
     try:
-        validation = trainer.train()
+        with plan.order.feeding(accelerator.is_main_process):
+            validation = trainer.train()
     finally:
         trainer.checkpoints.close()
     result = on_main(accelerator, run.path, lambda: summarize(trainer, validation, time.perf_counter() - started))

@@ -9,11 +9,13 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.errors import UserError
 from ..common.segment_memory import CarriedMemory, NoMemory, StreamMemory
 from .arguments import PretrainArguments
 from .data.batch_order import TrainingOrder
-from .data.packing import Sequences
-from .data.preparation import Source, open_sequences
+from .data.opening import open_data
+from .data.preparation import Source
+from .data.sequences import Sequences
 from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
 from .model import build_config, build_model, count_parameters
@@ -23,6 +25,11 @@ from .schedule import CosineSchedule, build_schedule
 
 # Settings that decide the loss curve: a run resumes only with the ones that it began with.
 FIXED_SETTINGS = (
+    "mixture",
+    "streaming",
+    "shuffle_buffer",
+    "skip_sequences",
+    "packing",
     "sequence_length",
     "mask_documents",
     "carry_memory",
@@ -68,15 +75,30 @@ def build_plan(
     folder = run.prepared if run.prepared.exists() else run.path
     tokenizer = load_tokenizer(folder / run.tokenizer.name)
     global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * processes
-    train, validation = open_sequences(folder / run.data.name, arguments, tokenizer.pad_token_id, global_batch)
+    train, validation, order = open_data(run, arguments, tokenizer, global_batch)
     set_seed(arguments.seed)
     config = build_config(arguments, tokenizer)
     model = build_model(arguments, config, on_meta=on_meta)
     schedule = build_schedule(arguments, len(train), global_batch)
-    order = TrainingOrder(len(train), global_batch, None if arguments.carry_memory else arguments.seed)
+    check_passes(order, arguments, schedule.max_steps)
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
     fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
     return Plan(source, tokenizer, model, train, validation, order, memory, schedule, fingerprint)
+
+
+def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:
+    """Refuses a run that would read a source more often than the user allows.
+
+    Raises:
+        UserError: it would.
+    """
+    for name, passes in order.passes(max_steps).items():
+        source = arguments.sources.get(name)
+        if source is not None and source.max_epochs is not None and passes > source.max_epochs:
+            raise UserError(
+                f"the run would read {name} {passes:.2f} times, and its max_epochs is {source.max_epochs}; lower "
+                "max_steps or its weight, or give more data"
+            )
 
 
 def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segments: int) -> CarriedMemory:
@@ -105,13 +127,13 @@ def build_fingerprint(
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:
     """What is about to happen, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
-    parameters = count_parameters(plan.model)
+    parameters, passes = count_parameters(plan.model), plan.order.passes(plan.schedule.max_steps)
     return "\n".join(
         [
             f"data: {plan.source.name}",
-            f"training: {len(train.stream.starts):,} documents, {len(train.stream.tokens):,} tokens, {len(train):,} "
-            f"sequences of {train.length} (the last {train.unused_tokens} tokens fill none and are left out)",
-            f"validation: {len(validation.stream.starts):,} documents, {len(validation.stream.tokens):,} tokens",
+            f"training: {train.describe()}",
+            f"validation: {validation.describe()}",
+            *(f"{name} is read {count:.2f} times" for name, count in passes.items()),
             f"model: {plan.model.config.model_type}, {parameters.total:,} parameters, {parameters.non_embedding:,} of "
             f"them not embeddings",
             f"schedule: {plan.schedule.max_steps:,} updates of {plan.order.global_batch} sequences",

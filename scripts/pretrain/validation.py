@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from ..common.segment_memory import CarriedMemory
 from ..common.token_streams import IGNORE_INDEX
-from .data.packing import Sequences
+from .data.sequences import Sequences
 from .engines.interface import Engine
 from .model import loss_options
 
@@ -66,7 +66,7 @@ def validate(
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
-    return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.stream.text_bytes)
+    return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.text_bytes)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,28 +1,45 @@
 """Which sequences each update sees: a pure function of the seed and the step, so that resuming needs no replay."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
+
+# Sources of a mixture are apportioned in blocks of so many places, so a weight is exact to a part in twice as many.
+MIXTURE_BLOCK = 1 << 14
 
 
 class TrainingOrder:
     """The order in which updates read the sequences: each takes the next `global_batch`, epoch after epoch.
 
     An update may span the end of an epoch. Each epoch is shuffled by `seed`, or in the order of the data if `seed` is
-    None.
+    None. The first `skip` places are passed over.
     """
 
-    def __init__(self, sequences: int, global_batch: int, seed: int | None) -> None:
-        self.sequences, self.global_batch, self.seed = sequences, global_batch, seed
+    def __init__(self, sequences: int, global_batch: int, seed: int | None, skip: int = 0) -> None:
+        self.sequences, self.global_batch, self.seed, self.skip = sequences, global_batch, seed, skip
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, step: int) -> NDArray[np.int64]:
         """The indices `[global_batch]` of the sequences that update `step`, counted from 0, reads."""
-        places = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        begin = self.skip + step * self.global_batch
+        return self.at(np.arange(begin, begin + self.global_batch))
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
         epochs, offsets = np.divmod(places, self.sequences)
         return np.concatenate([self._shuffled(epoch)[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+
+    def passes(self, steps: int) -> dict[str, float]:
+        """How often the data is read by the first `steps` updates, by source if it has several."""
+        return {"the data": steps * self.global_batch / self.sequences}
+
+    @contextmanager
+    def feeding(self, is_main: bool) -> Iterator[None]:
+        """Provides the data while updates read it; only streams need that, and only the main process does it."""
+        yield
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         if self.seed is None:
@@ -31,6 +48,79 @@ class TrainingOrder:
             self._permutation = np.random.default_rng((self.seed, int(epoch))).permutation(self.sequences)
             self._epoch = epoch
         return self._permutation
+
+
+class MixtureOrder(TrainingOrder):
+    """Draws every update from several sources, each of which is read epoch after epoch at its own pace.
+
+    Places are taken in blocks of `MIXTURE_BLOCK`. Each block has the same number of places for a source, which is its
+    weight rounded, in an order that is shuffled anew.
+
+    Args:
+        names: of the sources.
+        sequences: how many sequences each has; their indices follow those of the sources before it.
+        weights: of the sources, positive; only their ratios matter.
+        skip: places to pass over.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sequences: Sequence[int],
+        weights: Sequence[float],
+        global_batch: int,
+        seed: int,
+        skip: int = 0,
+    ) -> None:
+        super().__init__(sum(sequences), global_batch, seed, skip)
+        self.names, self.sizes = list(names), list(sequences)
+        self.quotas = apportion(weights, MIXTURE_BLOCK)
+        self.orders = [TrainingOrder(size, 1, seed + 1 + source) for source, size in enumerate(sequences)]
+        self.offsets = np.cumsum(sequences) - np.array(sequences)
+        self._block, self._sources = -1, np.empty(0, dtype=np.int64)
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
+        blocks = places // MIXTURE_BLOCK
+        return np.concatenate([self._in_block(int(b), places[blocks == b] % MIXTURE_BLOCK) for b in np.unique(blocks)])
+
+    def passes(self, steps: int) -> dict[str, float]:
+        total = steps * self.global_batch / MIXTURE_BLOCK
+        return {
+            name: float(total * quota / size)
+            for name, quota, size in zip(self.names, self.quotas, self.sizes, strict=True)
+        }
+
+    def _in_block(self, block: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sequences `[N]` at `offsets` `[N]` in a block: each the next of the source whose turn it is."""
+        self._shuffle_block(block)
+        turns, ranks = self._sources[offsets], block * self.quotas[self._sources[offsets]] + self._ranks[offsets]
+        chosen = np.empty(len(offsets), dtype=np.int64)
+        for source in np.unique(turns):
+            mine = turns == source
+            chosen[mine] = self.offsets[source] + self.orders[source].at(ranks[mine])
+        return chosen
+
+    def _shuffle_block(self, block: int) -> None:
+        """Lays out the sources of a block, `[MIXTURE_BLOCK]`, and how often each has had its turn there before."""
+        if block == self._block:
+            return
+        turns = np.repeat(np.arange(len(self.quotas)), self.quotas)
+        self._sources = np.random.default_rng((self.seed or 0, block)).permutation(turns)
+        self._ranks = np.empty(MIXTURE_BLOCK, dtype=np.int64)
+        for source, quota in enumerate(self.quotas):
+            self._ranks[self._sources == source] = np.arange(quota)
+        self._block = block
+
+
+def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
+    """Shares `places` out by `weights` `[S]`, with the largest remainders rounded up, at least one to each."""
+    exact = np.array(weights) / sum(weights) * places
+    shares = np.maximum(np.floor(exact), 1).astype(np.int64)
+    while (left := places - int(shares.sum())) != 0:
+        chosen = int(np.argmax((exact - shares) * np.sign(left)))
+        shares[chosen] += np.sign(left)
+    return shares
 
 
 class ProcessBatches(Sampler[list[int]]):

@@ -1,18 +1,22 @@
 """Where training text comes from: the built-in corpus, local files, or the Hugging Face Hub."""
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, Value, concatenate_datasets, load_dataset
 from numpy.typing import NDArray
 
 from ...common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
+from ..mappings import SourceOptions
+from .indexed import is_indexed
 
 logger = logging.getLogger(__name__)
 
@@ -23,47 +27,69 @@ HOLD_OUT_SEED = 0
 
 @dataclass(frozen=True)
 class Documents:
-    """Training and validation documents, each a dataset with one column `text`, and a name for records."""
+    """Training documents of each source, validation documents, each a dataset with one column `text`, and a name.
 
-    train: Dataset
-    validation: Dataset
+    Sources whose tokens exist already are not among them. The validation documents are None if all are such sources and
+    no others are named.
+    """
+
+    train: Mapping[str, Dataset]
+    validation: Dataset | None
     name: str
 
 
 def load_documents(arguments: PretrainArguments) -> Documents:
-    """Loads both splits; documents that are held out are not in the training split, but copies of them may be.
+    """Loads all splits; documents that are held out are not in the training split, but copies of them may be.
 
     Raises:
         UserError: the data cannot be found or read, lacks the column, or holds no text.
     """
-    if arguments.dataset == "builtin":
-        train = Dataset.from_dict({"text": builtin_documents("train")})
-    else:
-        train = load_text(arguments.dataset, arguments, arguments.train_split)
+    train = {
+        name: load_source(source.dataset, arguments)
+        for name, source in arguments.sources.items()
+        if not is_indexed(source.dataset)
+    }
     validation = load_validation(arguments)
-    if validation is None:
-        train, validation = hold_out(train, arguments.validation_share)
-    return Documents(train, validation, describe_source(arguments))
+    if validation is None and train:
+        parts = {name: hold_out(dataset, arguments.validation_share) for name, dataset in train.items()}
+        train = {name: part[0] for name, part in parts.items()}
+        validation = concatenate_datasets([part[1] for part in parts.values()])
+    return Documents(train, validation, describe_sources(arguments))
+
+
+def load_source(source: str, arguments: PretrainArguments) -> Dataset:
+    """The training documents of one source."""
+    if source == "builtin":
+        return Dataset.from_dict({"text": builtin_documents("train")})
+    return load_text(source, arguments, arguments.train_split)
 
 
 def load_validation(arguments: PretrainArguments) -> Dataset | None:
     """The validation documents that the arguments name, or those of the built-in corpus; None if there are none."""
     if arguments.validation_dataset is not None:
+        if is_indexed(arguments.validation_dataset):
+            return None
         return load_text(arguments.validation_dataset, arguments, arguments.validation_split or "validation")
     if arguments.validation_split is not None:
         return load_text(arguments.dataset, arguments, arguments.validation_split)
-    if arguments.dataset == "builtin":
+    if arguments.mixture is None and arguments.dataset == "builtin":
         return Dataset.from_dict({"text": builtin_documents("validation")})
     return None
 
 
-def describe_source(arguments: PretrainArguments) -> str:
+def describe_sources(arguments: PretrainArguments) -> str:
     """What records and model cards call the training data."""
-    if arguments.dataset == "builtin":
+    names = [describe_source(source, arguments) for source in arguments.sources.values()]
+    return ", ".join(names)
+
+
+def describe_source(source: SourceOptions, arguments: PretrainArguments) -> str:
+    """What records call one source."""
+    if source.dataset == "builtin":
         return builtin_corpus_name()
-    if is_hub_name(arguments.dataset):
-        return " ".join(filter(None, [arguments.dataset, arguments.dataset_config]))
-    return Path(arguments.dataset).name
+    if is_hub_name(source.dataset):
+        return " ".join(filter(None, [source.dataset, arguments.dataset_config]))
+    return Path(source.dataset).name
 
 
 def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
@@ -72,8 +98,9 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
     if files is None:
         parts = [_load_hub(source, arguments.dataset_config, split)]
     else:
+        files = leave_out_empty(files)
         parts = [_load_files(suffix, files) for suffix in LOADERS if any(path.suffix == suffix for path in files)]
-    dataset = concatenate_datasets([_select_text(part, arguments.text_column, source) for part in parts])
+    dataset = concatenate_datasets([_select(part, arguments, source) for part in parts])
     dataset = dataset.filter(
         lambda texts: [bool(text and text.strip()) for text in texts], input_columns="text", batched=True
     )
@@ -84,9 +111,44 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
     return dataset
 
 
+def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
+    """The documents of one source one after the other, as they arrive; those without text are left out."""
+    files = find_files(source)
+    if files is None:
+        stream = _load_hub(source, arguments.dataset_config, arguments.train_split, streaming=True)
+    else:
+        files = leave_out_empty(files)
+        if len(kinds := sorted({file.suffix for file in files})) > 1:
+            raise UserError(f"{source} mixes {' and '.join(kinds)} files, and streaming reads one kind; convert them")
+        stream = _load_files(kinds[0], files, streaming=True)
+    column = arguments.chat_column or arguments.text_column
+    if stream.column_names is not None and column not in stream.column_names:
+        raise UserError(f"{source} has no column {column!r}, only {stream.column_names}; name one of them")
+
+    def to_text(row: dict[str, Any]) -> dict[str, str]:
+        return {"text": as_json(row[column]) if arguments.chat_column else row[column] or ""}
+
+    texts = stream.map(to_text, remove_columns=stream.column_names)
+    return texts.filter(lambda row: bool(row["text"].strip()))
+
+
 def is_hub_name(source: str) -> bool:
     """Whether `source` is neither the built-in corpus nor something on this machine."""
-    return source != "builtin" and find_files(source) is None
+    return source != "builtin" and not is_indexed(source) and find_files(source) is None
+
+
+def leave_out_empty(files: list[Path]) -> list[Path]:
+    """The files that hold something; the others are told.
+
+    Raises:
+        UserError: all are empty.
+    """
+    filled = [file for file in files if file.stat().st_size]
+    if not filled:
+        raise UserError(f"{', '.join(map(str, files))} is empty; give a file with text")
+    if empty := sorted(set(files) - set(filled)):
+        logger.warning("%d of %d files are empty and left out, the first is %s", len(empty), len(files), empty[0])
+    return filled
 
 
 def find_files(source: str) -> list[Path] | None:
@@ -159,17 +221,18 @@ def digest(dataset: Dataset) -> Digest:
     return Digest(whole.hexdigest(), np.frombuffer(hashes, dtype=np.uint64))
 
 
-def warn_of_copies(train: Digest, validation: Digest) -> None:
+def warn_of_copies(train: Mapping[str, Digest], validation: Digest) -> None:
     """Tells how many documents occur more than once, in a split or in both."""
-    for name, split in {"training": train, "validation": validation}.items():
+    for name, split in {**train, "validation": validation}.items():
         if copies := len(split.documents) - len(np.unique(split.documents)):
             logger.warning(
                 "%d of the %d %s documents are copies of others; was a file given twice?",
                 copies,
                 len(split.documents),
-                name,
+                "training" if name == "train" else name,
             )
-    if shared := int(np.isin(validation.documents, train.documents).sum()):
+    every = np.concatenate([split.documents for split in train.values()])
+    if shared := int(np.isin(validation.documents, every).sum()):
         logger.warning(
             "%d of the %d validation documents are also training documents, so the validation loss is too low; remove "
             "the copies, or name other validation data",
@@ -178,29 +241,52 @@ def warn_of_copies(train: Digest, validation: Digest) -> None:
         )
 
 
-def _load_files(suffix: str, files: list[Path]) -> Dataset:
+def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
+    """A `Dataset` of all `files` of one kind, or an `IterableDataset`."""
     chosen = [str(path) for path in files if path.suffix == suffix]
     options = {"sample_by": "document"} if suffix == ".txt" else {}
-    if not any(Path(name).stat().st_size for name in chosen):
-        raise UserError(f"{', '.join(chosen)} is empty; give a file with text")
     try:
-        return load_dataset(LOADERS[suffix], data_files=chosen, split="train", **options)
+        return load_dataset(LOADERS[suffix], data_files=chosen, split="train", streaming=streaming, **options)
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
         raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {first_line(cause)}") from error
 
 
-def _load_hub(name: str, config: str | None, split: str) -> Dataset:
+def _load_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Any:
+    """A `Dataset` of the Hub, or an `IterableDataset`."""
     try:
-        dataset = load_dataset(name, config, split=split)
+        dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # network, missing name, missing configuration and missing split all differ in type
         raise UserError(
             f"cannot load the split {split!r} of the dataset {name!r}: {first_line(error)}; check the name, its "
             "configuration and the network, or give builtin or a local file"
         ) from error
-    if isinstance(dataset, DatasetDict) or not isinstance(dataset, Dataset):
+    if isinstance(dataset, DatasetDict) or not isinstance(dataset, Dataset | IterableDataset):
         raise UserError(f"the split {split!r} of {name!r} is not one table of examples; choose one split")
     return dataset
+
+
+def _select(dataset: Dataset, arguments: PretrainArguments, source: str) -> Dataset:
+    """The documents as a dataset with one column `text`; conversations as JSON."""
+    if arguments.chat_column is None:
+        return _select_text(dataset, arguments.text_column, source)
+    column = arguments.chat_column
+    if column not in dataset.column_names:
+        raise UserError(
+            f"{source} has no column {column!r}, only {dataset.column_names}; set chat_column to one of them"
+        )
+    for turns in dataset.select(range(1))[column]:
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+            raise UserError(
+                f"the column {column!r} of {source} holds {str(turns)[:80]!r}, not messages with role and content; set "
+                "chat_column to a column of conversations"
+            )
+    return dataset.map(lambda row: {"text": as_json(row[column])}, remove_columns=dataset.column_names)
+
+
+def as_json(turns: Any) -> str:
+    """A conversation in one way of writing it, so that equal ones are equal."""
+    return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 
 def _select_text(dataset: Dataset, column: str, source: str) -> Dataset:

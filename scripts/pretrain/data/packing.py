@@ -1,104 +1,24 @@
-"""Documents become one stream of tokens on disk, and the stream becomes sequences of one length.
+"""A stream of tokens becomes sequences of one length: by concatenation, by best fit, or as streams for a memory."""
 
-A document is written as `start tokens end` (`start` is the tokenizer's bos, or its eos). The start token gives the
-first real token something to be predicted from; it is never a target itself, and every token of the text is one.
-"""
-
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from ...common.atomic_file import write_json
 from ...common.token_streams import IGNORE_INDEX, TokenStreams
-from .tokenizer import start_token_id
-
-# Tokenizing a text takes many times its size in memory, so a long document is tokenized in parts.
-MAX_CHARACTERS = 1 << 20
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """The tokens of all documents end to end.
-
-    Attributes:
-        tokens: `[N]` token ids.
-        starts: `[documents]` index of each document's start token, ascending from 0.
-        text_bytes: length of the text in UTF-8, without start and end tokens.
-    """
-
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    text_bytes: int
-
-    @classmethod
-    def open(cls, folder: Path) -> "TokenStream":
-        """Opens what `write_stream` stored; the tokens stay on disk until they are read."""
-        text_bytes = json.loads((folder / "stream.json").read_text())["text_bytes"]
-        # torch warns of arrays that are read-only. Mode "c" (copy on write) makes this one writable, not its file.
-        tokens: NDArray[np.int32] = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="c")
-        return cls(tokens, np.load(folder / "starts.npy"), text_bytes)
-
-    def starts_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Where documents start among the tokens from `begin` to before `end`, counted from `begin`."""
-        first, last = np.searchsorted(self.starts, (begin, end))
-        return self.starts[first:last] - begin
+from .best_fit import Packs, pack_best_fit
+from .sequences import Sequences, as_item, restarting_positions
+from .token_stream import TokenStream
 
 
-def write_stream(batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Tokenizes batches of documents into a new folder; one batch is in memory at a time."""
-    folder.mkdir(parents=True)
-    lengths: list[int] = []
-    text_bytes = 0
-    with (folder / "tokens.bin").open("wb") as file:
-        for texts in batches:
-            documents = tokenize(texts, tokenizer)
-            file.write(np.concatenate(documents).tobytes())
-            lengths += [len(document) for document in documents]
-            text_bytes += sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    np.save(folder / "starts.npy", starts)
-    write_json(folder / "stream.json", {"text_bytes": text_bytes})
-
-
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
-    """Returns `start tokens end` for each document."""
-    parts = [list(split_long(text)) for text in texts]
-    flat = tokenizer([part for document in parts for part in document], add_special_tokens=False, verbose=False)
-    encoded = iter(flat["input_ids"])
-    start, end = [start_token_id(tokenizer)], [tokenizer.eos_token_id]
-    return [np.concatenate([start, *(next(encoded) for _ in document), end]).astype(np.int32) for document in parts]
-
-
-def split_long(text: str, limit: int = MAX_CHARACTERS) -> Iterator[str]:
-    """Yields the text in parts of at most `limit` characters, cut after a line where there is one."""
-    begin = 0
-    while len(text) - begin > limit:
-        line_end = text.rfind("\n", begin, begin + limit)
-        end = begin + limit if line_end < 0 else line_end + 1
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
-
-
-class PackedSequences(Dataset[dict[str, Tensor]]):
+class PackedSequences(Sequences):
     """Fixed-length windows of a token stream.
 
     Training windows (`score_all=False`) lie side by side and the incomplete last one is dropped: every token is read
     once. Validation windows (`score_all=True`) share one token with the window before and the last one is padded: every
-    token is a target exactly once.
-
-    Each item holds `input_ids` and `labels`, both `[T]`; the model shifts the labels, as Transformers does. With
-    `mask_documents` it also holds `position_ids` `[T]` that restart with each document, from which Transformers derives
-    block-diagonal attention as long as no attention mask is given.
+    token is a target exactly once. With `mask_documents` an item also holds `position_ids`.
     """
 
     def __init__(self, stream: TokenStream, length: int, *, pad: int, mask_documents: bool, score_all: bool) -> None:
@@ -115,32 +35,87 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self.count:
             raise IndexError(index)
         begin = index * self.stride
-        input_ids = np.asarray(self.stream.tokens[begin : begin + self.length], dtype=np.int64)
-        labels = input_ids.copy()
-        starts = self.stream.starts_between(begin, begin + self.length)
-        labels[starts] = IGNORE_INDEX
+        input_ids, labels = self.stream.read(begin, begin + self.length)
         padding = (0, self.length - len(input_ids))
-        item: dict[str, NDArray[Any]] = {
+        item = {
             "input_ids": np.pad(input_ids, padding, constant_values=self.pad),
             "labels": np.pad(labels, padding, constant_values=IGNORE_INDEX),
         }
         if self.mask_documents:
+            starts = self.stream.starts_between(begin, begin + self.length)
             item["position_ids"] = restarting_positions(starts, self.length)
-        return {name: torch.from_numpy(values) for name, values in item.items()}
+        return as_item(item)
+
+    def documents(self, index: int) -> list[str]:
+        begin = index * self.stride
+        end = min(begin + self.length, len(self.stream.tokens))
+        return [f"document {number}" for number in self.stream.documents_between(begin, end)]
+
+    def describe(self) -> str:
+        return (
+            f"{self.stream.describe()}, {self.count:,} sequences of {self.length} (the last {self.unused_tokens} "
+            "tokens fill none and are left out)"
+        )
+
+    @property
+    def text_bytes(self) -> int:
+        return self.stream.text_bytes
 
     @property
     def unused_tokens(self) -> int:
         """Tokens at the end of the stream that no window holds."""
         return max(0, len(self.stream.tokens) - (self.count - 1) * self.stride - self.length)
 
-    def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
-        """The indices of one process's batches, so that all processes together read every sequence once."""
-        indices = range(process, self.count, processes)
-        for begin in range(0, len(indices), batch_size):
-            yield indices[begin : begin + batch_size]
+
+class BestFitSequences(Sequences):
+    """Documents, whole where they fit, packed so that few of them are cut (Ding et al., arXiv 2404.10830).
+
+    A document that is longer than a sequence is cut into whole sequences and a rest. The end of a sequence that nothing
+    fits in is padding. No piece's first token is a target, because what stands before it belongs to another document.
+    """
+
+    def __init__(self, stream: TokenStream, length: int, *, pad: int, mask_documents: bool) -> None:
+        self.stream, self.length, self.pad, self.mask_documents = stream, length, pad, mask_documents
+        self.packs: Packs = pack_best_fit(stream.lengths, length)
+        self.begins: NDArray[np.int64] = stream.starts[self.packs.document] + self.packs.offset
+
+    def __len__(self) -> int:
+        return len(self.packs.first) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sequence `index`: `input_ids`, `labels` and perhaps `position_ids`, each `[T]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        input_ids = np.full(self.length, self.pad, dtype=np.int64)
+        labels = np.full(self.length, IGNORE_INDEX, dtype=np.int64)
+        starts, place = [], 0
+        for piece in self.packs.pieces(index):
+            begin, size = int(self.begins[piece]), int(self.packs.size[piece])
+            span = slice(place, place + size)
+            input_ids[span], labels[span] = self.stream.read(begin, begin + size)
+            labels[place] = IGNORE_INDEX
+            starts.append(place)
+            place += size
+        item = {"input_ids": input_ids, "labels": labels}
+        if self.mask_documents:
+            # Padding is a document of its own, so that no position of it counts on beyond the sequence.
+            edges = starts if place == self.length else [*starts, place]
+            item["position_ids"] = restarting_positions(np.array(edges, dtype=np.int64), self.length)
+        return as_item(item)
+
+    def documents(self, index: int) -> list[str]:
+        return [f"document {self.packs.document[piece]}" for piece in self.packs.pieces(index)]
+
+    def describe(self) -> str:
+        places = len(self) * self.length
+        padding = places - int(self.packs.size.sum())
+        return (
+            f"{self.stream.describe()}, {len(self):,} sequences of {self.length} by best fit "
+            f"({self.packs.cut:,} documents cut, {padding / places:.2%} padding)"
+        )
 
 
-class StreamSegments(Dataset[dict[str, Tensor]]):
+class StreamSegments(Sequences):
     """A token stream as contiguous parts that are read side by side, for a model that remembers what it has read.
 
     Item `segment * parts + part` is one segment of one part, so that `parts` items in a row are the same segment of all
@@ -159,14 +134,26 @@ class StreamSegments(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Item `index`: `input_ids`, `labels` and `shift_labels`, each `[T]`."""
-        segment, part = divmod(index, self.parts)
-        input_ids, targets = (side[part].long() for side in self.cut[segment])
-        begin = part * self.cut.inputs.shape[1] + segment * self.length + 1
-        targets[self.stream.starts_between(begin, begin + len(targets))] = IGNORE_INDEX
+        begin, end = self._span(index)
+        input_ids = torch.from_numpy(np.asarray(self.stream.tokens[begin:end], dtype=np.int64))
+        targets = torch.from_numpy(self.stream.read(begin + 1, end + 1)[1])
         padding = (0, self.length - len(input_ids))
         targets = nn.functional.pad(targets, padding, value=IGNORE_INDEX)
         input_ids = nn.functional.pad(input_ids, padding, value=self.pad)
         return {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
+
+    def documents(self, index: int) -> list[str]:
+        return [f"document {number}" for number in self.stream.documents_between(*self._span(index))]
+
+    def describe(self) -> str:
+        return (
+            f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams (the last "
+            f"{self.unused_tokens} tokens fill none and are left out)"
+        )
+
+    @property
+    def text_bytes(self) -> int:
+        return self.stream.text_bytes
 
     @property
     def unused_tokens(self) -> int:
@@ -178,12 +165,9 @@ class StreamSegments(Dataset[dict[str, Tensor]]):
         if process == 0:
             yield from (range(begin, begin + self.parts) for begin in range(0, len(self), self.parts))
 
-
-Sequences = PackedSequences | StreamSegments
-
-
-def restarting_positions(starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Positions `[length]` that count from 0 and restart at each of `starts`."""
-    origin = np.zeros(length, dtype=np.int64)
-    origin[starts] = starts
-    return np.arange(length) - np.maximum.accumulate(origin)
+    def _span(self, index: int) -> tuple[int, int]:
+        """Where the inputs of item `index` begin and end in the stream."""
+        segment, part = divmod(index, self.parts)
+        width = self.cut.inputs.shape[1]
+        begin = part * width + segment * self.length
+        return begin, min(begin + self.length, (part + 1) * width)

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import write_json
@@ -14,9 +16,14 @@ from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import documents, tokenizer
-from .packing import PackedSequences, Sequences, StreamSegments, TokenStream, write_stream
+from .encoders import ChatEncoder, Encoder, TextEncoder
+from .indexed import IndexedTokens, is_indexed
+from .streaming import split_stream
+from .token_cache import write_cached
+from .token_stream import TOKENS
 
 SOURCE_FILE = "source.json"
+VALIDATION = "validation"
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,42 @@ class Source:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a run resumes with: the same texts, cut into the same tokens."""
+        made = {name: measured for name, measured in self.files.items() if name.endswith(f"/{TOKENS}")}
+        training = {name: measured for name, measured in made.items() if name != f"data/{VALIDATION}/{TOKENS}"}
+        single = f"data/train/{TOKENS}"
         return {
             "training_data": self.training_data,
             "validation_data": self.validation_data,
             "tokenizer": self.tokenizer,
-            "training_tokens": self.files["data/train/tokens.bin"],
-            "validation_tokens": self.files["data/validation/tokens.bin"],
+            "training_tokens": training[single] if set(training) == {single} else training,
+            "validation_tokens": made.get(f"data/{VALIDATION}/{TOKENS}"),
         }
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The texts of a run.
+
+    Attributes:
+        train: the documents of each source that is tokenized before the run.
+        validation: None if only the sources' own tokens are held out.
+        name: of the data.
+        training_data: fingerprint of all training data.
+        validation_data: fingerprint of the validation documents.
+        fingerprints: of the documents of each stream that is made, by its folder.
+    """
+
+    train: Mapping[str, Dataset]
+    validation: Dataset | None
+    name: str
+    training_data: str
+    validation_data: str
+    fingerprints: Mapping[str, str]
+
+    @property
+    def streams(self) -> dict[str, Dataset]:
+        """The documents of each stream that is made, by its folder below the data."""
+        return {**self.train, **({} if self.validation is None else {VALIDATION: self.validation})}
 
 
 def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
@@ -56,80 +92,80 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     Raises:
         UserError: the data or the tokenizer cannot be used, or what the run already has is damaged.
     """
-    loaded = documents.load_documents(arguments)
+    splits = _load_stream(arguments) if arguments.streaming else _load(arguments)
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
-    train, validation = documents.digest(loaded.train), documents.digest(loaded.validation)
+    if given is None and not splits.train:
+        raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
     source = Source(
-        name=loaded.name,
-        training_data=train.fingerprint,
-        validation_data=validation.fingerprint,
+        name=splits.name,
+        training_data=splits.training_data,
+        validation_data=splits.validation_data,
         tokenizer=tokenizer.fingerprint(given) if given else f"bpe {arguments.vocab_size}",
     )
-    if source.training_data == source.validation_data:
-        raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
-    documents.warn_of_copies(train, validation)
     stored = _read_source(run.data)
     if source == stored:
         _check_undamaged(run, stored)
         return stored
-    chosen = given or tokenizer.train_bpe(documents.iterate_texts(loaded.train), arguments.vocab_size)
-    return _write_prepared(run, chosen, loaded, source)
+    texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
+    chosen = given or tokenizer.train_bpe(texts, arguments.vocab_size)
+    return _write_prepared(run, chosen, splits, source, arguments)
 
 
-def open_sequences(
-    data: Path, arguments: PretrainArguments, pad: int, global_batch: int
-) -> tuple[Sequences, Sequences]:
-    """The training and validation sequences: packed, or as streams, one for each sequence of an update.
-
-    Raises:
-        UserError: the training data is shorter than one sequence, or one of each stream.
-    """
-    train, validation = (TokenStream.open(data / split) for split in ("train", "validation"))
-    if arguments.carry_memory:
-        return _as_streams(train, validation, arguments, pad, global_batch)
-    return _as_packed(train, validation, arguments, pad)
-
-
-def _as_packed(
-    train: TokenStream, validation: TokenStream, arguments: PretrainArguments, pad: int
-) -> tuple[PackedSequences, PackedSequences]:
-    """Sequences that are read independently of each other."""
-    length = arguments.sequence_length
-    if len(train.tokens) < length:
-        raise UserError(
-            f"{arguments.dataset} has {len(train.tokens)} tokens for training, fewer than one sequence of "
-            f"sequence_length={length}; lower it or give more data"
-        )
-    return (
-        PackedSequences(train, length, pad=pad, mask_documents=arguments.mask_documents, score_all=False),
-        PackedSequences(validation, length, pad=pad, mask_documents=arguments.mask_documents, score_all=True),
-    )
+def _load(arguments: PretrainArguments) -> Splits:
+    """Reads all documents once, and tells of copies."""
+    loaded = documents.load_documents(arguments)
+    digests = {name: documents.digest(dataset) for name, dataset in loaded.train.items()}
+    held_out = None if loaded.validation is None else documents.digest(loaded.validation)
+    sources = arguments.sources
+    tokens = {name: IndexedTokens.open(Path(s.dataset)) for name, s in sources.items() if is_indexed(s.dataset)}
+    prints = {
+        name: digests[name].fingerprint if name in digests else tokens[name].fingerprint for name in arguments.sources
+    }
+    training = prints["train"] if set(prints) == {"train"} else json.dumps(prints)
+    validation = _validation_fingerprint(arguments, held_out)
+    if training == validation:
+        raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
+    if held_out is not None and digests:
+        documents.warn_of_copies(digests, held_out)
+    streams = {name: digest.fingerprint for name, digest in digests.items()} | {VALIDATION: validation}
+    return Splits(loaded.train, loaded.validation, loaded.name, training, validation, streams)
 
 
-def _as_streams(
-    train: TokenStream, validation: TokenStream, arguments: PretrainArguments, pad: int, streams: int
-) -> tuple[StreamSegments, StreamSegments]:
-    """The training text as `streams` streams, and the validation text as one."""
-    length = arguments.sequence_length
-    if len(train.tokens) <= streams * length:
-        raise UserError(
-            f"{arguments.dataset} has {len(train.tokens)} tokens for training, too few for {streams} streams of "
-            f"sequence_length={length} or more; lower it or the global batch, or give more data"
-        )
-    return (
-        StreamSegments(train, length, parts=streams, pad=pad),
-        StreamSegments(validation, length, parts=1, pad=pad),
-    )
+def _validation_fingerprint(arguments: PretrainArguments, held_out: documents.Digest | None) -> str:
+    """Of validation documents, of validation tokens, or of the share of the training tokens that is held out."""
+    if held_out is not None:
+        return held_out.fingerprint
+    if arguments.validation_dataset is not None:
+        return IndexedTokens.open(Path(arguments.validation_dataset)).fingerprint
+    return f"the last {arguments.validation_share} of the training data"
+
+
+def _load_stream(arguments: PretrainArguments) -> Splits:
+    """Reads the validation documents alone, and recognizes the stream by its first ones."""
+    named = documents.load_validation(arguments)
+    first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
+    held_out = documents.digest(validation)
+    training = f"stream {documents.digest(first).fingerprint}"
+    name = documents.describe_sources(arguments)
+    return Splits({}, validation, name, training, held_out.fingerprint, {VALIDATION: held_out.fingerprint})
 
 
 def _write_prepared(
-    run: RunFolder, chosen: PreTrainedTokenizerBase, loaded: documents.Documents, source: Source
+    run: RunFolder,
+    chosen: PreTrainedTokenizerBase,
+    splits: Splits,
+    source: Source,
+    arguments: PretrainArguments,
 ) -> Source:
-    """Stores the tokenizer, both splits as token streams, and last the source with the checksums of these files."""
+    """Stores the tokenizer, all splits as token streams, and last the source with the checksums of these files."""
     chosen.save_pretrained(run.prepared / run.tokenizer.name)
     data = run.prepared / run.data.name
-    write_stream(documents.iterate_texts(loaded.train), chosen, data / "train")
-    write_stream(documents.iterate_texts(loaded.validation), chosen, data / "validation")
+    data.mkdir(parents=True)
+    encoder: Encoder = ChatEncoder(chosen) if arguments.chat_column else TextEncoder(chosen)
+    cache = None if arguments.token_cache is None else Path(arguments.token_cache)
+    for name, dataset in splits.streams.items():
+        identity = {"documents": splits.fingerprints[name], "tokenizer": encoder.fingerprint}
+        write_cached(dataset, encoder, data / name, cache=cache, workers=arguments.tokenizer_workers, identity=identity)
     made = [file for file in run.prepared.rglob("*") if file.is_file()]
     source = replace(source, files=checksums.measure_files(run.prepared, made))
     write_json(data / SOURCE_FILE, asdict(source))

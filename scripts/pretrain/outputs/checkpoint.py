@@ -104,7 +104,7 @@ def complete(final: Path, state: dict[str, Any], keep: int) -> None:
     partial = partial_path(final)
     write_json(partial / STATE_FILE, {**state, "checksum": _state_checksum(state)})
     _replace(final, partial)
-    until_now = [path for path in list_checkpoints(final.parent) if _step(path) <= _step(final)]
+    until_now = [path for path in list_checkpoints(final.parent) if step_of(path) <= step_of(final)]
     for old in until_now[: -keep if keep else 0]:
         _delete(old)
 
@@ -112,7 +112,7 @@ def complete(final: Path, state: dict[str, Any], keep: int) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
 def verify(path: Path) -> None:
@@ -125,7 +125,7 @@ def verify(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"there is no checkpoint {path}; give the path of a step-NNNNNN folder, auto, intact or never")
     if damage := find_damage(path):
-        older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
+        older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
         intact = next((other for other in reversed(older) if find_damage(other) is None), None)
         fix = (
             f"resume from {intact} instead, or --resume intact"
@@ -242,7 +242,7 @@ def _state_checksum(state: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     """The update after which a checkpoint was saved; 0 for a folder of another name."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match.group(1)) if match else 0

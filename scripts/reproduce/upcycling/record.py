@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from scipy import stats
 
-from ...pretrain.data.packing import TokenStream
+from ...pretrain.data.token_stream import TokenStream
 from ...pretrain.outputs.metrics import read_metrics
 
 Run = dict[str, Any]

@@ -18,7 +18,8 @@ from dynattn import RCMHAForCausalLM
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
-from dynattn.scripts.pretrain.data.packing import StreamSegments, TokenStream
+from dynattn.scripts.pretrain.data.packing import StreamSegments
+from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.optimizer import build_optimizer
 from dynattn.scripts.pretrain.schedule import CosineSchedule
 

@@ -25,17 +25,18 @@ def test_both_splits_get_a_document(share: float):
 
 def test_copies_in_and_across_splits_are_counted(caplog: pytest.LogCaptureFixture):
     train = digest(Dataset.from_dict({"text": ["a", "b", "a", "c", "a"]}))
-    warn_of_copies(train, digest(Dataset.from_dict({"text": ["a", "d", "b"]})))
+    warn_of_copies({"train": train}, digest(Dataset.from_dict({"text": ["a", "d", "b"]})))
     assert [record.message for record in caplog.records] == [
         "2 of the 5 training documents are copies of others; was a file given twice?",
         "2 of the 3 validation documents are also training documents, so the validation loss is too low; remove the "
         "copies, or name other validation data",
     ]
     caplog.clear()
-    warn_of_copies(train, digest(Dataset.from_dict({"text": ["d", "e", "d"]})))
+    warn_of_copies({"train": train}, digest(Dataset.from_dict({"text": ["d", "e", "d"]})))
     assert "1 of the 3 validation documents are copies" in caplog.messages[-1]
     caplog.clear()
-    warn_of_copies(*(digest(Dataset.from_dict({"text": texts})) for texts in (["a", "b"], ["c"])))
+    apart, held_out = (digest(Dataset.from_dict({"text": texts})) for texts in (["a", "b"], ["c"]))
+    warn_of_copies({"train": apart}, held_out)
     assert not caplog.records
 
 
@@ -65,8 +66,8 @@ def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, s
     for source in (folder, folder / f"*{suffix}"):
         column = "text" if suffix == ".txt" else "body"
         loaded = load_documents(PretrainArguments(output="x", dataset=str(source), text_column=column))
-        assert sorted([*loaded.train["text"], *loaded.validation["text"]]) == documents
-        assert loaded.train.column_names == ["text"]
+        assert sorted([*loaded.train["train"]["text"], *loaded.validation["text"]]) == documents
+        assert loaded.train["train"].column_names == ["text"]
 
 
 def test_named_validation_data_is_used(tmp_path: Path):
@@ -76,7 +77,7 @@ def test_named_validation_data_is_used(tmp_path: Path):
         output="x", dataset=str(tmp_path / "a.txt"), validation_dataset=str(tmp_path / "b.txt")
     )
     loaded = load_documents(arguments)
-    assert (loaded.train["text"][:], loaded.validation["text"][:]) == (["training text"], ["other text"])
+    assert (loaded.train["train"]["text"][:], loaded.validation["text"][:]) == (["training text"], ["other text"])
     assert loaded.name == "a.txt"
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
-from dynattn.scripts.pretrain.data.packing import PackedSequences, TokenStream, split_long, write_stream
+from dynattn.scripts.pretrain.data.encoders import TextEncoder, split_long
+from dynattn.scripts.pretrain.data.packing import PackedSequences
+from dynattn.scripts.pretrain.data.token_stream import TokenStream
+from dynattn.scripts.pretrain.data.tokenization import write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.validation import count_targets
 
@@ -70,7 +74,7 @@ def test_packed_documents_do_not_see_each_other():
 def test_a_written_stream_reads_back_as_the_documents(tmp_path: Path):
     documents = ["one two\nthree\n", "vier fünf", "x"]
     tokenizer = train_bpe([documents], vocab_size=300)
-    write_stream([documents[:2], documents[2:]], tokenizer, tmp_path / "stream")
+    write_stream(Dataset.from_dict({"text": documents}), TextEncoder(tokenizer), tmp_path / "stream")
     stream = TokenStream.open(tmp_path / "stream")
     parts = np.split(stream.tokens, stream.starts[1:])
     assert [tokenizer.decode(part[1:-1]) for part in parts] == documents

@@ -1,0 +1,186 @@
+"""How one document becomes tokens: text between a start and an end token, or a conversation in its chat template."""
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from ...common.errors import UserError, first_line
+from .token_stream import TARGETS, TOKENS
+from .tokenizer import fingerprint, start_token_id
+
+# Tokenizing a text takes many times its size in memory, so a long document is tokenized in parts.
+MAX_CHARACTERS = 1 << 20
+# With this tag a chat template says which parts the assistant generates.
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of documents end to end.
+
+    Attributes:
+        tokens: `[N]`.
+        lengths: `[documents]`.
+        text_bytes: length in UTF-8 of the text that the targets spell.
+        targets: `[N]`, which tokens are targets, if not all but each document's first are.
+    """
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    text_bytes: int
+    targets: NDArray[np.bool_] | None = None
+
+    def column(self, name: str) -> NDArray[Any]:
+        """What goes into the file `name` of a stream."""
+        columns = {TOKENS: self.tokens, TARGETS: self.targets}
+        chosen = columns.get(name, self.lengths)
+        assert chosen is not None, f"{name} needs an encoder that marks targets"
+        return chosen
+
+
+class Encoder(ABC):
+    """Turns a batch of documents into tokens.
+
+    Attributes:
+        marks_targets: whether it says which tokens are targets.
+    """
+
+    marks_targets: bool = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of everything that decides which tokens a document becomes."""
+        return fingerprint(self.tokenizer)
+
+    @abstractmethod
+    def __call__(self, documents: list[str]) -> Encoded:
+        """Encodes one batch.
+
+        Raises:
+            UserError: a document cannot be encoded.
+        """
+
+
+class TextEncoder(Encoder):
+    """`start tokens end` for each text."""
+
+    def __call__(self, documents: list[str]) -> Encoded:
+        """Encodes a batch of texts."""
+        encoded = tokenize(documents, self.tokenizer)
+        text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
+        return Encoded(np.concatenate(encoded), np.array([len(one) for one in encoded]), text_bytes)
+
+
+class ChatEncoder(Encoder):
+    """Conversations, each the JSON of a list of messages, in the tokenizer's chat template.
+
+    Only what the assistant says is a target. A template says where that is with its `generation` tag; for one without
+    it, a turn of the assistant is what the template adds to the conversation before it and the prompt for an answer.
+    """
+
+    marks_targets = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer)
+        template = tokenizer.chat_template
+        if not template:
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which chat_column needs; set "
+                "tokenizer.chat_template and save it"
+            )
+        self.knows_generation = bool(GENERATION_TAG.search(str(template)))
+
+    @property
+    def fingerprint(self) -> str:
+        template = hashlib.blake2b(str(self.tokenizer.chat_template).encode(), digest_size=16).hexdigest()
+        return f"{super().fingerprint} chat {template}"
+
+    def __call__(self, documents: list[str]) -> Encoded:
+        """Encodes a batch of conversations."""
+        conversations = [json.loads(document) for document in documents]
+        encoded = [self.encode(conversation) for conversation in conversations]
+        said = [turn["content"] for turns in conversations for turn in turns if turn["role"] == ASSISTANT]
+        return Encoded(
+            np.concatenate([tokens for tokens, _ in encoded]),
+            np.array([len(tokens) for tokens, _ in encoded]),
+            sum(len(str(text).encode("utf-8", "surrogatepass")) for text in said),
+            np.concatenate([targets for _, targets in encoded]),
+        )
+
+    def encode(self, turns: list[dict[str, Any]]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens `[N]` of a conversation, and which of them the assistant says."""
+        try:
+            tokens, targets = self._by_tag(turns) if self.knows_generation else self._by_prefix(turns)
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise UserError(
+                f"the chat template cannot render {json.dumps(turns)[:200]}: {first_line(error)}; give messages with "
+                "role and content that it knows"
+            ) from error
+        if not any(targets):
+            raise UserError(f"the assistant says nothing in the conversation {json.dumps(turns)[:200]}; leave it out")
+        return np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.bool_)
+
+    def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        rendered = self.tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        return rendered["input_ids"], rendered["assistant_masks"]
+
+    def _by_prefix(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+        text = self._render(turns)
+        spans = list(self._assistant_spans(turns, text))
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        targets = [
+            any(begin <= first and last <= end for begin, end in spans) and last > first
+            for first, last in encoded["offset_mapping"]
+        ]
+        return encoded["input_ids"], targets
+
+    def _assistant_spans(self, turns: list[dict[str, Any]], text: str) -> Iterator[tuple[int, int]]:
+        """Where in `text`, the whole conversation, the assistant's turns begin and end."""
+        for index, turn in enumerate(turns):
+            if turn["role"] != ASSISTANT:
+                continue
+            before, after = self._render(turns[:index], prompt=True), self._render(turns[: index + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise UserError(
+                    "the chat template renders earlier turns in another way once later ones follow, so that the "
+                    "assistant's tokens cannot be found; mark them in it with {% generation %}"
+                )
+            yield len(before), len(after)
+
+    def _render(self, turns: list[dict[str, Any]], prompt: bool = False) -> str:
+        rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        return str(rendered)
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+    """Returns `start tokens end` for each document."""
+    parts = [list(split_long(text)) for text in texts]
+    flat = tokenizer([part for document in parts for part in document], add_special_tokens=False, verbose=False)
+    encoded = iter(flat["input_ids"])
+    start, end = [start_token_id(tokenizer)], [tokenizer.eos_token_id]
+    return [np.concatenate([start, *(next(encoded) for _ in document), end]).astype(np.int32) for document in parts]
+
+
+def split_long(text: str, limit: int = MAX_CHARACTERS) -> Iterator[str]:
+    """Yields the text in parts of at most `limit` characters, cut after a line where there is one."""
+    begin = 0
+    while len(text) - begin > limit:
+        line_end = text.rfind("\n", begin, begin + limit)
+        end = begin + limit if line_end < 0 else line_end + 1
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

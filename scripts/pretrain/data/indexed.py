@@ -1,0 +1,192 @@
+"""Tokens in the format of Megatron and GPT-NeoX: `NAME.bin` with the tokens, `NAME.idx` with sizes and offsets.
+
+Pythia's own data has this format: samples of 2,049 tokens in the order in which its models have read them, 1,024 in an
+update (EleutherAI/pythia, "Exploring the Dataset").
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...common.errors import UserError
+from ...common.token_streams import IGNORE_INDEX
+from ..outputs import checksums
+from .sequences import Sequences, as_item, restarting_positions
+from .token_stream import TokenStream
+from .tokenization import decoded_bytes
+
+INDEX, DATA = ".idx", ".bin"
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+# Magic, version, code of the data type, number of sequences, number of document boundaries.
+HEADER = struct.Struct("<9sQBQQ")
+# The codes for numbers that tokens can be stored in; 6 and 7 are floating point.
+TOKEN_TYPES: dict[int, type[np.integer]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
+# How much of a large `.bin` is read to recognize it and to look for tokens outside the vocabulary.
+PAGES, PAGE_BYTES = 256, 4096
+
+
+def is_indexed(source: str) -> bool:
+    """Whether `source` names a file of this format."""
+    return Path(source).suffix in (INDEX, DATA)
+
+
+@dataclass(frozen=True)
+class IndexedTokens:
+    """A pair of files; the tokens stay on disk until they are read.
+
+    Attributes:
+        path: of the `.idx` file.
+        sizes: `[sequences]` tokens of each.
+        begins: `[sequences]` index of each one's first token.
+        documents: `[documents + 1]` the first sequence of each document, and the number of sequences.
+        tokens: `[N]`.
+    """
+
+    path: Path
+    sizes: NDArray[np.int32]
+    begins: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    tokens: NDArray[np.integer]
+
+    @classmethod
+    def open(cls, path: Path) -> "IndexedTokens":
+        """Opens `NAME.idx` and `NAME.bin`, whichever of them is named.
+
+        Raises:
+            UserError: a file is missing, of another format or version, or shorter than it says.
+        """
+        index, data = path.with_suffix(INDEX), path.with_suffix(DATA)
+        for file in (index, data):
+            if not file.is_file():
+                raise UserError(f"there is no file {file}; {index.name} and {data.name} must lie side by side")
+        dtype, count, boundaries = _read_header(index)
+        raw = np.memmap(index, dtype=np.uint8, mode="r")
+        needed = HEADER.size + 12 * count + 8 * boundaries
+        if len(raw) != needed:
+            raise UserError(f"{index} has {len(raw)} bytes, and its {count} sequences need {needed}; copy it again")
+        sizes = np.frombuffer(raw, np.int32, count, HEADER.size)
+        pointers = np.frombuffer(raw, np.int64, count, HEADER.size + 4 * count)
+        documents = np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * count)
+        width = np.dtype(dtype).itemsize
+        end = int(pointers[-1]) + int(sizes[-1]) * width if count else 0
+        if count == 0 or data.stat().st_size < end:
+            raise UserError(f"{data} has {data.stat().st_size} bytes, and {index.name} describes {end}; copy it again")
+        # Mode "c" makes the array writable, which torch wants, and not its file.
+        tokens: NDArray[np.integer] = np.memmap(data, dtype=dtype, mode="c", shape=(end // width,))
+        return cls(index, sizes, pointers // width, documents, tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Recognizes the data by its index and by pages all over its tokens; a whole Pile takes hours to read."""
+        size, checksum = checksums.measure(self.path)
+        sample = zlib.crc32(self.sample().tobytes())
+        return f"index {size} bytes {checksum:08x}, {len(self.tokens)} tokens {sample:08x}"
+
+    def sample(self) -> NDArray[np.integer]:
+        """The tokens of some pages, from the first to the last."""
+        page = PAGE_BYTES // self.tokens.itemsize
+        if len(self.tokens) <= PAGES * page:
+            return np.asarray(self.tokens)
+        begins = np.linspace(0, len(self.tokens) - page, PAGES).astype(np.int64)
+        return np.concatenate([self.tokens[begin : begin + page] for begin in begins])
+
+    def is_cut_for(self, length: int) -> bool:
+        """Whether every sequence is a sample for models that read `length` tokens and predict as many."""
+        return bool((self.sizes == length + 1).all())
+
+    def as_stream(self, span: range) -> TokenStream:
+        """The documents with the numbers `span` as a stream that can be packed; their text is not measured."""
+        edges = np.append(self.begins, len(self.tokens))[self.documents]
+        begin, end = int(edges[span.start]), int(edges[span.stop])
+        return TokenStream(self.tokens[begin:end], edges[span.start : span.stop] - begin, text_bytes=0)
+
+    def check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuses tokens that the tokenizer does not have.
+
+        Raises:
+            UserError: there is one among those that are looked at.
+        """
+        largest = int(self.sample().max())
+        if largest >= len(tokenizer):
+            raise UserError(
+                f"{self.path.with_suffix(DATA)} holds the token {largest}, and the tokenizer has {len(tokenizer)}; "
+                "give the tokenizer that the data was made with"
+            )
+
+
+def _read_header(index: Path) -> tuple[type[np.integer], int, int]:
+    """The data type of tokens, and the numbers of sequences and of document boundaries."""
+    with index.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise UserError(
+            f"{index} begins with {header[: len(MAGIC)]!r} and not with {MAGIC!r}; give the .idx file of a Megatron "
+            "data set of the memory-mapped kind"
+        )
+    _, version, code, count, boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise UserError(f"{index} has version {version} of the format, and only version {VERSION} is known")
+    if code not in TOKEN_TYPES:
+        raise UserError(f"{index} has the data type {code}, which tokens cannot have; known are {sorted(TOKEN_TYPES)}")
+    return TOKEN_TYPES[code], count, boundaries
+
+
+class IndexedSamples(Sequences):
+    """Samples of `length + 1` tokens in the order of the file: the first `length` are read, the last are predicted.
+
+    Each item holds `input_ids` `[T]`, and the next tokens `[T]` as `labels` and as `shift_labels`, which the model does
+    not shift. With `mask_documents` attention stays inside each document, and a document's first token is no target;
+    otherwise all tokens are targets, as for Pythia.
+    """
+
+    def __init__(
+        self, data: IndexedTokens, span: range, tokenizer: PreTrainedTokenizerBase, *, mask_documents: bool
+    ) -> None:
+        """Takes the samples with the numbers `span`."""
+        self.data, self.span, self.tokenizer, self.mask_documents = data, span, tokenizer, mask_documents
+        self.length = int(data.sizes[0]) - 1
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sample `index`: `input_ids`, `labels`, `shift_labels` and perhaps `position_ids`, each `[T]`."""
+        sample = self._read(index)
+        input_ids, targets = sample[:-1], sample[1:].copy()
+        item = {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
+        if self.mask_documents:
+            ends = np.flatnonzero(input_ids == self.tokenizer.eos_token_id)
+            targets[ends] = IGNORE_INDEX
+            starts = ends + 1
+            item["position_ids"] = restarting_positions(starts[starts < self.length], self.length)
+        return as_item(item)
+
+    def documents(self, index: int) -> list[str]:
+        return [f"sample {self.span[index]} of {self.data.path.name}"]
+
+    def describe(self) -> str:
+        return f"{len(self):,} samples of {self.length + 1} tokens in the order of {self.data.path.name}"
+
+    @cached_property
+    def text_bytes(self) -> int:  # type: ignore[override]
+        """Length in UTF-8 of the targets of all samples, which are decoded once."""
+        return sum(decoded_bytes(self.tokenizer, self._read(index)[1:]) for index in range(len(self)))
+
+    def _read(self, index: int) -> NDArray[np.int64]:
+        """The `length + 1` tokens of sample `index`."""
+        begin = int(self.data.begins[self.span[index]])
+        return np.asarray(self.data.tokens[begin : begin + self.length + 1], dtype=np.int64)

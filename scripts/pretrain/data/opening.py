@@ -1,0 +1,167 @@
+"""The sequences and their order, from what `prepare` has made and from tokens that existed before."""
+
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ...common.errors import UserError
+from ..arguments import PretrainArguments
+from ..outputs.run_folder import RunFolder
+from .batch_order import MixtureOrder, TrainingOrder
+from .indexed import IndexedSamples, IndexedTokens, is_indexed
+from .packing import BestFitSequences, PackedSequences, StreamSegments
+from .preparation import VALIDATION
+from .sequences import MixedSequences, Sequences
+from .streaming import open_stream
+from .token_stream import TokenStream
+from .tokenization import decoded_bytes
+
+
+def open_data(
+    run: RunFolder, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase, global_batch: int
+) -> tuple[Sequences, Sequences, TrainingOrder]:
+    """The training sequences, the validation sequences, and the order in which updates read the former.
+
+    Raises:
+        UserError: a source is shorter than one sequence, or does not fit the arguments.
+    """
+    folder = run.data if not run.prepared.exists() else run.prepared / run.data.name
+    if arguments.streaming:
+        train, order = open_stream(run, arguments, tokenizer, global_batch)
+        return train, _open_validation(folder, arguments, tokenizer), order
+    if arguments.carry_memory:
+        return _open_memory_streams(folder, arguments, tokenizer, global_batch)
+    parts = {name: _open_source(folder, name, arguments, tokenizer) for name in arguments.sources}
+    order = _order(parts, arguments, global_batch)
+    train = parts["train"] if set(parts) == {"train"} else MixedSequences(parts)
+    return train, _open_validation(folder, arguments, tokenizer), order
+
+
+def _open_source(
+    folder: Path, name: str, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase
+) -> Sequences:
+    """The training sequences of one source."""
+    dataset = arguments.sources[name].dataset
+    if is_indexed(dataset):
+        data = _open_indexed(dataset, tokenizer)
+        whole = _count(data, arguments)
+        kept = whole if _has_other_validation(folder, arguments) else whole - _held_out(whole, arguments, dataset)
+        return _as_sequences(data, range(kept), arguments, tokenizer, score_all=False)
+    return _pack(TokenStream.open(folder / name), dataset, arguments, tokenizer, score_all=False)
+
+
+def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    """The validation sequences: of documents, of tokens that are named, or the end of the training tokens."""
+    if (folder / VALIDATION).exists():
+        stream = TokenStream.open(folder / VALIDATION)
+        return _pack(stream, "the validation data", arguments, tokenizer, score_all=True)
+    if arguments.validation_dataset is not None:
+        data = _open_indexed(arguments.validation_dataset, tokenizer)
+        return _as_sequences(data, range(_count(data, arguments)), arguments, tokenizer, score_all=True)
+    if len(arguments.sources) > 1:
+        raise UserError("a mixture of tokens that exist already holds nothing out; name validation_dataset")
+    dataset = arguments.dataset if arguments.mixture is None else next(iter(arguments.sources.values())).dataset
+    data = _open_indexed(dataset, tokenizer)
+    whole = _count(data, arguments)
+    held_out = range(whole - _held_out(whole, arguments, dataset), whole)
+    return _as_sequences(data, held_out, arguments, tokenizer, score_all=True)
+
+
+def _open_indexed(dataset: str, tokenizer: PreTrainedTokenizerBase) -> IndexedTokens:
+    """Tokens that exist already and that the tokenizer has."""
+    data = IndexedTokens.open(Path(dataset))
+    data.check_vocabulary(tokenizer)
+    return data
+
+
+def _has_other_validation(folder: Path, arguments: PretrainArguments) -> bool:
+    """Whether validation needs nothing of the training data."""
+    return (folder / VALIDATION).exists() or arguments.validation_dataset is not None
+
+
+def _count(data: IndexedTokens, arguments: PretrainArguments) -> int:
+    """What is held out by number: samples where the file has samples of the right length, else documents."""
+    return len(data.sizes) if data.is_cut_for(arguments.sequence_length) else len(data.documents) - 1
+
+
+def _held_out(whole: int, arguments: PretrainArguments, dataset: str) -> int:
+    """How many samples or documents at the end are held out."""
+    if whole < 2:
+        raise UserError(
+            f"{dataset} has {whole} samples or documents, and one must be held out; name validation_dataset"
+        )
+    return min(max(1, round(arguments.validation_share * whole)), whole - 1)
+
+
+def _as_sequences(
+    data: IndexedTokens,
+    span: range,
+    arguments: PretrainArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    score_all: bool,
+) -> Sequences:
+    """The samples or documents `span` of tokens that exist already."""
+    if data.is_cut_for(arguments.sequence_length):
+        return IndexedSamples(data, span, tokenizer, mask_documents=arguments.mask_documents)
+    if len(set(data.sizes[:1000].tolist())) == 1 and len(data.sizes) > 1:
+        raise UserError(
+            f"{data.path} holds samples of {data.sizes[0]} tokens, one more than sequence_length should be, which is "
+            f"{arguments.sequence_length}; set it to {data.sizes[0] - 1}"
+        )
+    stream = data.as_stream(span)
+    if score_all:
+        text_bytes = sum(decoded_bytes(tokenizer, part) for part in np.split(stream.tokens, stream.starts[1:]))
+        stream = TokenStream(stream.tokens, stream.starts, text_bytes)
+    return _pack(stream, str(data.path), arguments, tokenizer, score_all=score_all)
+
+
+def _pack(
+    stream: TokenStream,
+    name: str,
+    arguments: PretrainArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    score_all: bool,
+) -> Sequences:
+    """Sequences that are read independently of each other; with `score_all` every target is in one of them."""
+    length, pad = arguments.sequence_length, int(tokenizer.pad_token_id)
+    if arguments.packing == "best_fit" and not score_all:
+        return BestFitSequences(stream, length, pad=pad, mask_documents=arguments.mask_documents)
+    if len(stream.tokens) < length and not score_all:
+        raise UserError(
+            f"{name} has {len(stream.tokens)} tokens for training, fewer than one sequence of "
+            f"sequence_length={length}; lower it or give more data"
+        )
+    return PackedSequences(stream, length, pad=pad, mask_documents=arguments.mask_documents, score_all=score_all)
+
+
+def _open_memory_streams(
+    folder: Path, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase, streams: int
+) -> tuple[Sequences, Sequences, TrainingOrder]:
+    """The training text as `streams` streams, and the validation text as one."""
+    train, validation = (TokenStream.open(folder / split) for split in ("train", VALIDATION))
+    length, pad = arguments.sequence_length, int(tokenizer.pad_token_id)
+    if len(train.tokens) <= streams * length:
+        raise UserError(
+            f"{arguments.dataset} has {len(train.tokens)} tokens for training, too few for {streams} streams of "
+            f"sequence_length={length} or more; lower it or the global batch, or give more data"
+        )
+    segments = StreamSegments(train, length, parts=streams, pad=pad)
+    held_out = StreamSegments(validation, length, parts=1, pad=pad)
+    return segments, held_out, TrainingOrder(len(segments), streams, seed=None)
+
+
+def _order(parts: dict[str, Sequences], arguments: PretrainArguments, global_batch: int) -> TrainingOrder:
+    """Samples are read in the order of their file, all else is shuffled."""
+    if len(parts) == 1:
+        (part,) = parts.values()
+        seed = None if isinstance(part, IndexedSamples) else arguments.seed
+        return TrainingOrder(len(part), global_batch, seed, arguments.skip_sequences)
+    sizes = {name: len(part) for name, part in parts.items()}
+    options = arguments.sources
+    weights = [options[name].weight or (options[name].epochs or 0) * size for name, size in sizes.items()]
+    return MixtureOrder(
+        list(sizes), list(sizes.values()), weights, global_batch, arguments.seed, arguments.skip_sequences
+    )

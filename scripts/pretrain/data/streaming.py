@@ -1,0 +1,319 @@
+"""Training data that is read and tokenized while the run trains, by a process of its own.
+
+The stream is cut into blocks of `shuffle_buffer` sequences, numbered files in the folder of the run. Inside a block the
+sequences are shuffled by the seed, so what an update reads depends on its number alone. With each block lies the place
+in the stream behind it; from there an interrupted run goes on. Blocks that no kept checkpoint needs are deleted.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.errors import UserError, first_line
+from ...common.token_streams import IGNORE_INDEX
+from ..arguments import PretrainArguments
+from ..outputs import checkpoint
+from ..outputs.run_folder import RunFolder
+from ..stopping import ignore_signals
+from .batch_order import TrainingOrder
+from .documents import load_stream
+from .encoders import ChatEncoder, Encoder, TextEncoder
+from .sequences import Sequences, as_item, restarting_positions
+
+# Documents at the head of a stream that are held out where no validation data is named, and that recognize it.
+HELD_OUT_DOCUMENTS = 1000
+BATCH_DOCUMENTS = 100
+BLOCKS_AHEAD = 2
+POLL_SECONDS = 0.05
+FAILURE = "failed.json"
+
+
+def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Dataset, Dataset]:
+    """The first documents of a stream, and the validation documents, which are the same if none are `named`.
+
+    Raises:
+        UserError: the stream holds too little.
+    """
+    texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS)]
+    first = Dataset.from_dict({"text": texts})
+    if named is not None and texts:
+        return first, named
+    if len(texts) < HELD_OUT_DOCUMENTS:
+        raise UserError(
+            f"the stream ends after {len(texts)} documents, and the first {HELD_OUT_DOCUMENTS} are held out; name "
+            "validation_dataset, or leave out streaming"
+        )
+    return first, first
+
+
+def open_stream(
+    run: RunFolder, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase, global_batch: int
+) -> tuple[Sequences, TrainingOrder]:
+    """The sequences of a stream and their order; nothing is read before `TrainingOrder.feeding`."""
+    folder = run.data / "stream"
+    order = StreamOrder(arguments, run, tokenizer, global_batch)
+    return StreamedSequences(folder, arguments), order
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some sequences, and where the stream stands behind them.
+
+    Attributes:
+        tokens: `[N, T]`.
+        starts, targets: `[N, T]`, where documents start, and which tokens are targets.
+        rest: the same three `[3, R]`, of the tokens that did not fill another sequence.
+        cursor: the state of the stream: what `IterableDataset` calls its state, and how often it was read before.
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.bool_]
+    targets: NDArray[np.bool_]
+    rest: NDArray[np.int32]
+    cursor: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Writes the block under another name and renames it."""
+        partial = partial_path(path)
+        arrays = {name: getattr(self, name) for name in ("tokens", "starts", "targets", "rest")}
+        metadata = {"cursor": json.dumps(self.cursor), "checksum": str(zlib.crc32(self.tokens.tobytes()))}
+        save_file(arrays, partial, metadata)
+        put_in_place(partial, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Block":
+        """Reads a block.
+
+        Raises:
+            UserError: its tokens are not those that were saved.
+        """
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+            arrays = {name: file.get_tensor(name) for name in ("tokens", "starts", "targets", "rest")}
+            block = cls(**arrays, cursor=json.loads(metadata["cursor"]))
+        if zlib.crc32(block.tokens.tobytes()) != int(metadata["checksum"]):
+            raise UserError(f"{path} does not have the contents that were saved; delete {path.parent} to read it anew")
+        return block
+
+
+class StreamedSequences(Sequences):
+    """Sequences of a stream that another process writes; reading waits until they are there."""
+
+    def __init__(self, folder: Path, arguments: PretrainArguments) -> None:
+        self.folder, self.size, self.length = folder, arguments.shuffle_buffer, arguments.sequence_length
+        self.mask_documents = arguments.mask_documents
+        self._number, self._block = -1, None
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sequence `index` of the stream: `input_ids`, `labels` and perhaps `position_ids`, each `[T]`."""
+        number, row = divmod(index, self.size)
+        block = self._wait_for(number)
+        tokens = block.tokens[row].astype(np.int64)
+        labels = np.where(block.targets[row] & ~block.starts[row], tokens, IGNORE_INDEX)
+        item = {"input_ids": tokens, "labels": labels}
+        if self.mask_documents:
+            item["position_ids"] = restarting_positions(np.flatnonzero(block.starts[row]), self.length)
+        return as_item(item)
+
+    def documents(self, index: int) -> list[str]:
+        return [f"sequence {index} of the stream"]
+
+    def describe(self) -> str:
+        return f"a stream, in sequences of {self.length} that are shuffled in blocks of {self.size:,}"
+
+    def _wait_for(self, number: int) -> Block:
+        """The block `number`, once it is written."""
+        if number != self._number or self._block is None:
+            path = block_path(self.folder, number)
+            while not path.exists():
+                check_failure(self.folder)
+                time.sleep(POLL_SECONDS)
+            self._number, self._block = number, Block.load(path)
+        return self._block
+
+
+class StreamOrder(TrainingOrder):
+    """The stream from its start, shuffled in blocks; it tells the writing process which block is wanted."""
+
+    def __init__(
+        self, arguments: PretrainArguments, run: RunFolder, tokenizer: PreTrainedTokenizerBase, global_batch: int
+    ) -> None:
+        super().__init__(sys.maxsize, global_batch, arguments.seed)
+        self.size = arguments.shuffle_buffer
+        self.writer = BlockWriter(arguments, run, tokenizer, global_batch)
+        self._wanted = multiprocessing.get_context("spawn").Value("q", -1)
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
+        blocks, offsets = np.divmod(places, self.size)
+        self._wanted.value = max(self._wanted.value, int(blocks.max()))
+        return np.concatenate([b * self.size + self._shuffled(b)[offsets[blocks == b]] for b in np.unique(blocks)])
+
+    def passes(self, steps: int) -> dict[str, float]:
+        return {}
+
+    @contextmanager
+    def feeding(self, is_main: bool) -> Iterator[None]:
+        """Runs the writing process during the block, if this is the main process."""
+        if not is_main:
+            yield
+            return
+        (self.writer.folder / FAILURE).unlink(missing_ok=True)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=self.writer.run, args=(self._wanted,), daemon=True)
+        process.start()
+        finished = threading.Event()
+        watch = threading.Thread(target=self.writer.tell_if_it_dies, args=(process, finished), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            process.kill()  # it ignores the signals that end a run; what it writes is whole or absent
+            watch.join()
+
+    def _shuffled(self, block: int) -> NDArray[np.int64]:
+        if block != self._epoch:
+            self._permutation = np.random.default_rng((self.seed or 0, int(block))).permutation(self.size)
+            self._epoch = block
+        return self._permutation
+
+
+class BlockWriter:
+    """Reads the stream, tokenizes it and writes blocks, a few more than are wanted."""
+
+    def __init__(
+        self, arguments: PretrainArguments, run: RunFolder, tokenizer: PreTrainedTokenizerBase, global_batch: int
+    ) -> None:
+        self.arguments, self.checkpoints, self.global_batch = arguments, run.checkpoints, global_batch
+        self.folder = run.data / "stream"
+        self.encoder: Encoder = ChatEncoder(tokenizer) if arguments.chat_column else TextEncoder(tokenizer)
+
+    def run(self, wanted: Any) -> None:
+        """Writes blocks until the process ends; `wanted` is the number of the last one that an update has asked for."""
+        ignore_signals(0)
+        parent = os.getppid()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            blocks, number = None, 0
+            while os.getppid() == parent:
+                if wanted.value < 0 or (blocks is not None and number > wanted.value + BLOCKS_AHEAD):
+                    time.sleep(POLL_SECONDS)
+                    continue
+                if blocks is None:
+                    number, previous = self._last_block(wanted.value)
+                    blocks = self._blocks(previous)
+                next(blocks).save(block_path(self.folder, number))
+                number += 1
+                self._delete_old()
+        except Exception as error:  # whatever it is, those that wait for the next block have to hear of it
+            write_json(self.folder / FAILURE, {"error": first_line(error)})
+
+    def tell_if_it_dies(self, process: BaseProcess, finished: threading.Event) -> None:
+        """Waits for the end of the writing process, and tells those who wait for a block if it came too early."""
+        process.join()
+        if not finished.is_set() and not (self.folder / FAILURE).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / FAILURE, {"error": f"the reading process ended with status {process.exitcode}"})
+
+    def _last_block(self, wanted: int) -> tuple[int, Block | None]:
+        """The number of the next block to write, and the block before it if there is one to go on from."""
+        written = written_blocks(self.folder)
+        if not written or written[0] > wanted:
+            return 0, None
+        return written[-1] + 1, Block.load(block_path(self.folder, written[-1]))
+
+    def _blocks(self, previous: Block | None) -> Iterator[Block]:
+        """All blocks behind `previous`, or all of the stream, which begins again where it ends."""
+        size, length = self.arguments.shuffle_buffer, self.arguments.sequence_length
+        columns = np.empty((3, 0), dtype=np.int32) if previous is None else previous.rest
+        waiting = [columns]
+        for batch, cursor in self._batches({"pass": 0} if previous is None else previous.cursor):
+            waiting.append(batch)
+            while sum(part.shape[1] for part in waiting) >= size * length:
+                columns = np.concatenate(waiting, axis=1)
+                block, rest = columns[:, : size * length].reshape(3, size, length), columns[:, size * length :]
+                waiting = [rest]
+                yield Block(block[0].copy(), block[1].astype(bool), block[2].astype(bool), rest.copy(), cursor)
+
+    def _batches(self, cursor: dict[str, Any]) -> Iterator[tuple[NDArray[np.int32], dict[str, Any]]]:
+        """Tokens, starts and targets `[3, N]` of batches of documents, each with the cursor behind it."""
+        for number in count(cursor["pass"]):
+            stream = self._open()
+            if "state" in cursor:
+                stream.load_state_dict(cursor["state"])
+            rows = iter(stream)
+            read = 0
+            while texts := [row["text"] for row in islice(rows, BATCH_DOCUMENTS)]:
+                read += len(texts)
+                yield self._encode(texts), {"pass": number, "state": stream.state_dict()}
+            if read == 0 and "state" not in cursor:
+                raise UserError(f"the stream {self.arguments.dataset} holds no documents to train on")
+            cursor = {}
+
+    def _open(self) -> IterableDataset:
+        """The stream from its start, behind the documents that are held out."""
+        stream = load_stream(self.arguments.dataset, self.arguments)
+        has_validation = self.arguments.validation_dataset or self.arguments.validation_split
+        return stream if has_validation else stream.skip(HELD_OUT_DOCUMENTS)
+
+    def _encode(self, texts: list[str]) -> NDArray[np.int32]:
+        """Tokens, starts and targets `[3, N]` of some documents."""
+        encoded = self.encoder(texts)
+        starts = np.zeros(len(encoded.tokens), dtype=np.int32)
+        starts[np.cumsum(encoded.lengths) - encoded.lengths] = 1
+        targets = np.ones_like(starts) if encoded.targets is None else encoded.targets
+        return np.stack([encoded.tokens, starts, targets])
+
+    def _delete_old(self) -> None:
+        """Deletes the blocks before the one that the oldest checkpoint reads next."""
+        saved = checkpoint.list_checkpoints(self.checkpoints)
+        first = checkpoint.step_of(saved[0]) * self.global_batch // self.arguments.shuffle_buffer if saved else 0
+        written = written_blocks(self.folder)
+        for number in written[:-1]:
+            if number < first:
+                block_path(self.folder, number).unlink()
+
+
+def block_path(folder: Path, number: int) -> Path:
+    """The file of block `number`."""
+    return folder / f"{number:08d}.safetensors"
+
+
+def written_blocks(folder: Path) -> list[int]:
+    """The numbers of the blocks that are there, ascending."""
+    return sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+
+
+def check_failure(folder: Path) -> None:
+    """Raises what ended the writing process, if something did.
+
+    Raises:
+        UserError: it failed.
+    """
+    failure = folder / FAILURE
+    if failure.exists():
+        raise UserError(f"the training data could not be read on: {json.loads(failure.read_text())['error']}")

@@ -1,0 +1,81 @@
+"""Token streams that several runs share: each text is tokenized once with each tokenizer."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from datasets import Dataset
+
+from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.errors import UserError
+from ..outputs import checksums
+from ..outputs.folder_lock import FolderLock
+from .encoders import Encoder
+from .token_stream import STREAM
+from .tokenization import write_stream
+
+FILES = "files.json"
+
+
+def write_cached(
+    dataset: Dataset, encoder: Encoder, folder: Path, *, cache: Path | None, workers: int, identity: dict[str, str]
+) -> None:
+    """`write_stream` into `folder`, or, with a cache, into an entry of it whose files `folder` then shares.
+
+    An entry is named after `identity`, what it is made from. One that was begun and not finished is continued.
+
+    Raises:
+        UserError: the entry is damaged or of something else, or another process is writing it.
+    """
+    if cache is None:
+        write_stream(dataset, encoder, folder, workers, identity)
+        return
+    entry = cache / _key(identity)
+    if not entry.exists():
+        _make(entry, dataset, encoder, workers, identity)
+    _check(entry, identity)
+    folder.mkdir(parents=True)
+    for file in entry.iterdir():
+        if file.name != FILES:
+            link_or_copy(file, folder / file.name)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file a second name, or copies it where file systems differ or have no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _key(identity: dict[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _make(entry: Path, dataset: Dataset, encoder: Encoder, workers: int, identity: dict[str, str]) -> None:
+    """Writes an entry beside its place and moves it there when it is complete."""
+    partial = partial_path(entry)
+    lock = FolderLock(partial / ".lock")
+    lock.take()
+    try:
+        write_stream(dataset, encoder, partial, workers, identity)
+        files = [file for file in partial.iterdir() if file.name != lock.path.name]
+        write_json(partial / FILES, checksums.measure_files(partial, files))
+    finally:
+        lock.release()
+    put_in_place(partial, entry)
+
+
+def _check(entry: Path, identity: dict[str, str]) -> None:
+    """Refuses an entry that is not what its name promises."""
+    try:
+        stored = json.loads((entry / STREAM).read_text())
+        damage = checksums.find_damage(entry, json.loads((entry / FILES).read_text()))
+    except (OSError, ValueError, AttributeError):
+        stored, damage = {}, "its description is missing or cannot be read"
+    others = [f"{name} {stored.get(name)} instead of {value}" for name, value in identity.items()]
+    others = [other for other, name in zip(others, identity, strict=True) if stored.get(name) != identity[name]]
+    if damage := damage or ", ".join(others):
+        raise UserError(f"the cached tokens in {entry} cannot be used: {damage}; delete that folder to make them anew")

@@ -1,0 +1,62 @@
+"""Options that are mappings: changes to a configuration, and the sources of a mixture of training data."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..common.errors import UserError
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """One source of the training data.
+
+    Attributes:
+        dataset: what the argument `dataset` means.
+        weight: its share of the sequences, relative to the weights of the others.
+        epochs: how often it is read in the whole run, instead of a weight.
+        max_epochs: a run that would read it more often is refused.
+    """
+
+    dataset: str
+    weight: float | None = None
+    epochs: float | None = None
+    max_epochs: float | None = None
+
+
+def parse_source(name: str, options: Any) -> SourceOptions:
+    """One entry of a mixture."""
+    known = {argument.name for argument in fields(SourceOptions)}
+    if not isinstance(options, dict) or "dataset" not in options or options.keys() - known:
+        raise UserError(f"mixture.{name}={options!r} must be a mapping of {', '.join(sorted(known))}, with dataset")
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"mixture.{name}: a source's name has letters, digits, dots and dashes")
+    numbers = {key: options[key] for key in ("weight", "epochs", "max_epochs") if options.get(key) is not None}
+    for key, number in numbers.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        require(is_number and 0 < number < math.inf, f"mixture.{name}.{key}", number, "a positive number")
+    if ("weight" in numbers) == ("epochs" in numbers):
+        raise UserError(f"mixture.{name} needs either weight or epochs")
+    return SourceOptions(str(options["dataset"]), **numbers)
+
+
+def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A mapping as YAML reads it, or from the JSON of the command line."""
+    if not isinstance(value, str):
+        parsed = value
+    else:
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} {value!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
+    if parsed is not None and not isinstance(parsed, dict):
+        raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
+    return parsed
+
+
+def require(condition: bool, name: str, value: object, limit: str) -> None:
+    """Raises a `UserError` that names the value and its limit, unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{name}={value} must be {limit}")

@@ -1,0 +1,152 @@
+"""Megatron's memory maps, written here to the published format, and training in Pythia's order on them."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.training import curve, killed_run, run
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.token_streams import IGNORE_INDEX
+from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+
+LENGTH = 32
+CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
+
+
+def write_indexed(path: Path, sequences: list[list[int]], dtype: Any = np.uint16, documents: Any = None) -> Path:
+    """`path.idx` and `path.bin` as GPT-NeoX's MMapIndexedDataset writes them; each sequence is a document."""
+    sizes = np.array([len(one) for one in sequences], dtype=np.int32)
+    pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
+    boundaries = np.arange(len(sizes) + 1, dtype=np.int64) if documents is None else np.array(documents, dtype=np.int64)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
+    counts = struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(boundaries))
+    path.with_suffix(".idx").write_bytes(header + counts + sizes.tobytes() + pointers.tobytes() + boundaries.tobytes())
+    path.with_suffix(".bin").write_bytes(np.concatenate([np.array(one, dtype=dtype) for one in sequences]).tobytes())
+    return path.with_suffix(".idx")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe([["one two three four"]], vocab_size=257).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty samples of 33 tokens, all different."""
+    rng = np.random.default_rng(0)
+    return write_indexed(tmp_path_factory.mktemp("pile") / "document", rng.integers(1, 257, (40, LENGTH + 1)).tolist())
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+def test_tokens_of_every_type_are_read_back(dtype: Any, tmp_path: Path):
+    sequences = [[1, 2, 3], [4], [5, 6, 7, 8]]
+    data = IndexedTokens.open(write_indexed(tmp_path / "data", sequences, dtype, documents=[0, 2, 3]))
+    parts = np.split(data.tokens, data.begins[1:])
+    assert [part.tolist() for part in parts] == sequences
+    stream = data.as_stream(range(2))
+    assert [part.tolist() for part in np.split(stream.tokens, stream.starts[1:])] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert data.as_stream(range(1, 2)).tokens.tolist() == [5, 6, 7, 8]
+
+
+def test_a_sample_is_read_and_predicted_token_by_token(samples: Path):
+    data = IndexedTokens.open(samples)
+    item = IndexedSamples(data, range(5, 40), None, mask_documents=False)[2]  # type: ignore[arg-type]
+    expected = data.tokens[7 * (LENGTH + 1) : 8 * (LENGTH + 1)].astype(np.int64)
+    assert item["input_ids"].tolist() == expected[:-1].tolist()
+    assert item["shift_labels"].tolist() == item["labels"].tolist() == expected[1:].tolist()
+
+
+def test_documents_in_a_sample_are_kept_apart_if_asked(tmp_path: Path):
+    tokenizer = train_bpe([["x"]], vocab_size=257)
+    end = tokenizer.eos_token_id
+    data = IndexedTokens.open(write_indexed(tmp_path / "data", [[7, 8, end, 9, 10, 11], [1, 2, 3, 4, 5, end]]))
+    first, second = IndexedSamples(data, range(2), tokenizer, mask_documents=True)
+    assert first["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    assert first["shift_labels"].tolist() == [8, end, IGNORE_INDEX, 10, 11]
+    assert second["position_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert second["shift_labels"].tolist() == [2, 3, 4, 5, end]
+
+
+def options(samples: Path, tokenizer: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "dataset": str(samples), "tokenizer": str(tokenizer), "sequence_length": LENGTH, "mask_documents": False,
+        "max_steps": 6, **changes,
+    }  # fmt: skip
+
+
+def test_a_run_continues_its_parents_order_from_any_step(samples: Path, tokenizer: Path, tmp_path: Path):
+    """The parent reads four samples an update; its child begins where update 3 of the parent ended."""
+    seen: list[list[int]] = []
+
+    class Recorded(IndexedSamples):
+        def __getitem__(self, index: int) -> Any:
+            seen.append(super().__getitem__(index)["input_ids"].tolist())
+            return super().__getitem__(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dynattn.scripts.pretrain.data.opening.IndexedSamples", Recorded)
+        run(tmp_path / "run", samples, **options(samples, tokenizer, skip_sequences=12, max_steps=2, warmup_steps=0))
+    rows = IndexedTokens.open(samples).tokens.reshape(40, LENGTH + 1)[:, :-1]
+    assert [row for row in seen if row in rows[:36].tolist()] == rows[12:20].tolist()
+
+
+def test_a_killed_run_on_samples_resumes_to_the_same_curve(samples: Path, tokenizer: Path, tmp_path: Path):
+    whole = run(tmp_path / "whole", samples, **options(samples, tokenizer))
+    killed_run(tmp_path / "run", samples, 5, **options(samples, tokenizer))
+    resumed = run(tmp_path / "run", samples, **options(samples, tokenizer))
+    assert curve(resumed.output, "step", "loss") == curve(whole.output, "step", "loss")
+
+
+def test_documents_of_other_lengths_are_packed(tokenizer: Path, tmp_path: Path):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(1, 257, size).tolist() for size in rng.integers(5, 90, 60)]
+    source = write_indexed(tmp_path / "data", documents)
+    result = run(tmp_path / "run", source, **options(source, tokenizer, mask_documents=True))
+    assert result.steps == 6
+
+
+def damage(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    changes = {
+        "magic": b"TNTIDX\x00\x00\x00" + content[9:],
+        "version": content[:9] + struct.pack("<Q", 2) + content[17:],
+        "dtype": content[:17] + bytes([6]) + content[18:],
+        "short": content[:-8],
+        "empty": b"",
+    }
+    path.write_bytes(changes[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("magic", "begins with"), ("version", "version 2"), ("dtype", "data type 6"), ("short", "copy it again"),
+     ("empty", "begins with b''")],
+)  # fmt: skip
+def test_a_wrong_index_is_refused_by_name(kind: str, message: str, tmp_path: Path):
+    index = write_indexed(tmp_path / "data", [[1, 2, 3]])
+    damage(index, kind)
+    with pytest.raises(UserError, match=f"data.idx.*{message}"):
+        IndexedTokens.open(index)
+
+
+def test_tokens_that_are_missing_or_of_another_tokenizer_are_refused(samples: Path, tokenizer: Path, tmp_path: Path):
+    index = write_indexed(tmp_path / "data", [[1, 2, 3], [4, 5, 6]])
+    index.with_suffix(".bin").write_bytes(b"\x01\x00")
+    with pytest.raises(UserError, match=r"data\.bin has 2 bytes, and data\.idx describes 12"):
+        IndexedTokens.open(index)
+    index.with_suffix(".bin").unlink()
+    with pytest.raises(UserError, match="there is no file"):
+        IndexedTokens.open(index)
+    big = write_indexed(tmp_path / "big", [[40_000] * (LENGTH + 1)] * 4)
+    with pytest.raises(UserError, match="holds the token 40000, and the tokenizer has 257"):
+        run(tmp_path / "run", big, **options(big, tokenizer))
+    with pytest.raises(UserError, match="set it to 32"):
+        run(tmp_path / "run", samples, **options(samples, tokenizer, sequence_length=16))
+    with pytest.raises(UserError, match="name the tokenizer that made them"):
+        run(tmp_path / "run", samples, **options(samples, tokenizer) | {"tokenizer": "bpe"})

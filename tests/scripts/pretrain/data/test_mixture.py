@@ -1,0 +1,92 @@
+"""Mixtures: shares, passes over each source, resuming, and what cannot be mixed."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.training import curve, killed_run, run, write_corpus
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data.batch_order import MIXTURE_BLOCK, MixtureOrder, apportion
+
+SIZES, WEIGHTS = [100, 30, 1000], [0.5, 0.2, 0.3]
+
+
+def make(skip: int = 0) -> MixtureOrder:
+    return MixtureOrder(["a", "b", "c"], SIZES, WEIGHTS, global_batch=64, seed=3, skip=skip)
+
+
+def test_every_block_has_exactly_the_shares():
+    quotas = apportion([0.5, 0.2, 0.3, 1e-9], MIXTURE_BLOCK)
+    assert quotas.sum() == MIXTURE_BLOCK
+    assert quotas.tolist() == [8192, 3276, 4915, 1]
+
+
+def test_sources_get_their_shares_and_are_read_epoch_after_epoch():
+    seen = np.concatenate([make()[step] for step in range(MIXTURE_BLOCK // 64)])
+    first = np.cumsum([0, *SIZES])
+    for source, (size, weight) in enumerate(zip(SIZES, WEIGHTS, strict=True)):
+        mine = seen[(seen >= first[source]) & (seen < first[source + 1])] - first[source]
+        assert len(mine) == pytest.approx(weight * MIXTURE_BLOCK, abs=1)
+        whole = len(mine) // size * size
+        assert (np.sort(mine[:whole].reshape(-1, size)) == np.arange(size)).all()
+    assert make().passes(10)["a"] == pytest.approx(640 * 0.5 / 100, rel=1e-3)
+
+
+def test_an_update_reads_the_same_wherever_a_run_begins():
+    order = make()
+    expected = [order[step].tolist() for step in (300, 3, 299)]
+    assert expected == [make()[step].tolist() for step in (300, 3, 299)]
+    assert make(skip=64)[2].tolist() == order[3].tolist()
+
+
+def mixture(tmp_path: Path, **second: Any) -> dict[str, Any]:
+    one, two = (write_corpus(tmp_path / f"{name}.jsonl", longest) for name, longest in (("one", 3), ("two", 5)))
+    options = {"weight": 1} if not second or "max_epochs" in second else {}
+    sources = {"one": {"dataset": str(one), **(options or {"epochs": 1})}, "two": {"dataset": str(two), **options}}
+    sources["two"] |= second
+    return {"dataset": "builtin", "mixture": sources}
+
+
+def test_a_killed_run_on_a_mixture_resumes_to_the_same_curve(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = mixture(tmp_path)
+    whole = run(tmp_path / "whole", tmp_path, **options)
+    assert "two is read" in capfd.readouterr().out
+    killed_run(tmp_path / "run", tmp_path, 7, **options)
+    resumed = run(tmp_path / "run", tmp_path, **options)
+    assert curve(resumed.output, "step", "loss") == curve(whole.output, "step", "loss")
+    assert Counter(path.name for path in (whole.output / "data").iterdir()) == Counter(
+        ["one", "two", "validation", "source.json"]
+    )
+
+
+def test_epochs_make_one_pass_as_long_as_all_of_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run(tmp_path / "run", tmp_path, **mixture(tmp_path, epochs=2), max_steps=2, warmup_steps=0)
+    told = dict(line.split(" is read ") for line in capfd.readouterr().out.splitlines() if " is read " in line)
+    assert float(told["two"].split()[0]) == pytest.approx(2 * float(told["one"].split()[0]), rel=0.1)
+
+
+def test_too_many_passes_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"would read two .* times, and its max_epochs is 0.5"):
+        run(tmp_path / "run", tmp_path, **mixture(tmp_path, max_epochs=0.5))
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"a": {"dataset": "x.txt"}}, "needs either weight or epochs"),
+        ({"a": {"dataset": "x.txt", "weight": 1, "epochs": 1}}, "needs either weight or epochs"),
+        ({"a": {"dataset": "x.txt", "weight": 0}}, "weight=0 must be a positive number"),
+        ({"a": {"dataset": "x.txt", "weigth": 1}}, "must be a mapping of dataset, epochs, max_epochs, weight"),
+        ({"a": {"dataset": "x.txt", "weight": 1}, "b": {"dataset": "y.txt", "epochs": 1}}, "choose one for all"),
+        ({"a/b": {"dataset": "x.txt", "weight": 1}}, "letters, digits, dots and dashes"),
+        ("[1]", "must be a mapping"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_mixture_that_means_nothing_is_refused(sources: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        PretrainArguments(output="run", mixture=sources)

@@ -1,0 +1,121 @@
+"""Streams: every token once and in shuffled blocks, resuming from the cursor, errors that reach the training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.training import curve, killed_run, run
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data import streaming
+from dynattn.scripts.pretrain.data.encoders import TextEncoder
+from dynattn.scripts.pretrain.data.streaming import Block, BlockWriter
+from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
+from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
+
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three files with 450 documents, one of which is empty, and held-out text."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(3):
+        texts = (
+            f"The number {n} is followed by {n + 1}. " * (1 + n % 4) for n in range(150 * shard, 150 * (shard + 1))
+        )
+        (folder / f"{shard}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "3.jsonl").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("held-out")
+    (folder / "text.txt").write_text("The number 7 is followed by 8. " * 20)
+    train_bpe([["The number 7 is followed by 8."]], vocab_size=280).save_pretrained(folder / "tokenizer")
+    return {
+        "dataset": str(shards), "validation_dataset": str(folder / "text.txt"), "streaming": True, "shuffle_buffer": 16,
+        "tokenizer": str(folder / "tokenizer"), "sequence_length": LENGTH,
+    }  # fmt: skip
+
+
+def writer(options: dict[str, Any], output: Path) -> BlockWriter:
+    arguments = PretrainArguments(output=str(output), max_steps=1, **options)
+    return BlockWriter(arguments, RunFolder(output), load_tokenizer(options["tokenizer"]), global_batch=4)
+
+
+def take(blocks: Any, count: int) -> list[Block]:
+    return [next(blocks) for _ in range(count)]
+
+
+def test_blocks_hold_the_documents_one_after_the_other(options: dict[str, Any], shards: Path, tmp_path: Path):
+    made = writer(options, tmp_path)
+    blocks = take(made._blocks(None), 60)
+    texts = [json.loads(line)["text"] for n in range(3) for line in (shards / f"{n}.jsonl").read_text().splitlines()]
+    encoded = TextEncoder(load_tokenizer(options["tokenizer"]))(texts)
+    tokens = np.concatenate([block.tokens.ravel() for block in blocks])
+    once = min(len(tokens), len(encoded.tokens))
+    assert len(tokens) > len(encoded.tokens)
+    assert (tokens[:once] == encoded.tokens[:once]).all()
+    assert (tokens[once:] == encoded.tokens[: len(tokens) - once]).all()
+    starts = np.flatnonzero(np.concatenate([block.starts.ravel() for block in blocks]))
+    assert (starts[: len(texts)] == np.cumsum(encoded.lengths) - encoded.lengths).all()
+
+
+@pytest.mark.parametrize("after", [1, 7, 40])
+def test_the_cursor_of_a_block_leads_to_the_next(after: int, options: dict[str, Any], tmp_path: Path):
+    expected = take(writer(options, tmp_path)._blocks(None), after + 3)
+    expected[after - 1].save(tmp_path / "block")
+    resumed = take(writer(options, tmp_path)._blocks(Block.load(tmp_path / "block")), 3)
+    for ours, theirs in zip(resumed, expected[after:], strict=True):
+        assert (ours.tokens == theirs.tokens).all()
+        assert (ours.starts == theirs.starts).all()
+
+
+def test_a_damaged_block_is_refused(options: dict[str, Any], tmp_path: Path):
+    take(writer(options, tmp_path)._blocks(None), 1)[0].save(tmp_path / "block")
+    content = bytearray((tmp_path / "block").read_bytes())
+    content[-LENGTH * 100] ^= 1
+    tokens = bytes(Block.load(tmp_path / "block").tokens.tobytes())
+    content = (tmp_path / "block").read_bytes().replace(tokens, bytes([tokens[0] ^ 1]) + tokens[1:])
+    (tmp_path / "block").write_bytes(content)
+    with pytest.raises(UserError, match="does not have the contents that were saved"):
+        Block.load(tmp_path / "block")
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_a_stream_resumes_to_the_same_curve(options: dict[str, Any], shards: Path, tmp_path: Path):
+    """Blocks of sixteen sequences, four of them in an update; the writing process is another one each time."""
+    whole = run(tmp_path / "whole", shards, **options)
+    killed_run(tmp_path / "run", shards, 9, **options)
+    resumed = run(tmp_path / "run", shards, **options)
+    assert curve(resumed.output, "step", "loss") == curve(whole.output, "step", "loss")
+    blocks = sorted(path.stem for path in (whole.output / "data" / "stream").glob("*.safetensors"))
+    assert len(blocks) <= 3 + streaming.BLOCKS_AHEAD
+
+
+@pytest.mark.slow
+def test_what_stops_the_reading_stops_the_training(options: dict[str, Any], shards: Path, tmp_path: Path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for path in shards.glob("[0-2].jsonl"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "1.jsonl").write_text('{"text": "The end."}\n{"text": ')
+    with pytest.raises(UserError, match="the training data could not be read on"):
+        run(tmp_path / "run", folder, **{**options, "dataset": str(folder), "max_steps": 200})
+
+
+def test_streams_that_cannot_be_read_exactly_are_refused(options: dict[str, Any], shards: Path, tmp_path: Path):
+    refused = {"mixture": {"a": {"dataset": "x", "weight": 1}}, "skip_sequences": 3, "packing": "best_fit"}
+    for name, value in refused.items():
+        with pytest.raises(UserError, match="stream"):
+            PretrainArguments(output="x", max_steps=1, **{**options, "dataset": "builtin", name: value})
+    with pytest.raises(UserError, match="no column 'body'"):
+        run(tmp_path / "run", shards, **options, text_column="body")
+    few = {**options, "validation_dataset": None}
+    with pytest.raises(UserError, match="ends after 450 documents"):
+        run(tmp_path / "run", shards, **few)

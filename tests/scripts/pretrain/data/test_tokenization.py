@@ -1,0 +1,128 @@
+"""Tokenizing once: in processes, from where it was interrupted, and shared by runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases.training import curve, run
+from datasets import Dataset
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.data import tokenization
+from dynattn.scripts.pretrain.data.encoders import Encoded, Encoder, TextEncoder
+from dynattn.scripts.pretrain.data.token_cache import write_cached
+from dynattn.scripts.pretrain.data.token_stream import TokenStream
+from dynattn.scripts.pretrain.data.tokenization import encode_all, write_stream
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+
+TEXTS = [f"document {number} says {'x' * (number % 7)}" for number in range(57)]
+DATASET = Dataset.from_dict({"text": TEXTS})
+IDENTITY = {"documents": "a", "tokenizer": "b"}
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> TextEncoder:
+    """An encoder, with batches of five documents and a note after every ten."""
+    monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(tokenization, "NOTE_DOCUMENTS", 10)
+    return TextEncoder(train_bpe([TEXTS], vocab_size=300))
+
+
+class Interrupted(Encoder):
+    """Fails after some batches, and counts them."""
+
+    def __init__(self, encoder: TextEncoder, batches: int) -> None:
+        super().__init__(encoder.tokenizer)
+        self.inner, self.left = encoder, batches
+
+    def __call__(self, documents: list[str]) -> Encoded:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.inner(documents)
+
+
+def content(folder: Path) -> Iterator[bytes]:
+    """All that a complete stream consists of."""
+    return (path.read_bytes() for path in sorted(folder.iterdir()))
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3, 8, 11])
+def test_interrupted_tokenizing_goes_on_to_the_same_stream(batches: int, encoder: TextEncoder, tmp_path: Path):
+    write_stream(DATASET, encoder, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        write_stream(DATASET, Interrupted(encoder, batches), tmp_path / "resumed")
+    rest = Interrupted(encoder, 12 - batches // 2 * 2)
+    write_stream(DATASET, rest, tmp_path / "resumed")
+    assert rest.left == 0
+    assert list(content(tmp_path / "resumed")) == list(content(tmp_path / "whole"))
+
+
+def test_what_was_lost_with_a_crash_is_made_again(encoder: TextEncoder, tmp_path: Path):
+    write_stream(DATASET, encoder, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        write_stream(DATASET, Interrupted(encoder, 8), tmp_path / "resumed")
+    with (tmp_path / "resumed" / "tokens.bin").open("r+b") as file:
+        file.truncate(8)
+    write_stream(DATASET, encoder, tmp_path / "resumed")
+    assert list(content(tmp_path / "resumed")) == list(content(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_processes_make_the_same_tokens_in_the_same_order(encoder: TextEncoder):
+    ours, theirs = (list(encode_all(DATASET, encoder, workers)) for workers in (2, 0))
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_cache_tokenizes_once_and_shares_the_files(encoder: TextEncoder, tmp_path: Path):
+    cache = tmp_path / "cache"
+    write_cached(DATASET, encoder, tmp_path / "one", cache=cache, workers=0, identity=IDENTITY)
+    nothing = Interrupted(encoder, 0)
+    write_cached(DATASET, nothing, tmp_path / "two", cache=cache, workers=0, identity=IDENTITY)
+    assert list(content(tmp_path / "one")) == list(content(tmp_path / "two"))
+    assert (tmp_path / "one" / "tokens.bin").samefile(tmp_path / "two" / "tokens.bin")
+    assert TokenStream.open(tmp_path / "two").text_bytes == sum(map(len, TEXTS))
+    with pytest.raises(KeyboardInterrupt):
+        write_cached(
+            DATASET, nothing, tmp_path / "three", cache=cache, workers=0, identity={**IDENTITY, "tokenizer": "c"}
+        )
+
+
+def test_a_cache_entry_that_was_interrupted_is_continued(encoder: TextEncoder, tmp_path: Path):
+    for batches in (8, 4):
+        half = Interrupted(encoder, batches)
+        if batches == 8:
+            with pytest.raises(KeyboardInterrupt):
+                write_cached(DATASET, half, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+        else:
+            write_cached(DATASET, half, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+            assert half.left == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("tokens.bin", "tokens.bin does not have the contents"), ("stream.json", "tokenizer other instead of b")],
+)
+def test_a_damaged_or_foreign_cache_entry_is_refused(file: str, message: str, encoder: TextEncoder, tmp_path: Path):
+    write_cached(DATASET, encoder, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+    (entry,) = (tmp_path / "c").iterdir()
+    if file == "stream.json":
+        stored = json.loads((entry / file).read_text())
+        (entry / file).write_text(json.dumps({**stored, "tokenizer": "other"}))
+        (entry / "files.json").write_text("{}")
+    else:
+        (entry / file).write_bytes(bytes(reversed((entry / file).read_bytes())))
+    with pytest.raises(UserError, match=f"{message}.*delete that folder"):
+        write_cached(DATASET, encoder, tmp_path / "two", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+
+
+def test_runs_with_and_without_a_cache_are_the_same(corpus: Path, tmp_path: Path):
+    cache = str(tmp_path / "cache")
+    results = [
+        run(tmp_path / name, corpus, max_steps=3, warmup_steps=0, token_cache=used)
+        for name, used in (("a", None), ("b", cache), ("c", cache))
+    ]
+    assert len({str(curve(result.output, "step", "loss")) for result in results}) == 1
+    assert len(list(Path(cache).iterdir())) == 2
