@@ -135,7 +135,7 @@ class ChatEncoder(Encoder):
         return np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.bool_)
 
     def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        rendered = self.tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        rendered: Any = self.tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
         return rendered["input_ids"], rendered["assistant_masks"]
 
     def _by_prefix(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
@@ -162,7 +162,7 @@ class ChatEncoder(Encoder):
             yield len(before), len(after)
 
     def _render(self, turns: list[dict[str, Any]], prompt: bool = False) -> str:
-        rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        rendered: Any = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
         return str(rendered)
 
 

@@ -182,7 +182,7 @@ class IndexedSamples(Sequences):
         return f"{len(self):,} samples of {self.length + 1} tokens in the order of {self.data.path.name}"
 
     @cached_property
-    def text_bytes(self) -> int:  # type: ignore[override]
+    def text_bytes(self) -> int:
         """Length in UTF-8 of the targets of all samples, which are decoded once."""
         return sum(decoded_bytes(self.tokenizer, self._read(index)[1:]) for index in range(len(self)))
 

@@ -122,7 +122,8 @@ class StreamedSequences(Sequences):
     def __init__(self, folder: Path, arguments: PretrainArguments) -> None:
         self.folder, self.size, self.length = folder, arguments.shuffle_buffer, arguments.sequence_length
         self.mask_documents = arguments.mask_documents
-        self._number, self._block = -1, None
+        self._number = -1
+        self._block: Block | None = None
 
     def __len__(self) -> int:
         return sys.maxsize

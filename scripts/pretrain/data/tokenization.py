@@ -5,7 +5,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -153,6 +153,7 @@ def _finish(folder: Path, written: Written, identity: dict[str, str]) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def decoded_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int] | NDArray[Any]) -> int:
+def decoded_bytes(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[Any]) -> int:
     """Length in UTF-8 of the text that `tokens` spell, special tokens excluded."""
-    return len(tokenizer.decode(tokens, skip_special_tokens=True).encode("utf-8", "surrogatepass"))
+    text = str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    return len(text.encode("utf-8", "surrogatepass"))
