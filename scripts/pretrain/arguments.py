@@ -11,6 +11,8 @@ from .mappings import SourceOptions, parse_mapping, parse_source, require
 Precision = Literal["no", "bf16"]
 EngineName = Literal["ddp", "fsdp2", "hsdp"]
 Packing = Literal["concatenate", "best_fit"]
+BadUpdateChoice = Literal["stop", "skip", "rollback"]
+Tracker = Literal["wandb", "trackio"]
 
 POSITIVE = (
     "vocab_size",
@@ -28,6 +30,7 @@ POSITIVE = (
     "eval_every",
     "save_every",
     "shuffle_buffer",
+    "spike_threshold",
 )
 NOT_NEGATIVE = (
     "freeze_parent_steps",
@@ -37,6 +40,7 @@ NOT_NEGATIVE = (
     "keep_checkpoints",
     "skip_sequences",
     "tokenizer_workers",
+    "max_bad_updates",
 )
 # Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
 SMALLEST_EPSILON = 1e-37
@@ -199,6 +203,24 @@ class PretrainArguments:
     compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
     dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
 
+    on_bad_update: BadUpdateChoice = field(
+        default="stop",
+        metadata={
+            "help": "at a loss or gradient that is not finite, or a spike: stop; skip the update; or rollback to the "
+            "newest checkpoint and leave out the data since then"
+        },
+    )
+    spike_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "a loss that many standard deviations above the mean of the last 100 is a spike; none if not given"
+        },
+    )
+    max_bad_updates: int = field(default=10, metadata={"help": "bad updates after which skip and rollback stop, too"})
+
+    trackers: list[Tracker] = field(
+        default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
+    )
     log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
     eval_every: int = field(
         default=100, metadata={"help": "updates between two validations; the last update is always validated"}
@@ -270,7 +292,12 @@ class PretrainArguments:
         require(self.adam_epsilon >= SMALLEST_EPSILON, "adam_epsilon", self.adam_epsilon, f"{SMALLEST_EPSILON} or more")
         require(0 < self.validation_share < 1, "validation_share", self.validation_share, "above 0 and below 1")
         require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
-        for name, kind in {"mixed_precision": Precision, "packing": Packing, "engine": EngineName}.items():
+        for name, kind in {
+            "mixed_precision": Precision,
+            "packing": Packing,
+            "on_bad_update": BadUpdateChoice,
+            "engine": EngineName,
+        }.items():
             value, choices = getattr(self, name), get_args(kind)
             require(value is None or value in choices, name, value, f"one of {choices}")
 

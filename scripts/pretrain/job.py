@@ -163,7 +163,7 @@ def build_trainer(
     progress = TrainingProgress()
     if resume_from is not None:
         progress = checkpoint.load(accelerator, resume_from, model, optimizer, plan.memory)
-    metrics = MetricsLog(run.metrics, accelerator, progress.step)
+    metrics = MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers)
     checkpoints = CheckpointWriter(
         accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
     )

@@ -80,7 +80,7 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
     parameters = count_parameters(accelerator.unwrap_model(trainer.model))
     lines = read_metrics(run.metrics, "train")
     measured: dict[str, Any] = {
-        "train_loss": lines[-1]["loss"],
+        "train_loss": [line["loss"] for line in lines if line["loss"] is not None][-1],
         "validation_loss": validation.loss,
         "perplexity": validation.perplexity,
         "bits_per_byte": validation.bits_per_byte,

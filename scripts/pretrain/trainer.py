@@ -1,5 +1,6 @@
 """The training loop: updates, and the metrics, validations and checkpoints between them."""
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -17,18 +18,23 @@ from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
 from .engines.interface import Engine
+from .guard import BadUpdate, RollbackError, find_fault, find_layer, keep_batch, remember
 from .model import loss_options
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
+from .outputs.composition_health import measure_health
 from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .outputs.training_state import training_tensors
 from .plan import Plan, sharing_of
+from .processes import on_all
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
 from .validation import Validation, count_targets, to_device, validate
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 
@@ -71,11 +77,15 @@ class Trainer:
             StoppedError: a process was asked to stop; the last update has been saved.
         """
         self.signals.finish_updates(True)
-        batches = iter(self._loader())
+        batches: Iterator[Batch] = iter(self._loader())
         validation = self._validate() if self._is_due_from_before() else None
         with self._progress_bar() as bar:
             while self.progress.step < self.plan.schedule.max_steps:
-                loss, norm = self._timed_update(batches)
+                try:
+                    loss, norm = self._timed_update(batches)
+                except RollbackError:
+                    batches = self._roll_back(bar)
+                    continue
                 self._show(bar, loss)
                 if self._due(self.arguments.log_every):
                     self._log_training(norm)
@@ -102,15 +112,20 @@ class Trainer:
         return loss, norm
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
-        """One update; returns its loss in nats per token and the norm of its gradient before clipping."""
+        """One update; returns its loss in nats per token (nan if it was skipped) and its gradient norm before clipping."""
         loss, stops, writers = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
         norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
         values = torch.stack([loss, norm.to(loss), stops, writers]).tolist()
         if values[3] == self.accelerator.num_processes:
             self.checkpoints.finish()
-        self._check_finite(values[0], values[1])
-        self.optimizer.step()
+        fault = find_fault(values[0], values[1], self.progress.recent_losses, self.arguments.spike_threshold)
+        if fault is None:
+            self.optimizer.step()
+            remember(self.progress.recent_losses, values[0])
+        else:
+            self._handle(fault, batches)
+            values[0] = math.nan  # a loss that no update followed is in no mean
         self.optimizer.zero_grad()
         self.stop_requested = values[2] > 0
         return values[0], values[1]
@@ -136,15 +151,54 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def _check_finite(self, loss: float, norm: float) -> None:
-        """Ends the run before an update that would spoil the weights."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
+    def _handle(self, fault: str, batches: list[Batch]) -> None:
+        """Examines an update that is not made and keeps its batch; it is skipped if that is what the user wants.
+
+        Raises:
+            UserError: the run is to stop.
+            RollbackError: it is to go on from its newest checkpoint.
+        """
         self.checkpoints.finish()
-        raise UserError(
-            f"update {self.progress.step + 1} has loss {loss} and gradient norm {norm}, so training stopped; "
-            f"{self._last_checkpoint()}; lower learning_rate or max_grad_norm, or lengthen warmup_steps, in a new run"
-        )
+        progress, choice, process = self.progress, self.arguments.on_bad_update, self.accelerator.process_index
+        layer = find_layer(self.model, self._forward, batches)
+        kept = self.run.incidents / f"update-{progress.step + 1:06d}"
+        bad = BadUpdate(progress.step + 1, fault, layer, self._documents(), kept)
+        on_all(self.run.path, lambda: keep_batch(bad, batches, process))
+        progress.bad_updates += 1
+        if choice == "stop" or progress.bad_updates > self.arguments.max_bad_updates:
+            raise UserError(
+                f"{bad.describe()}; training stopped; {self._last_checkpoint()}; lower learning_rate or max_grad_norm, "
+                "or lengthen warmup_steps, in a new run, or give on_bad_update: skip or rollback"
+            )
+        logger.warning("%s; %s", bad.describe(), choice)
+        if choice == "rollback":
+            raise RollbackError
+
+    def _roll_back(self, bar: tqdm) -> Iterator[Batch]:
+        """Goes back to the newest checkpoint, and on from there with the data behind the bad update."""
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        if not saved:
+            raise UserError(f"update {self.progress.step + 1} is bad, and no checkpoint was saved to roll back to")
+        before = self.progress
+        self.optimizer.zero_grad()
+        self.progress = checkpoint.load(self.accelerator, saved[-1], self.model, self.optimizer, self.plan.memory)
+        self.progress.skipped = before.skipped + before.step + 1 - self.progress.step
+        self.progress.bad_updates = before.bad_updates
+        self.metrics.rewind(self.progress.step)
+        bar.update(self.progress.step - before.step)
+        return iter(self._loader())
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """The loss `[]` of a batch of `[B, T]` without carried memory."""
+        options = loss_options(self.accelerator.unwrap_model(self.model))
+        return self.model(**to_device(batch, self.accelerator.device), **options, use_cache=False).loss
+
+    def _documents(self) -> list[str]:
+        """The documents that this process reads in the next update."""
+        indices = self.plan.order[self.progress.step + self.progress.skipped]
+        mine = indices.reshape(-1, self.accelerator.num_processes, self.arguments.batch_size)
+        chosen = mine[:, self.accelerator.process_index].ravel().tolist()
+        return [name for index in chosen for name in self.plan.train_sequences.documents(index)]
 
     def _last_checkpoint(self) -> str:
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
@@ -157,10 +211,11 @@ class Trainer:
             {
                 "step": progress.step,
                 "split": "train",
-                "loss": progress.loss_sum / progress.loss_count,
+                "loss": progress.loss_sum / progress.loss_count if progress.loss_count else None,
                 **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
+                **self.plan.order.progress(progress.step + progress.skipped),
                 **self.throughput.report(),
                 "seconds": progress.seconds,
             }
@@ -183,8 +238,17 @@ class Trainer:
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
         self.metrics.write({**record, **asdict(validation)})
+        self._log_health()
         self.progress.validated = self.progress.step
         return validation
+
+    def _log_health(self) -> None:
+        """Writes what composition does to the first held-out sequence in each layer, if the model composes heads."""
+        model = self.accelerator.unwrap_model(self.model)
+        health = measure_health(model, self._forward, self.plan.validation_sequences[0])
+        self.engine.end_scoring(model)
+        if health:
+            self.metrics.write({"step": self.progress.step, "split": "composition", **health})
 
     def _is_due_from_before(self) -> bool:
         """Whether the run was stopped, and saved, between an update and the validation that follows it."""
@@ -221,7 +285,8 @@ class Trainer:
 
     def _loader(self) -> DataLoader[Batch]:
         """The batches `[B, T]` of this process in all remaining updates."""
-        steps = range(self.progress.step, self.plan.schedule.max_steps)
+        skipped = self.progress.skipped
+        steps = range(self.progress.step + skipped, self.plan.schedule.max_steps + skipped)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(
             self.plan.train_sequences,

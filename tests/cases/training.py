@@ -94,7 +94,7 @@ def arguments(output: Path, corpus: Path, **changes: Any) -> PretrainArguments:
 def without_timing(output: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics without the fields that differ from run to run."""
     return [
-        {name: value for name, value in line.items() if name not in ("seconds", *RATES)}
+        {name: value for name, value in line.items() if name not in ("seconds", "memory_gib", *RATES)}
         for line in read_metrics(output / "metrics.jsonl")
     ]
 

@@ -54,7 +54,10 @@ def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Datase
     Raises:
         UserError: the stream holds too little.
     """
-    texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS)]
+    try:
+        texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS)]
+    except Exception as error:  # network and parsers raise whatever they like
+        raise UserError(f"cannot read the head of the stream: {first_line(error)}; check the data") from error
     first = Dataset.from_dict({"text": texts})
     if named is not None and texts:
         return first, named

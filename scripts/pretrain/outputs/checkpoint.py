@@ -8,12 +8,13 @@ another name and renamed (see `checkpoint_writer.py`), so a run that is killed w
 
 import json
 import logging
+import math
 import pickle
 import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ class TrainingProgress:
         seconds: time spent on updates, without validation and saving.
         loss_sum, loss_count: the losses since the last line of training metrics.
         validated: the update after which the last validation was made.
+        skipped: updates' worth of data that rollbacks have left out.
+        bad_updates: how many have been skipped or rolled back.
+        recent_losses: of the last updates, by which spikes are judged.
     """
 
     step: int = 0
@@ -62,14 +66,18 @@ class TrainingProgress:
     loss_sum: float = 0.0
     loss_count: int = 0
     validated: int = 0
+    skipped: int = 0
+    bad_updates: int = 0
+    recent_losses: list[float] = field(default_factory=list)
 
     def add(self, loss: float, tokens: int, seconds: float) -> None:
-        """Counts an update."""
+        """Counts an update; one that was skipped has a loss of nan."""
         self.step += 1
         self.tokens += tokens
         self.seconds += seconds
-        self.loss_sum += loss
-        self.loss_count += 1
+        if not math.isnan(loss):
+            self.loss_sum += loss
+            self.loss_count += 1
 
 
 def load(

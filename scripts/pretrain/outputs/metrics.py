@@ -2,26 +2,31 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm import tqdm
 
 from ...common.atomic_file import write_whole
+from ...common.errors import UserError, first_line
+from ...common.metric_records import Record, read_metrics
 
-Record = dict[str, Any]
+# What trackers on other machines call the project.
+PROJECT = "dynattn"
+# The splits that the terminal does not show, for they have hundreds of fields.
+UNSHOWN = ("composition",)
 
 
 class MetricsLog:
-    """Appends records to `metrics.jsonl` and TensorBoard; only the main process writes.
+    """Appends records to `metrics.jsonl`, TensorBoard and perhaps other trackers; only the main process writes.
 
     Opening it drops the lines after `step`, so that a resumed run has no line twice.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, step: int, trackers: Sequence[str] = ()) -> None:
         self.path, self.accelerator = path, accelerator
         if accelerator.is_main_process:
             _keep_until(path, step)
@@ -30,16 +35,40 @@ class MetricsLog:
         except OSError:
             accelerator.trackers.clear()  # one that has not started cannot be ended
             raise
+        for name in trackers:
+            start_tracker(accelerator, name, run_name=path.parent.resolve().name)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after `step`, from which the run goes on."""
+        if self.accelerator.is_main_process:
+            _keep_until(self.path, step)
 
     def write(self, record: Record) -> None:
         """Stores one record: its `step`, its `split` and what was measured."""
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-            tqdm.write(format_record(record))
+            if record["split"] not in UNSHOWN:
+                tqdm.write(format_record(record))
         split, step = record["split"], record["step"]
         values = {f"{split}/{name}": value for name, value in record.items() if name not in ("split", "step")}
         self.accelerator.log(values, step=step)
+
+
+def start_tracker(accelerator: Accelerator, name: str, run_name: str) -> None:
+    """Logs to one more tracker from now on.
+
+    Raises:
+        UserError: it cannot be started: its package is missing, or it does not know who the user is.
+    """
+    tracker = LOGGER_TYPE_TO_CLASS[name](PROJECT, name=run_name)
+    try:
+        tracker.start()
+    except Exception as error:  # each package has errors of its own
+        raise UserError(
+            f"trackers: {name} does not start: {first_line(error)}; `pip install {name}` and log in, or leave it out"
+        ) from error
+    accelerator.trackers.append(tracker)
 
 
 @contextmanager
@@ -56,19 +85,6 @@ def tensorboard_errors_told_once() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = usual
-
-
-def read_metrics(path: Path, split: str | None = None) -> list[Record]:
-    """Reads the records of one split, or all; a last line that was cut off is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if split is None or record["split"] == split:
-            records.append(record)
-    return records
 
 
 def format_record(record: Record) -> str:

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def incidents(self) -> Path:
+        """A folder for each bad update, with its batch."""
+        return self.path / "incidents"
+
+    @property
     def model(self) -> Path:
         """The final model, tokenizer and card in Hugging Face format."""
         return self.path / "model"
@@ -143,6 +148,7 @@ class RunFolder:
             self.data,
             self.metrics,
             self.tensorboard,
+            self.incidents,
             self.model,
             self.result,
         )

@@ -1,5 +1,6 @@
 """Tokens per second, FLOP/s, and their share of what the hardware can do."""
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class Throughput:
 
     def report(self) -> dict[str, float]:
         """The rates since the last report; all processes have to call it together."""
-        rates = {"tokens_per_second": self.tokens / self.seconds}
+        rates = {"tokens_per_second": self.tokens / self.seconds, "memory_gib": peak_gib(self.accelerator.device)}
         if self.flops is not None:
             operations = torch.tensor(float(self.operations), device=self.accelerator.device)
             per_second = self.accelerator.reduce(operations, reduction="sum").item() / self.seconds
@@ -60,6 +61,13 @@ class Throughput:
             rates["mfu"] = per_second / self.gemm_rate
         self.tokens, self.seconds, self.operations = 0, 0.0, 0
         return rates
+
+
+def peak_gib(device: torch.device) -> float:
+    """GiB that this process has held at most: on a GPU what tensors took there, else all of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def positions(batch: dict[str, Tensor]) -> Tensor:

@@ -99,14 +99,20 @@ def test_a_killed_run_on_a_stream_resumes_to_the_same_curve(options: dict[str, A
 
 
 @pytest.mark.slow
-def test_what_stops_the_reading_stops_the_training(options: dict[str, Any], shards: Path, tmp_path: Path):
+def test_what_stops_the_reading_stops_the_training(
+    options: dict[str, Any], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = tmp_path / "shards"
     folder.mkdir()
     for path in shards.glob("[0-2].jsonl"):
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "1.jsonl").write_text('{"text": "The end."}\n{"text": ')
-    with pytest.raises(UserError, match="the training data could not be read on"):
-        run(tmp_path / "run", folder, **{**options, "dataset": str(folder), "max_steps": 200})
+    options = {**options, "dataset": str(folder), "max_steps": 200}
+    with pytest.raises(UserError, match="cannot read the head of the stream: JSON parse error"):
+        run(tmp_path / "run", folder, **options)
+    monkeypatch.setattr(streaming, "HELD_OUT_DOCUMENTS", 100)
+    with pytest.raises(UserError, match="the training data could not be read on: JSON parse error"):
+        run(tmp_path / "run", folder, **options)
 
 
 def test_streams_that_cannot_be_read_exactly_are_refused(options: dict[str, Any], shards: Path, tmp_path: Path):

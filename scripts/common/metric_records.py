@@ -1,0 +1,20 @@
+"""The measurements of a run as a file of one JSON object a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def read_metrics(path: Path, split: str | None = None) -> list[Record]:
+    """Reads the records of one split, or all; a last line that was cut off is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if split is None or record["split"] == split:
+            records.append(record)
+    return records

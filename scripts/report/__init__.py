@@ -1,0 +1,1 @@
+"""The curves of runs on a page that needs nothing else."""

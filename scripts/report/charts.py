@@ -1,0 +1,83 @@
+"""Curves as SVG that stands in an HTML page by itself."""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .run import Run
+
+WIDTH, HEIGHT = 6.2, 3.2
+# Colours that readers with any colour vision can tell apart (Okabe and Ito).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# A curve of more points is drawn by so many, evenly spread; the eye sees no difference.
+MOST_POINTS = 2000
+# What comes before the drawing itself names a document type on another machine.
+PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
+METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+STYLES = {"train": "-", "validation": "--"}
+
+
+def draw_curves(runs: Sequence[Run], splits: Sequence[str], field: str, label: str, *, log: bool = False) -> str | None:
+    """One measurement of all runs against the update, as SVG; None if no run has it."""
+    figure, axes = _figure(label)
+    drawn = False
+    for index, run in enumerate(runs):
+        for split in splits:
+            steps, values = run.series(split, field)
+            if not any(map(math.isfinite, values)):
+                continue
+            drawn = True
+            name = run.name if len(splits) == 1 else f"{run.name}, {split}"
+            chosen = _spread(len(steps))
+            marker = "o" if len(steps) < 30 else None
+            axes.plot(
+                np.array(steps)[chosen], np.array(values)[chosen], STYLES.get(split, "-"), label=name,
+                color=COLOURS[index % len(COLOURS)], linewidth=1.4, marker=marker, markersize=3,
+            )  # fmt: skip
+    if not drawn:
+        return None
+    axes.set_xlabel("update")
+    if log:
+        axes.set_yscale("log")
+    if len(runs) * len(splits) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return to_svg(figure)
+
+
+def draw_layers(values: Mapping[str, Sequence[float]], label: str) -> str:
+    """Measurements `[layers]` by name, against the layer, as SVG."""
+    figure, axes = _figure(label)
+    for index, (name, series) in enumerate(values.items()):
+        axes.plot(range(len(series)), series, "o-", label=name, color=COLOURS[index % len(COLOURS)], markersize=3)
+    axes.set_xlabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8)
+    return to_svg(figure)
+
+
+def to_svg(figure: Figure) -> str:
+    """A figure as an `svg` element with text that can be selected, and with nothing from elsewhere."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dynattn"}):
+        figure.savefig(buffer, format="svg")
+    return METADATA.sub("", PROLOGUE.sub("", buffer.getvalue()))
+
+
+def _figure(label: str) -> tuple[Figure, matplotlib.axes.Axes]:
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(label, fontsize=10, loc="left")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _spread(count: int) -> np.ndarray:
+    """The indices of the points that are drawn."""
+    return np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).astype(int))

@@ -1,0 +1,32 @@
+"""Writes the curves of one or several runs as one HTML page.
+
+    dynattn report RUN [RUN ...] [--output FILE.html]
+
+RUN is the output folder of `dynattn pretrain`, finished or not. The page holds everything it shows, and opens without a
+network. Without --output it is report.html in the folder of the first run.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..common.errors import UserError
+
+DESCRIPTION = "Write the curves of one or several runs as one HTML page."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the page and returns the exit status."""
+    parser = ArgumentParser(prog="dynattn report", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
+    parser.add_argument("--output", type=Path, default=None, help="the page; report.html in the first run if not given")
+    options = parser.parse_args(argv)
+    from .page import write_page  # here, because it imports Matplotlib, and help needs to be fast
+
+    output = options.output or options.runs[0] / "report.html"
+    try:
+        write_page(options.runs, output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}; give another file with --output") from error
+    print(f"wrote {output}")
+    return 0

@@ -1,0 +1,124 @@
+"""The page: what differs between the runs, how they ended, and their curves."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..common.atomic_file import write_whole
+from .charts import draw_curves, draw_layers
+from .run import Run, differing, read_runs
+
+CURVES = (
+    (("train", "validation"), "loss", "Loss (nats per token)", False),
+    (("validation",), "bits_per_byte", "Bits per byte of held-out text", False),
+    (("train",), "grad_norm", "Gradient norm before clipping", True),
+    (("train",), "learning_rate", "Learning rate", False),
+    (("train",), "tokens_per_second", "Tokens per second", False),
+    (("train",), "mfu", "Model FLOPs utilization", False),
+    (("train",), "memory_gib", "Memory (GiB) of a process at most", False),
+    (("train",), "passes", "Passes over the data", False),
+)
+RESULTS = (
+    "steps", "tokens", "parameters", "train_loss", "validation_loss", "perplexity", "bits_per_byte",
+    "tokens_per_second", "mfu", "train_seconds", "hardware",
+)  # fmt: skip
+HEALTH = "composition"
+TERMS = ("query_mix", "key_mix", "query_gate", "key_gate", "static")
+STAGES = {"pre": "scores", "post": "probabilities"}
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 82rem;
+  padding: 0 1.5rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+table { border-collapse: collapse; font-size: 13px } td, th { padding: .25rem .8rem .25rem 0; text-align: left;
+  border-bottom: 1px solid #ddd; vertical-align: top; overflow-wrap: anywhere }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem }
+.curves svg { width: 100%; height: auto }
+"""
+
+
+def write_page(folders: Sequence[Path], output: Path) -> None:
+    """Reads the runs in `folders` and writes the page.
+
+    Raises:
+        UserError: a folder holds no run.
+        OSError: the page cannot be written.
+    """
+    runs = read_runs(folders)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, render(runs))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as HTML."""
+    title = ", ".join(run.name for run in runs)
+    sections = [
+        ("Results", table(runs, {run.name: _chosen(run.result, RESULTS) for run in runs})),
+        ("Settings" if len(runs) == 1 else "Settings that differ", _settings(runs)),
+        ("Curves", gallery([draw_curves(runs, s, f, label, log=log) for s, f, label, log in CURVES])),
+        *((f"Composition of {run.name}", gallery(draw_health(run))) for run in runs if run.fields(HEALTH)),
+    ]
+    body = "\n".join(f"<h2>{escape(name)}</h2>\n{content}" for name, content in sections if content)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n"
+    )
+
+
+def draw_health(run: Run) -> list[str]:
+    """What composition does in each layer at the last measurement, and how the largest terms have grown."""
+    last = [record for record in run.records if record["split"] == HEALTH][-1]
+    charts = []
+    for stage, maps in STAGES.items():
+        sizes = {term: _by_layer(last, stage, term) for term in TERMS}
+        likeness = {f"{when} composing": _by_layer(last, stage, f"similarity_{when}") for when in ("before", "after")}
+        share = {"gates": _by_layer(last, stage, "gate_share")}
+        step = f"update {last['step']}"
+        for label, values in {
+            f"Size of the terms on {maps} against the identity, {step}": sizes,
+            f"Similarity of the heads' {maps}, {step}": likeness,
+            f"Share of the gates in the terms on {maps}, {step}": share,
+        }.items():
+            present = {name: series for name, series in values.items() if series}
+            charts += [draw_layers(present, label)] if present else []
+    return charts
+
+
+def gallery(charts: Sequence[str | None]) -> str:
+    """Charts side by side; empty if there are none."""
+    drawn = [f"<figure style='margin:0'>{chart}</figure>" for chart in charts if chart is not None]
+    return f"<div class='curves'>{''.join(drawn)}</div>" if drawn else ""
+
+
+def table(runs: Sequence[Run], values: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each value and a column for each run; empty if there are no values."""
+    names = dict.fromkeys(name for run in runs for name in values[run.name])
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = [
+        f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{_show(values[run.name].get(name))}</td>" for run in runs)
+        for name in names
+    ]
+    return f"<table><tr><th></th>{head}</tr>{''.join(f'{row}</tr>' for row in rows)}</table>" if rows else ""
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    names = differing(runs)
+    return table(runs, {run.name: _chosen(run.arguments, names) for run in runs})
+
+
+def _chosen(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _by_layer(record: Mapping[str, Any], stage: str, what: str) -> list[float]:
+    """One measurement of all layers, in their order."""
+    return [record[name] for name in sorted(record) if name.endswith(f".{stage}.{what}")]
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))

@@ -1,0 +1,69 @@
+"""What a run has left for a report."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from ..common.metric_records import Record, read_metrics
+
+METRICS, ARGUMENTS, RESULT = "metrics.jsonl", "run.json", "result.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name, records, arguments and, once it is finished, result."""
+
+    name: str
+    records: Sequence[Record]
+    arguments: dict[str, Any]
+    result: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "Run":
+        """Reads the folder of a run.
+
+        Raises:
+            UserError: it holds no measurements.
+        """
+        records = read_metrics(folder / METRICS)
+        if not records:
+            raise UserError(
+                f"{folder} holds no {METRICS} with measurements; give the output folder of dynattn pretrain"
+            )
+        return cls(name, records, _read(folder / ARGUMENTS), _read(folder / RESULT))
+
+    def series(self, split: str, field: str) -> tuple[list[int], list[float]]:
+        """The steps at which `field` of `split` was measured, and its values."""
+        found = [(r["step"], r[field]) for r in self.records if r["split"] == split and r.get(field) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def fields(self, split: str) -> list[str]:
+        """The names of all that was measured for `split`, in the order in which they first occur."""
+        return list(dict.fromkeys(name for record in self.records if record["split"] == split for name in record))
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads all runs; each is called as its folder is, or as its path is where folders have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    distinct = len(set(names)) == len(names)
+    return [Run.read(f, name if distinct else str(f)) for f, name in zip(folders, names, strict=True)]
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The arguments, but for the output folder, in which some runs differ; all that a single run was given."""
+    names = dict.fromkeys(name for run in runs for name in run.arguments if name != "output")
+    if len(runs) == 1:
+        return [name for name in names if runs[0].arguments[name] is not None]
+    return [name for name in names if len({json.dumps(run.arguments.get(name)) for run in runs}) > 1]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,100 @@
+"""Bad updates: named with layer and documents, kept, and then skipped, rolled back or the end of the run."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.training import curve, run
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.guard import ENOUGH, find_fault, find_layer
+from dynattn.scripts.pretrain.trainer import Trainer
+
+BAD = 7
+
+
+def test_a_spike_is_far_above_the_losses_before_it():
+    recent = [3.0 + 0.1 * (-1) ** n for n in range(ENOUGH)]
+    assert find_fault(3.3, 1.0, recent, threshold=4.0) is None
+    assert find_fault(3.6, 1.0, recent, threshold=None) is None
+    assert find_fault(3.6, 1.0, recent[1:], threshold=4.0) is None
+    assert "more than 4 standard deviations above 3 +- 0.1" in str(find_fault(3.6, 1.0, recent, threshold=4.0))
+    assert "gradient norm inf" in str(find_fault(3.0, math.inf, recent, threshold=None))
+
+
+def test_the_innermost_module_that_fails_is_named(corpus: Path, tmp_path: Path):
+    model = LlamaForCausalLM.from_pretrained(run(tmp_path / "run", corpus, max_steps=1, warmup_steps=0).model)
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    model(**batch).loss.backward()
+    assert "the largest" in find_layer(model, lambda b: model(**b), [batch])
+    model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = math.nan
+    assert find_layer(model, lambda b: model(**b), [batch]) == "the gradient of model.layers.0.mlp.up_proj.weight"
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
+    assert find_layer(model, lambda b: model(**b), [batch]) == "the output of model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The sequences of each update in the order in which they are read; those of update 7 make the loss infinite."""
+    batches: list[list[int]] = []
+    usual = Trainer._accumulate
+
+    def accumulate(trainer: Trainer, micro_batches: Any) -> torch.Tensor:
+        data_step = trainer.progress.step + trainer.progress.skipped
+        batches.append(trainer.plan.order[data_step].tolist())
+        loss = usual(trainer, micro_batches)
+        return loss * math.inf if data_step == BAD - 1 else loss
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    return batches
+
+
+def check_kept(output: Path) -> None:
+    kept = output / "incidents" / f"update-{BAD:06d}"
+    facts = json.loads((kept / "update-00000.json").read_text())
+    assert facts["step"] == BAD
+    assert facts["documents"]
+    assert all(name.startswith("document ") for name in facts["documents"])
+    assert load_file(kept / "batch-00000.safetensors")["0.input_ids"].shape == (4, 32)
+
+
+def test_by_default_the_run_stops_and_says_what_was_wrong(corpus: Path, tmp_path: Path, seen: list[list[int]]):
+    with pytest.raises(UserError, match=r"update 7 has loss inf .* first in the gradient of .*document .* is kept in"):
+        run(tmp_path / "run", corpus)
+    check_kept(tmp_path / "run")
+    assert len(seen) == BAD
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_skipped_update_changes_nothing(corpus: Path, tmp_path: Path, seen: list[list[int]]):
+    result = run(tmp_path / "run", corpus, on_bad_update="skip")
+    check_kept(tmp_path / "run")
+    losses = curve(result.output, "step", "loss", split="train")
+    assert [step for step, _ in losses] == list(range(1, 13))
+    assert [step for step, loss in losses if loss is None] == [BAD]
+    assert math.isfinite(result.train_loss)
+    with pytest.raises(UserError, match="training stopped"):
+        run(tmp_path / "strict", corpus, on_bad_update="skip", max_bad_updates=0)
+
+
+def test_a_rollback_goes_on_behind_the_bad_batch(corpus: Path, tmp_path: Path, seen: list[list[int]]):
+    """The newest checkpoint is that of update 4; updates 5 and 6 are made again, with other data."""
+    result = run(tmp_path / "run", corpus, on_bad_update="rollback")
+    check_kept(tmp_path / "run")
+    assert result.steps == 12
+    steps = [step for (step,) in curve(result.output, "step", split="train")]
+    assert steps == list(range(1, 13))
+    order = [seen[step] for step in range(BAD)]
+    assert seen[BAD:] != order[4:]
+    assert len(seen) == BAD + 8
+    assert math.isfinite(result.validation_loss)
+
+
+def test_nothing_to_roll_back_to_ends_the_run(corpus: Path, tmp_path: Path, seen: list[list[int]]):
+    with pytest.raises(UserError, match="no checkpoint was saved to roll back to"):
+        run(tmp_path / "run", corpus, on_bad_update="rollback", save_every=10)

@@ -1,0 +1,86 @@
+"""The page of curves: what it shows, that it needs nothing else, and runs that are not finished."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynattn.scripts.cli import main
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    """A run of thirty updates with everything that a report can show."""
+    folder.mkdir()
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 31):
+        lines.append({"step": step, "split": "train", "loss": 5 / step, "grad_norm": 1.0, "learning_rate": 1e-3 / step})
+        if step % 10 == 0:
+            lines.append({"step": step, "split": "validation", "loss": 6 / step, "bits_per_byte": 2.0})
+            terms = {f"{layer:02}.{stage}.query_mix": 0.1 * layer for layer in range(3) for stage in ("pre", "post")}
+            lines.append({"step": step, "split": "composition", **terms})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 31, "spl')
+    arguments = {"learning_rate": 1e-3, "seed": 0, "output": str(folder), **changes}
+    (folder / "run.json").write_text(json.dumps(arguments))
+    return folder
+
+
+class Page(HTMLParser):
+    """Collects elements, texts and whatever would be loaded from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+def test_a_page_of_two_runs_shows_what_differs_and_needs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", learning_rate=2e-3, seed="<b>")
+    assert main(["report", str(one), str(two), "--output", str(tmp_path / "out" / "page.html")]) == 0
+    assert "wrote" in capsys.readouterr().out
+    text = (tmp_path / "out" / "page.html").read_text()
+    page = Page(text)
+    assert page.tags.count("svg") == 4 + 2 * 2
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"<script|@import|url\((?!#)|<!DOCTYPE svg", text)
+    for expected in ("Settings that differ", "learning_rate", "0.002", "<b>", "one, validation", "Composition of two"):
+        assert expected in page.texts
+    assert "output" not in page.texts
+
+
+def test_one_run_is_written_beside_its_metrics(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    (run / "result.json").write_text(json.dumps({"validation_loss": 1.25, "steps": 30, "hardware": "a & b"}))
+    assert main(["report", str(run)]) == 0
+    texts = Page((run / "report.html").read_text()).texts
+    assert {"1.25", "30", "a & b", "Settings", "0.001"} <= set(texts)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+    runs = [str(write_run(tmp_path / parent / "run")) for parent in ("a", "b")]
+    assert main(["report", *runs, "--output", str(tmp_path / "page.html")]) == 0
+    assert set(runs) <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_a_folder_without_measurements_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    run = write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    assert main(["report", str(run), "--output", str(tmp_path / "file" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
