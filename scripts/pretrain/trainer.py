@@ -112,7 +112,7 @@ class Trainer:
         return loss, norm
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
-        """One update; returns its loss in nats per token (nan if it was skipped) and its gradient norm before clipping."""
+        """One update; returns its loss in nats per token, or nan if it was skipped, and its gradient norm."""
         loss, stops, writers = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
         norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
