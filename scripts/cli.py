@@ -29,6 +29,7 @@ JOBS = CommandTable(
             "dynattn.scripts.benchmark.main",
             "time, memory and error of attention beside the strongest baselines",
         ),
+        "inspect": ("dynattn.scripts.inspect.main", "show how a model composes its heads on a text"),
         "publish": (
             "dynattn.scripts.publish.main",
             "write a folder that loads anywhere, verify it, push it to the Hub",

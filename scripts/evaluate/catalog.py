@@ -10,7 +10,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from ..common.errors import UserError, first_line
-from .offline import offline_if_unreachable
+from ..common.offline import offline_if_unreachable
 from .suites import SUITES, TASKS
 
 

@@ -16,10 +16,10 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.builtin_corpus import builtin_documents
+from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
 from ..common.segment_memory import check_memory, longest_segment
 from .catalog import TaskCatalog, leaf_tasks
-from .checkpoint import check_pair, refuse_nan
 from .heldout import score_documents
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
 from .rolling import roll_texts

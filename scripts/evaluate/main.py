@@ -18,8 +18,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(arguments: EvaluateArguments) -> int:
     """Does what `main` is told; torch, Transformers and lm-eval are imported here, once the arguments are sound."""
+    from ..common.checkpoint_loading import load_checkpoint
     from .catalog import TaskCatalog
-    from .checkpoint import load_checkpoint
     from .harness import evaluate_model
     from .results import check_output, format_table, write_results
 

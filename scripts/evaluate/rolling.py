@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from ..common.checkpoint_loading import refuse_nan
 from ..common.token_streams import IGNORE_INDEX, TokenStreams
-from .checkpoint import refuse_nan
 
 
 def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: int, batch_size: int) -> list[float]:

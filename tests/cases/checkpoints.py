@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from dynattn.scripts.cli import main
 
@@ -52,6 +54,18 @@ def assert_same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> 
     """The same tensors bit for bit."""
     assert first.keys() == second.keys()
     assert not [key for key, tensor in first.items() if not torch.equal(tensor, second[key])]
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 300) -> None:
+    """A byte-level tokenizer with exactly `vocab_size` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([f"heads {number} are composed" for number in range(400)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
 
 
 def convert(kind: str, source: Path, destination: Path, *options: object) -> int:

@@ -25,6 +25,7 @@ FLOORS = (
         "scripts.benchmark",
         "scripts.doctor",
         "scripts.serve",
+        "scripts.inspect",
     ),
     ("scripts.reproduce",),  # a study runs the other jobs
     ("scripts",),

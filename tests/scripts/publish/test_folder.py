@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import save_tokenizer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import dynattn
 from dynattn.scripts.cli import main
@@ -53,17 +53,6 @@ def save_model(
     given = {**dynattn.mixer_fields(mixer), **SMALL}
     config = config_class(**{name: value for name, value in given.items() if name in fields})
     getattr(dynattn, f"{family}{head}")(config).save_pretrained(folder, **options)
-
-
-def save_tokenizer(folder: Path, vocab_size: int = 300) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([f"heads {number} are composed" for number in range(400)], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

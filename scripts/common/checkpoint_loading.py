@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.errors import UserError, first_line
+from .errors import UserError, first_line
 from .offline import offline_if_unreachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")

@@ -1,0 +1,93 @@
+"""How much a composition mixes: the matrix of a pair of tokens, the size of each term, and how alike heads are."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from dynattn.modeling.ops.dcmha.composition import SIDES, Composition
+
+# The fields of `Composition` that make each term.
+TERMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "query_low_rank": ("query_down", "query_up"),
+        "key_low_rank": ("key_down", "key_up"),
+        "query_gate": ("query_gate",),
+        "key_gate": ("key_gate",),
+        "static": ("static",),
+    }
+)
+
+
+def term_matrices(stage: Composition) -> dict[str, Tensor]:
+    """The matrix that each present term adds to the identity, indexed [in, out].
+
+    Terms of the query are `[B, T, H, H]`, those of the key `[B, S, H, H]`, `static` is `[1, 1, H, H]`.
+    """
+    matrices = {}
+    for side in SIDES:
+        down, up, gate = stage.side(side)
+        if down is not None and up is not None:
+            mixed = torch.einsum("btrn,btrm->btnm", down, up)
+            matrices[f"{side}_low_rank"] = mixed * _same_group(mixed.shape[-1], stage.groups, mixed)
+        if gate is not None:
+            matrices[f"{side}_gate"] = torch.diag_embed(gate)
+    if stage.static is not None:
+        matrices["static"] = stage.static[None, None]
+    return matrices
+
+
+def _same_group(heads: int, groups: int, like: Tensor) -> Tensor:
+    """`[H, H]` in the dtype of `like`: 1 where two heads are in one group, else 0."""
+    group = torch.arange(heads, device=like.device) // (heads // groups)
+    return (group[:, None] == group).to(like.dtype)
+
+
+def pair_matrices(stage: Composition) -> Tensor:
+    """What mixes the heads of each pair, `[B, T, S, H, H]` indexed [in, out] (1 where all tokens share the matrix)."""
+    terms = term_matrices(stage)
+    heads = next(iter(terms.values())).shape[-1]
+    total = torch.eye(heads)[None, None, None]
+    for name, matrices in terms.items():
+        # A query has one matrix for all keys, a key one for all queries.
+        total = total + (matrices[:, None] if name.startswith("key") else matrices[:, :, None])
+    return total
+
+
+def term_sizes(stage: Composition) -> dict[str, float]:
+    """The mean Frobenius norm of each term's matrix over tokens, in units of the identity's, `sqrt(H)`."""
+    return {
+        name: float(matrices.detach().norm(dim=(-2, -1)).mean()) / matrices.shape[-1] ** 0.5
+        for name, matrices in term_matrices(stage).items()
+    }
+
+
+def effective_rank(matrices: Tensor) -> float:
+    """The mean effective rank of matrices `[..., H, H]`: the exponential of the entropy of their singular values.
+
+    Roy and Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007. The identity has `H`.
+    """
+    values = torch.linalg.svdvals(matrices.flatten(0, -3))
+    shares = values / values.sum(-1, keepdim=True)
+    return float(torch.special.entr(shares).sum(-1).exp().mean())
+
+
+def head_similarity(maps: Tensor, visible: Tensor) -> float:
+    """The mean correlation of two heads' maps over the visible pairs: 1 if all heads are alike.
+
+    Args:
+        maps: scores or probabilities `[B, H, T, S]`.
+        visible: `[B, H, T, S]`, boolean, the same for all heads.
+    """
+    heads = maps.shape[1]
+    values = maps.transpose(0, 1)[visible.transpose(0, 1)].view(heads, -1)  # [H, pairs]
+    correlations = torch.corrcoef(values)
+    return float((correlations.sum() - correlations.diagonal().sum()) / (heads * (heads - 1)))
+
+
+def without_term(stage: Composition, term: str) -> Composition | None:
+    """The composition without one of `TERMS`; None if nothing is left."""
+    rest = replace(stage, **dict.fromkeys(TERMS[term]))
+    return rest if rest.tensors() else None

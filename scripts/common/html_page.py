@@ -1,0 +1,63 @@
+"""Pages of HTML that are one file: text, tables, and pictures as PNG inside."""
+
+import base64
+import io
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """\
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .75rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; }
+figcaption { color: #555; font-size: .9rem; max-width: 40rem; }
+"""
+RESOLUTION = 110  # dots per inch of pictures
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page of parts that the other functions made."""
+    head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>\n{STYLE}</style>'
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def heading(text: str) -> str:
+    """The heading of a section."""
+    return f"<h2>{escape(text)}</h2>"
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain texts."""
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in header)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def picture(png: bytes, caption: str) -> str:
+    """A picture with its caption, which is also what a screen reader says."""
+    data = base64.b64encode(png).decode("ascii")
+    image = f'<img src="data:image/png;base64,{data}" alt="{escape(caption)}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def as_png(figure: "Figure") -> bytes:
+    """A figure of matplotlib as the contents of a PNG file; the figure is closed."""
+    from matplotlib import pyplot as plt
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=RESOLUTION)
+    plt.close(figure)
+    return buffer.getvalue()

@@ -1,0 +1,30 @@
+"""The options of `dynattn inspect`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..common.errors import UserError
+
+# A page with the maps of more tokens than this is unreadable, and its pairs do not fit into memory.
+MOST_TOKENS = 512
+
+
+@dataclass
+class InspectArguments:
+    """Shows how a model with composed heads composes them on a text."""
+
+    model: str = field(metadata={"help": "folder of a checkpoint, or its name on the Hub"})
+    output: str = field(metadata={"help": "folder for page.html, measures.json and the pictures"})
+    text: str | None = field(default=None, metadata={"help": "the text; by default, a page of the built-in corpus"})
+    file: str | None = field(default=None, metadata={"help": "a file with the text"})
+    max_tokens: int = field(default=128, metadata={"help": f"tokens of the text that are read, at most {MOST_TOKENS}"})
+    layer: int | None = field(default=None, metadata={"help": "the layer whose maps are drawn; the middle one"})
+    overwrite: bool = field(default=False, metadata={"help": "replace what the output folder holds"})
+
+    def __post_init__(self) -> None:
+        if self.text is not None and self.file is not None:
+            raise UserError("text and file exclude each other; give one")
+        if not 2 <= self.max_tokens <= MOST_TOKENS:
+            raise UserError(f"max_tokens={self.max_tokens} must be from 2 to {MOST_TOKENS}")
+        if self.file is not None and not Path(self.file).is_file():
+            raise UserError(f"file={self.file} is not there")

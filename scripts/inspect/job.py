@@ -1,0 +1,125 @@
+"""The job: read a text, observe the model, measure, draw, and write one page with everything that it shows."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.atomic_file import write_json
+from ..common.atomic_folder import staged_folder
+from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
+from ..common.checkpoint_loading import load_checkpoint, refuse_nan
+from ..common.environment import versions
+from ..common.errors import UserError
+from .arguments import InspectArguments
+from .measures import ablate, head_flow, measure_layer
+from .observation import LayerObservation, observe
+from .report import write_report
+
+RESULT = "measures.json"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is shown of a model on a text."""
+
+    record: dict[str, Any]  # everything that is numbers
+    layers: list[LayerObservation]
+    flows: dict[str, list[Tensor]]  # `[H, H]` for each layer, by stage
+
+
+def inspect(arguments: InspectArguments) -> Path:
+    """Observes the model and writes the folder; returns the path of the page.
+
+    Raises:
+        UserError: the folder is taken, the checkpoint does not load, or the model composes no heads.
+    """
+    output = Path(arguments.output)
+    check_output(output, arguments.overwrite)
+    model, tokenizer = load_checkpoint(arguments.model, dtype="float32", device="cpu")
+    check_model(model, arguments)
+    tokens, source = read_tokens(tokenizer, model, arguments)
+    inspection = look(model, tokens, arguments.model, source)
+    shown = model.config.num_hidden_layers // 2 if arguments.layer is None else arguments.layer
+    with staged_folder(output) as staging:
+        write_report(inspection.record, inspection.layers[shown], inspection.flows, shown, staging)
+        write_json(staging / RESULT, inspection.record)
+    return output / "page.html"
+
+
+def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Inspection:
+    """Runs the model on `tokens` `[1, T]`, whole and without each term."""
+    started = time.perf_counter()
+    layers, loss = observe(model, tokens)
+    refuse_nan(layers[-1].around("post")[1])
+    record = {
+        "model": name,
+        "model_type": model.config.model_type,
+        "text": source,
+        "tokens": tokens.shape[1],
+        "loss": loss,
+        "layers": [measure_layer(layer) for layer in layers],
+        "ablations": ablate(model, tokens, layers, loss),
+        "versions": versions(),
+    }
+    flows = {stage: [head_flow(layer, stage) for layer in layers] for stage in layers[0].stages}
+    return Inspection({**record, "seconds": time.perf_counter() - started}, layers, flows)
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Raises UserError where writing would lose something that an inspection has not written."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output} is a file; give a folder")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise UserError(f"output={output} is not empty; give another folder, or --overwrite")
+        if not (output / RESULT).is_file():
+            raise UserError(f"output={output} holds no inspection, so it is not overwritten; remove it yourself")
+
+
+def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:
+    """Raises UserError for a model without composed heads, and for a layer that it does not have."""
+    if not getattr(model.config, "composes", False):
+        raise UserError(
+            f"{arguments.model} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
+            "DCFormer or DCPythia with composition"
+        )
+    layers = model.config.num_hidden_layers
+    if arguments.layer is not None and not 0 <= arguments.layer < layers:
+        raise UserError(f"layer={arguments.layer} must be from 0 to {layers - 1}")
+
+
+def read_tokens(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, arguments: InspectArguments
+) -> tuple[Tensor, str]:
+    """The tokens `[1, T]` of the text and where it comes from.
+
+    Raises:
+        UserError: the file is not text, or the text has fewer than two tokens, or tokens that the model does not embed.
+    """
+    text, source = arguments.text, "--text"
+    if arguments.file is not None:
+        text, source = _read(Path(arguments.file)), arguments.file
+    elif text is None:
+        text, source = builtin_documents("validation")[0], f"{builtin_corpus_name()}, validation"
+    limit = min(arguments.max_tokens, model.config.max_position_embeddings)
+    tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"]
+    if tokens.shape[1] < 2:
+        raise UserError(f"the text has {tokens.shape[1]} tokens; give at least 2")
+    if int(tokens.max()) >= model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer makes the token {int(tokens.max())}, but the model embeds "
+            f"{model.config.vocab_size}; give the folder that has the model's own tokenizer"
+        )
+    return tokens.to(torch.long), source
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"file={path} cannot be read as UTF-8 text: {error}") from error

@@ -1,0 +1,76 @@
+"""Numbers from what the layers of a model computed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynattn.modeling.ops.dcmha.composition import Composition
+
+from ..common.composition_measures import (
+    TERMS,
+    effective_rank,
+    head_similarity,
+    pair_matrices,
+    term_sizes,
+    without_term,
+)
+from .observation import STAGES, Change, LayerObservation, loss_with
+
+
+def measure_layer(layer: LayerObservation) -> dict[str, Any]:
+    """For each stage: the size of its terms, the mean rank of its matrices, and how alike heads are around it."""
+    return {stage: _measure_stage(layer, stage) for stage in layer.stages}
+
+
+def _measure_stage(layer: LayerObservation, stage: str) -> dict[str, Any]:
+    before, after = layer.around(stage)
+    matrices = pair_matrices(layer.stages[stage])
+    identity = torch.eye(matrices.shape[-1])
+    distance = (matrices - identity).norm(dim=(-2, -1)) / len(identity) ** 0.5  # [1, T, S]
+    visible = layer.visible[:, 0].expand(matrices.shape[0], -1, -1)
+    return {
+        "terms": term_sizes(layer.stages[stage]),
+        "distance": float(distance.expand(visible.shape)[visible].mean()),
+        "effective_rank": effective_rank(matrices.expand(*visible.shape, -1, -1)[visible]),
+        "similarity": [head_similarity(maps, layer.visible) for maps in (before, after)],
+    }
+
+
+def head_flow(layer: LayerObservation, stage: str) -> Tensor:
+    """How much of each head's maps goes into each head's: `[H, H]`, indexed [in, out], mean size over visible pairs.
+
+    Off the diagonal of `post` are virtual heads: one head's probabilities that weigh another head's values.
+    """
+    maps, _ = layer.around(stage)
+    mixing = pair_matrices(layer.stages[stage])[0]  # [T, S, H, H]
+    sizes = (maps[0].permute(1, 2, 0)[..., None] * mixing).abs()  # [T, S, H, H]
+    return sizes[layer.visible[0, 0]].mean(0)
+
+
+def ablate(
+    model: PreTrainedModel, tokens: Tensor, layers: Sequence[LayerObservation], loss: float
+) -> list[dict[str, Any]]:
+    """The loss for `tokens` `[1, T]` without each stage and without each of its terms, in all layers at once."""
+    rows = []
+    for stage in STAGES:
+        present = {name for layer in layers if stage in layer.stages for name in term_sizes(layer.stages[stage])}
+        terms = ["all", *(name for name in TERMS if name in present)] if present else []
+        for term in terms:
+            changed = loss_with(model, tokens, leave_out(stage, term))
+            rows.append({"stage": stage, "term": term, "loss": changed, "difference": changed - loss})
+    return rows
+
+
+def leave_out(stage: str, term: str) -> Change:
+    """A change of compositions: without a term of a stage, or without the stage where `term` is "all"."""
+
+    def change(layer: int, stages: dict[str, Composition]) -> dict[str, Composition]:
+        kept = dict(stages)
+        composition = kept.pop(stage, None)
+        rest = None if composition is None or term == "all" else without_term(composition, term)
+        return kept if rest is None else {**kept, stage: rest}
+
+    return change

@@ -1,0 +1,132 @@
+"""`dynattn inspect` shows what a model really computes, and refuses what it cannot show."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from cases.checkpoints import save_tokenizer
+from cases.models import make_model
+from torch.nn.functional import cross_entropy
+
+from dynattn.scripts.cli import main
+from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out
+from dynattn.scripts.inspect.observation import loss_with, observe
+
+IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
+SIDES = ("query", "key")
+
+
+def test_observing_changes_nothing_and_keeps_the_models_own_maps() -> None:
+    model = make_model()
+    with torch.no_grad():
+        logits = model(IDS).logits
+        layers, loss = observe(model, IDS)
+        assert loss == pytest.approx(float(cross_entropy(logits[0, :-1], IDS[0, 1:])), rel=1e-5)
+        assert torch.equal(model(IDS).logits, logits)  # the model is as it was
+        maps = model(IDS, output_attentions=True).attentions
+    assert len(layers) == len(maps) == 3
+    for layer, expected in zip(layers, maps, strict=True):
+        torch.testing.assert_close(layer.maps.composed_probs, expected)
+        assert set(layer.stages) == {"pre", "post"}
+
+
+@pytest.mark.parametrize(("stage", "field"), [("pre", "compose_pre"), ("post", "compose_post")])
+def test_leaving_out_a_stage_is_the_model_without_it(stage: str, field: str) -> None:
+    model, other = make_model(), make_model(**{field: False})
+    weights = model.state_dict()
+    kept = slice(2, 4) if stage == "pre" else slice(0, 2)  # components are pre-query, pre-key, post-query, post-key
+    for name in list(weights):
+        if "composition" in name:
+            axis = 1 if name.endswith("factor_weight") else 2
+            weights[name] = weights[name].movedim(axis, 0)[kept].movedim(0, axis)
+    other.load_state_dict(weights)
+    expected = loss_with(other, IDS, lambda layer, stages: stages)
+    assert loss_with(model, IDS, leave_out(stage, "all")) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_term_of_every_stage_is_left_out_once() -> None:
+    model = make_model()
+    layers, loss = observe(model, IDS)
+    rows = ablate(model, IDS, layers, loss)
+    terms = ["all", *(f"{side}_{kind}" for kind in ("low_rank", "gate") for side in SIDES)]
+    assert [(row["stage"], row["term"]) for row in rows] == [
+        (stage, term) for stage in ("pre", "post") for term in terms
+    ]
+    assert all(row["difference"] == pytest.approx(row["loss"] - loss) for row in rows)
+
+
+def test_the_flow_between_heads_adds_up_to_the_composed_maps_where_nothing_cancels() -> None:
+    [layer, *_], _ = observe(make_model(), IDS)
+    flow = head_flow(layer, "post")
+    assert flow.shape == (6, 6)
+    composed = layer.maps.composed_probs[0, :, layer.visible[0, 0]].abs().mean(1)
+    assert (flow.sum(0) >= composed - 1e-6).all()
+
+
+class Links(HTMLParser):
+    """Collects what a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attributes if name in ("src", "href")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspected") / "model"
+    make_model(vocab_size=300).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "Heads are composed before and after the softmax, <b>each pair</b> by a matrix of its own."
+    assert main(["inspect", str(checkpoint), "--output", str(tmp_path / "seen"), "--text", text]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'seen' / 'page.html'}\n"
+    page = (tmp_path / "seen" / "page.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert len(links.loaded) == 8
+    assert all(link.startswith("data:image/png;base64,") for link in links.loaded)
+    assert len(page) < 5_000_000
+    record = json.loads((tmp_path / "seen" / "measures.json").read_text())
+    assert len(record["layers"]) == 3
+    assert f"{record['loss']:.4f}" in page
+    pictures = {path.name for path in (tmp_path / "seen").glob("*.png")}
+    assert pictures == {
+        f"{stage}-{name}.png" for stage in ("pre", "post") for name in ("terms", "similarity", "flow", "maps")
+    }
+    again = ["inspect", str(checkpoint), "--output", str(tmp_path / "seen")]
+    assert main(again) == 2
+    assert "is not empty; give another folder, or --overwrite" in capsys.readouterr().err
+    assert main([*again, "--overwrite", "--max_tokens", "16", "--layer", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layer", "3"], "layer=3 must be from 0 to 2"),
+        (["--max_tokens", "1000"], "max_tokens=1000 must be from 2 to 512"),
+        (["--text", ""], "the text has 0 tokens; give at least 2"),
+        (["--text", "a", "--file", "b"], "text and file exclude each other"),
+        (["--file", "nowhere.txt"], "file=nowhere.txt is not there"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    options: list[str], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(checkpoint), "--output", str(tmp_path / "seen"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "seen").exists()
+
+
+def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(compose_pre=False, compose_post=False, vocab_size=300).save_pretrained(tmp_path / "plain")
+    save_tokenizer(tmp_path / "plain")
+    assert main(["inspect", str(tmp_path / "plain"), "--output", str(tmp_path / "seen")]) == 2
+    assert "(dcformer) composes no heads" in capsys.readouterr().err
