@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
     from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
+    from dynattn.modeling.layers.composed_attention import register_implementation
+    from dynattn.modeling.layers.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
     from dynattn.modeling.layers.multihead_replacement import compose_heads_of
     from dynattn.modeling.modeling_dcformer import (
@@ -63,16 +65,22 @@ __all__ = [
     "RCMHAForTokenClassification",
     "RCMHAModel",
     "__version__",
+    "add_map_hooks",
     "compose_heads_of",
     "dcmha_attention",
     "keep_attention_outputs",
     "mixer_fields",
+    "register_implementation",
     "relative_attention",
+    "remove_map_hooks",
 ]
 
 # Where each public name is defined.
 _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
+    "add_map_hooks": "dynattn.modeling.layers.map_hooks",
+    "register_implementation": "dynattn.modeling.layers.composed_attention",
+    "remove_map_hooks": "dynattn.modeling.layers.map_hooks",
     "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
     "compose_heads_of": "dynattn.modeling.layers.multihead_replacement",

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..ops.dcmha.attention import COMPOSING
+from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
 from ..positions.rotary import rotate
 from .attention_interface import attention_function, chunked_mask
 from .differential_heads import DifferentialHeads
@@ -18,9 +18,31 @@ from .rms_norm import RMSNorm
 # Transformers has functions and masks of its own under the name `eager`, so ours is what a layer falls back to.
 eager_attention_forward = attention_function(COMPOSING["eager"])
 REGISTERED = tuple(name for name in COMPOSING if name != "eager")
+
+
+def register_implementation(name: str, attend: Attention) -> None:
+    """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
+
+    Args:
+        attend: takes what `dcmha_eager` takes, of the same shapes, without `hook`. Returns the output `[B, T, H, D]`
+            and the composed probabilities `[B, H, T, S]`, or None in their place.
+
+    Raises:
+        ValueError: an implementation of this package has that name.
+    """
+    if name in (*REGISTERED, "eager", "sdpa"):
+        raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
+    COMPOSING[name] = IMPLEMENTATIONS[name] = attend
+    _register_with_transformers(name)
+
+
+def _register_with_transformers(name: str) -> None:
+    AttentionInterface.register(name, attention_function(COMPOSING[name]))
+    AttentionMaskInterface.register(name, chunked_mask)
+
+
 for _name in REGISTERED:
-    AttentionInterface.register(_name, attention_function(COMPOSING[_name]))
-    AttentionMaskInterface.register(_name, chunked_mask)
+    _register_with_transformers(_name)
 
 
 class ComposedAttention(nn.Module):

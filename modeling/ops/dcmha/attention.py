@@ -132,7 +132,7 @@ def dcmha_attention(
     if return_maps is not None:
         check_maps(return_maps, implementation)
         maps: dict[str, Tensor] = {}
-        output, _ = dcmha_eager(query, key, value, **options, observe=maps.__setitem__)
+        output, _ = dcmha_eager(query, key, value, **options, hook=lambda name, map_: maps.setdefault(name, map_))
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     name = resolve_implementation(implementation, composed=pre is not None or post is not None)
     output, _ = IMPLEMENTATIONS[name](query, key, value, **options)

@@ -24,8 +24,9 @@ class AttentionMaps(NamedTuple):
     composed_probs: Tensor | None = None  # mixed by `post`; these weigh the values
 
 
-def ignore(name: str, maps: Tensor) -> None:
-    """Does nothing with the maps `[B, H, T, S]` that `name` names."""
+def keep(name: str, maps: Tensor) -> Tensor:
+    """Returns the maps `[B, H, T, S]` that `name` names as they are."""
+    return maps
 
 
 def dcmha_eager(
@@ -40,14 +41,14 @@ def dcmha_eager(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
-    observe: Callable[[str, Tensor], None] = ignore,
+    hook: Callable[[str, Tensor], Tensor] = keep,
 ) -> tuple[Tensor, Tensor]:
     """`dcmha_attention` by definition, with the same arguments. Softmax runs in at least float32.
 
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H_kv, S, D]`.
-        observe: called with each name of `AttentionMaps` and these maps `[B, H, T, S]`.
+        hook: called with each name of `AttentionMaps` and these maps `[B, H, T, S]`; what it returns takes their place.
 
     Returns:
         The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, which can be negative and whose rows
@@ -55,21 +56,20 @@ def dcmha_eager(
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
-    observe("scores", scores)
+    scores = hook("scores", query @ key.transpose(-1, -2) * scaling)  # [B, H, T, S]
     if pre is not None:
         scores = compose(scores, pre)
-    observe("composed_scores", scores)
+    scores = hook("composed_scores", scores)
     structural = visible_keys(
         scores.shape[-2], scores.shape[-1], is_causal=is_causal, sliding_window=sliding_window, device=scores.device
     )
     given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
     probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
-    observe("probs", probs)
+    probs = hook("probs", probs)
     if post is not None:
         probs = compose(probs, post)
     probs = probs.to(value.dtype)  # float32 factors of half precision heads make float32 maps
-    observe("composed_probs", probs)
+    probs = hook("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
 
 

@@ -1,0 +1,70 @@
+"""Named modules in the attention layers of a model, where tools can read and change the maps of all heads."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..ops.dcmha.eager import AttentionMaps, dcmha_eager
+from .attention_interface import attention_function, chunked_mask
+from .composed_attention import ComposedAttention
+
+IMPLEMENTATION = "hooked"
+NAME = "map_hooks"
+
+
+class MapHooks(nn.Module):
+    """One `nn.Identity` for each of `AttentionMaps`, which the maps `[B, H, T, S]` of a layer pass through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in AttentionMaps._fields:
+            self.add_module(name, nn.Identity())
+
+    def forward(self, name: str, maps: Tensor) -> Tensor:
+        """Returns the maps `[B, H, T, S]`, or what a hook of the module `name` makes of them."""
+        return self.get_submodule(name)(maps)
+
+
+def hooked_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The reference implementation, whose maps pass through the hooks of `module`; see `attention_function`."""
+    return attention_function(partial(dcmha_eager, hook=module.get_submodule(NAME)))(module, *args, **kwargs)
+
+
+AttentionInterface.register(IMPLEMENTATION, hooked_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
+
+
+def add_map_hooks(model: PreTrainedModel) -> None:
+    """Gives every composed attention layer a module `map_hooks` with the modules of `AttentionMaps`.
+
+    PyTorch's forward hooks, and tools that trace modules by name, then find `scores`, `composed_scores`, `probs` and
+    `composed_probs` `[B, H, T, S]` there; what they put in the place of an output is what the model goes on with. The
+    model runs with the reference implementation until `remove_map_hooks`. Weights and their names do not change.
+
+    Raises:
+        ValueError: the model has no composed attention layers, or has hooks already.
+    """
+    layers = _attention_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no composed attention layers to hook")
+    if any(hasattr(layer, NAME) for layer in layers):
+        raise ValueError(f"{type(model).__name__} has map hooks already; remove_map_hooks takes them away")
+    for layer in layers:
+        layer.add_module(NAME, MapHooks())
+        layer.without_hooks = model.config._attn_implementation
+    model.config._attn_implementation = IMPLEMENTATION
+
+
+def remove_map_hooks(model: PreTrainedModel) -> None:
+    """Undoes `add_map_hooks`; a model without such hooks stays as it is."""
+    for layer in _attention_layers(model):
+        if hasattr(layer, NAME):
+            model.config._attn_implementation = layer.without_hooks
+            delattr(layer, NAME)
+            del layer.without_hooks
+
+
+def _attention_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, ComposedAttention)]

@@ -1,0 +1,56 @@
+"""An attention function of the user's own serves the op and the models as those of the package do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases.composed_op import CASES, random_inputs, run
+from cases.models import make_model
+from torch import Tensor
+
+import dynattn
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+
+IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """How often the implementation `mine` was called."""
+    seen: list[str] = []
+
+    def mine(*tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+        seen.append("called")
+        return dcmha_eager(*tensors, **options)[0], None
+
+    dynattn.register_implementation("mine", mine)
+    yield seen
+    del COMPOSING["mine"], IMPLEMENTATIONS["mine"]
+
+
+def test_the_op_knows_it(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    tensors, keywords = random_inputs(CASES[5])
+    for found, expected in zip(run(tensors, keywords, "mine"), run(tensors, keywords, "eager"), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert calls == ["called"]
+
+
+def test_models_with_composition_take_it(calls: list[str]) -> None:
+    model = make_model()
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=mask).logits[mask.bool()]
+        model.set_attn_implementation("mine")
+        found = model(IDS, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["eager", "chunked", "triton", "sdpa"])
+def test_names_of_the_package_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r} is an implementation of dynattn"):
+        dynattn.register_implementation(name, dcmha_eager)
