@@ -29,8 +29,8 @@ from .harness.process import source_commit
 
 MODULE = "dynattn.scripts.benchmark.serving_report"
 ALONE = "generate"
-COLUMNS = ("clients", "server", "requests/s", "ratio", "ratio by processor time")
-COLUMNS += ("first token, ms", "p95", "between tokens, ms", "p95")
+COLUMNS = ["clients", "server", "requests/s", "ratio", "ratio by processor time"]
+COLUMNS += ["first token, ms", "p95", "between tokens, ms", "p95"]
 HEADING = """`{command}`
 
 Commit {commit}, torch {torch}, transformers {transformers}; {hardware}, {threads} threads; load average {load}.
@@ -148,10 +148,10 @@ def make_model(options: argparse.Namespace, composes: bool) -> PreTrainedModel:
         max_position_embeddings=2048,
         compose_pre=composes,
         compose_post=composes,
-        attn_implementation="chunked",
         eos_token_id=None,
         bos_token_id=None,
     )
+    config._attn_implementation = "chunked"
     return DCFormerForCausalLM(config).eval()
 
 
