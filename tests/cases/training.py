@@ -144,11 +144,16 @@ def curve(output: Path, *names: str, split: str | None = None) -> list[list[Any]
 def command(options: Mapping[str, Any], processes: int = 1) -> list[str]:
     """`dynattn pretrain` with `options`, under torchrun if it has several processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in options.items()}
     return [
         *(sys.executable, *(launcher if processes > 1 else ()), "-m", "dynattn.scripts.cli", "pretrain"),
-        *(f"--{name}={value}" for name, value in values.items()),
+        *as_options(options),
     ]
+
+
+def as_options(options: Mapping[str, Any]) -> list[str]:
+    """`options` as a command line."""
+    values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in options.items()}
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def call(options: Mapping[str, Any], processes: int = 1, status: int | None = 0) -> str:

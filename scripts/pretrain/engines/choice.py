@@ -54,14 +54,15 @@ def launched_engine(environment: Mapping[str, str]) -> str | None:
 
 
 def shards_of(name: str, arguments: PretrainArguments, processes: int) -> int:
-    """Processes that share the weights out among them: all, or for HSDP those of a machine or of `shard_processes`.
+    """Processes that share the weights out: all, or for HSDP those that are asked for, or those of a machine.
 
     Raises:
         UserError: they do not divide the processes.
     """
     if name == "fsdp2":
         return processes
-    shards = arguments.shard_processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machine = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    shards = arguments.shard_processes or int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", machine))
     if processes % shards:
         raise UserError(
             f"shard_processes={shards} does not divide the {processes} processes of engine=hsdp; give a divisor"

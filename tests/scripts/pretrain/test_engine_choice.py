@@ -1,0 +1,113 @@
+"""Which engine a run uses: its own option, or what `accelerate launch` was configured for."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from cases.training import ENVIRONMENT, LLAMA, RUN, arguments, as_options, curve
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.engines.choice import build_engine, launched_engine, shards_of, warn_of_missing_processes
+from dynattn.scripts.pretrain.engines.interface import Engine
+from dynattn.scripts.pretrain.engines.sharded import ShardedEngine
+from dynattn.scripts.pretrain.main import RECIPES
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def processes(number: int) -> Accelerator:
+    return cast("Accelerator", SimpleNamespace(num_processes=number, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine"),
+    [
+        ({}, None),
+        ({"ACCELERATE_USE_FSDP": "false"}, None),
+        (FSDP, "fsdp2"),
+        ({**FSDP, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "hsdp"),
+    ],
+)
+def test_the_configuration_of_the_launcher_names_an_engine(environment: dict[str, str], engine: str | None):
+    assert launched_engine(environment) == engine
+
+
+def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="configured for FSDP 1; set fsdp_version: 2"):
+        launched_engine({"ACCELERATE_USE_FSDP": "true"})
+    given = arguments(tmp_path, tmp_path, engine="ddp")
+    with pytest.raises(UserError, match="engine=ddp, but `accelerate launch` is configured for fsdp2"):
+        build_engine(given, processes(2), "fsdp2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="shard_processes=3 does not divide the 4 processes of engine=hsdp"):
+        shards_of("hsdp", given, 4)
+    with pytest.raises(UserError, match="engine=zero9 must be one of"):
+        arguments(tmp_path, tmp_path, engine="zero9")
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "shards", "kind"),
+    [
+        ("ddp", 4, None, Engine),
+        ("fsdp2", 1, None, Engine),
+        ("fsdp2", 4, 4, ShardedEngine),
+        ("hsdp", 4, 2, ShardedEngine),
+    ],
+)
+def test_several_processes_share_weights_if_asked_to(
+    engine: str, number: int, shards: int | None, kind: type[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    built = build_engine(arguments(tmp_path, tmp_path, engine=engine), processes(number), None)
+    assert type(built) is kind
+    assert getattr(built, "shards", None) == shards
+    assert f"engine: {engine}, {number} process" in built.describe()
+
+
+def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_told(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        warn_of_missing_processes(processes(1), {})
+        warn_of_missing_processes(processes(2), {"MASTER_PORT": "29500", "WORLD_SIZE": "2"})
+        assert not caplog.text
+        warn_of_missing_processes(processes(1), {"MASTER_PORT": "29500"})
+    assert "only one process runs: on a CPU" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "hsdp"])
+def test_shipped_configurations_launch_processes_on_a_cpu(name: str, corpus: Path, tmp_path: Path):
+    shipped: dict[str, Any] = yaml.safe_load((RECIPES / "accelerate" / f"{name}.yaml").read_text())
+    if name == "hsdp":
+        small = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 1}
+        shipped |= {"num_machines": 1, "num_processes": 2, "parallelism_config": small}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(shipped))
+    told = launch(["--config_file", str(config)], tmp_path / "run", corpus)
+    assert f"engine: {name}, 2 processes on cpu" in told
+    assert curve(tmp_path / "run", "step", split="train") == [[1], [2]]
+
+
+@pytest.mark.slow
+def test_a_launcher_without_gpus_is_told_of(corpus: Path, tmp_path: Path):
+    told = launch(["--cpu", "--num_processes", "2", "--num_machines", "1"], tmp_path / "run", corpus)
+    assert "only one process runs" in told
+    assert "engine: ddp, 1 process on cpu, all weights in one piece" in told
+
+
+def launch(launcher: list[str], output: Path, corpus: Path) -> str:
+    """Two updates under `accelerate launch`; returns all that they print."""
+    changes = {"output": output, "dataset": corpus, "max_steps": 2, "warmup_steps": 0, "batch_size": 2}
+    options = as_options({**RUN, "model_config": LLAMA, **changes})
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", "dynattn.scripts.cli", "pretrain"]
+    done = subprocess.run(
+        [*command, *options],
+        env=ENVIRONMENT, cwd=output.parent, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
