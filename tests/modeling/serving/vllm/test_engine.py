@@ -1,0 +1,123 @@
+"""Models in vLLM's engine generate, greedily, the tokens that they generate in Transformers."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases.models import make_model
+from transformers import PreTrainedModel
+from vllm import LLM, SamplingParams
+
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM
+
+NEW_TOKENS = 16
+POSITIONS = 640
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "grouped queries, windows": lambda: make_model(),
+    "multi-head, all full": lambda: make_model(num_key_value_heads=6, layer_types=["full_attention"] * 3),
+    "all windows": lambda: make_model(layer_types=["sliding_attention"] * 3),
+    "groups of heads, static": lambda: make_model(compose_groups=2, compose_static=True),
+    "query-wise": lambda: make_model(compose_key_wise=False),
+    "scores only": lambda: make_model(compose_post=False),
+    "probabilities only, rank 1": lambda: make_model(compose_pre=False, compose_rank=1),
+    "gates only": lambda: make_model(compose_low_rank=False),
+    "tied, with a gated MLP": lambda: make_model(tie_word_embeddings=True, mgate_dim=4),
+    "plain": lambda: make_model(compose_pre=False, compose_post=False, head_dim=32),
+    "dcpythia": lambda: make_pythia(),
+}
+
+
+def make_pythia() -> DCPythiaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 97, "sliding_window": 11}
+    config = DCPythiaConfig(**sizes, initializer_range=0.2, compose_init_scale=40.0, eos_token_id=None)
+    return DCPythiaForCausalLM(config).eval()
+
+
+def make_prompts(count: int, longest: int, prefix: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to `longest` tokens, a third of which begin with the same `prefix` tokens."""
+    chance = random.Random(0)
+    shared = [chance.randrange(97) for _ in range(prefix)]
+    prompts = [[chance.randrange(97) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+    return [(shared + prompt)[:longest] if index % 3 == 0 else prompt for index, prompt in enumerate(prompts)]
+
+
+def greedy() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What `generate` makes of each prompt on its own."""
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    rows = [torch.tensor([prompt]) for prompt in prompts]
+    outputs = [model.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows]
+    return [output[0, row.shape[1] :].tolist() for row, output in zip(rows, outputs, strict=True)]
+
+
+def served(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def arriving(llm: LLM, prompts: list[list[int]], each_step: int) -> list[list[int]]:
+    """The tokens of requests of which `each_step` arrive before each step of the engine."""
+    engine, waiting, finished = llm.llm_engine, list(enumerate(prompts)), {}
+    while waiting or engine.has_unfinished_requests():
+        for index, prompt in waiting[:each_step]:
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy())
+        del waiting[:each_step]
+        finished |= {int(out.request_id): list(out.outputs[0].token_ids) for out in engine.step() if out.finished}
+    return [finished[index] for index in range(len(prompts))]
+
+
+def count(llm: LLM, name: str) -> float:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_generate(name: str, start: Callable[..., LLM]) -> None:
+    model, prompts = MODELS[name](), make_prompts(count=12, longest=100)
+    llm = start(model, max_num_batched_tokens=64, max_num_seqs=8)
+    assert served(llm, prompts) == expected(model, prompts)
+
+
+def test_200_requests_that_arrive_over_time_share_prefixes_and_are_preempted(start: Callable[..., LLM]) -> None:
+    model, prompts = make_model(max_position_embeddings=POSITIONS), make_prompts(count=200, longest=500, prefix=300)
+    llm = start(model, block_size=16, num_gpu_blocks_override=220, max_num_batched_tokens=192, max_num_seqs=16)
+    assert arriving(llm, prompts, each_step=3) == expected(model, prompts)
+    assert count(llm, "prefix_cache_hits") > 0
+    assert count(llm, "num_preemptions") > 0
+
+
+def test_bfloat16_scores_of_prompts_are_as_near_to_float32_as_those_of_transformers(start: Callable[..., LLM]) -> None:
+    model, prompts = make_model(), make_prompts(count=4, longest=100)
+    half = copy.deepcopy(model).bfloat16()
+    llm = start(model, dtype="bfloat16")
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if len(prompt) == 1:
+            continue
+        found = [scores[token].logprob for scores, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        truth, theirs = (log_probabilities(one, prompt) for one in (model, half))
+        noise = (theirs - truth).square().mean().sqrt()
+        assert (torch.tensor(found) - truth).square().mean().sqrt() < 2 * noise
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """Of each token of a prompt but the first, after those before it; `[T - 1]`."""
+    scores = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]

@@ -1,0 +1,52 @@
+"""What vLLM is asked that models with composed heads cannot do is refused before it starts anything."""
+
+import logging
+from typing import Any
+
+import pytest
+import vllm
+from cases.models import make_model
+from vllm.engine.arg_utils import EngineArgs
+
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.serving.vllm import plugin
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tensor parallelism": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 would split the heads"),
+    "quantised weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization='fp8' would not be applied"),
+    "quantised factors": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' would round the composition factors"),
+    "rounded factors": ({"kv_cache_dtype": "bfloat16"}, "of a float32 model; use 'auto'"),
+    "transferred pages": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "kv_transfer_config",
+    ),
+    "more positions": ({"max_model_len": 1024}, r"max_model_len \(1024\) is greater"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_cannot_be_served(name: str, tmp_path: Any) -> None:
+    options, message = REFUSED[name]
+    make_model().save_pretrained(tmp_path)
+    given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **options}
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(tmp_path), **given).create_engine_config()
+
+
+def test_a_family_whose_layers_read_more_than_pages_hold(tmp_path: Any) -> None:
+    config = RCMHAConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    RCMHAForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="RCMHAForCausalLM"):
+        EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+
+
+def test_other_versions_of_vllm_get_a_warning_that_names_both(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    monkeypatch.setattr(plugin, "_register_models", lambda: pytest.fail("registered"))
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "with vllm 0.99.1; install vllm 0.32.*" in caplog.text
