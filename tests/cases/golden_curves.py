@@ -55,7 +55,7 @@ def train(folder: Path, family: str, implementation: str) -> list[float]:
     """The losses of all updates, and at last that of the validation."""
     corpus = write_corpus(folder / "corpus.jsonl")
     run(folder / "run", corpus, **RUN, **MODELS[family], attn_implementation=implementation)
-    return [loss for (loss,) in curve(folder / "run", "loss")]
+    return [loss for (loss,) in curve(folder / "run", "loss") if loss is not None]
 
 
 def train_perturbed(folder: Path, family: str, seed: int) -> list[float]:

@@ -23,7 +23,7 @@ from ..harness import Case, Kind, expect, in_child
 EVENTS = 450
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate")
 SECONDS = 150
-TIMED = ("seconds", "per_second", "mfu")
+TIMED = ("memory", "seconds", "per_second", "mfu")
 
 
 def generate(random: Random) -> Case:
