@@ -111,16 +111,16 @@ def prepare_detr(attention: Any, implementation: str | None) -> None:
 def prepare_timm(attention: Any, implementation: str | None) -> None:
     """Names the implementation; releases that have no norm of the output get one that does nothing."""
     attention.implementation = implementation
-    attention.attn_drop = nn.Identity()
+    attention.attn_drop.p = 0.0
     if not hasattr(attention, "norm"):
-        attention.norm = nn.Identity()
+        attention.norm = nn.Identity().train(attention.training)
 
 
 DETR = "transformers.models.detr.modeling_detr"
 _TIMM = Adapter(
     ComposedTimmAttention,
     lambda attention: (attention.qkv.in_features, attention.num_heads),
-    lambda attention: getattr(attention.attn_drop, "p", 0.0),
+    lambda attention: attention.attn_drop.p,
     prepare_timm,
 )
 ADAPTERS: dict[str, Adapter] = {

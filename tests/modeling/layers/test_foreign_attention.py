@@ -1,105 +1,16 @@
-"""`compose_heads_of` on attention of other libraries: Transformers' DETR, and timm's vision transformers."""
+"""Composed heads in attention of other libraries: Transformers' DETR, and timm's vision transformers."""
 
-import copy
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig, ViTConfig, ViTModel
+from cases.vision_models import DETR_NAMES, detr, strengthen, vision_transformer
+from torch import nn
+from transformers import ViTConfig, ViTModel
 
 from dynattn import ComposedMultiheadAttention, compose_heads_of
-from dynattn.modeling.layers.head_composition import init_composition
 from dynattn.modeling.layers.side_generators import SideGenerators
-
-Ask = Callable[[nn.Module], Tensor]
-DETR_NAMES = [
-    "model.encoder.layers.0.self_attn",
-    "model.decoder.layers.0.self_attn",
-    "model.decoder.layers.0.encoder_attn",
-]
-
-
-def detr(**options: Any) -> tuple[nn.Module, Ask]:
-    """A small one with a random backbone; the second picture is padded."""
-    backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
-    )
-    sizes = {"d_model": 16, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 7}
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    config = DetrConfig(backbone_config=backbone, num_labels=3, dropout=0.0, **sizes, **layers, **options)
-    pixels, mask = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.ones(2, 32, 32, dtype=torch.long)
-    mask[1, :, 20:] = 0
-    return DetrForObjectDetection(config).eval().double(), lambda model: model(pixels, pixel_mask=mask).logits
-
-
-def vision_transformer() -> tuple[nn.Module, Ask]:
-    timm = pytest.importorskip("timm")
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 3}
-    model = timm.models.VisionTransformer(**sizes, qk_norm=True).double()
-    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    return model, lambda model: model(pixels)
-
-
-MODELS = {"detr": (detr, DETR_NAMES), "timm": (vision_transformer, ["blocks.0.attn", "blocks.1.attn"])}
-
-
-def strengthen(model: nn.Module) -> None:
-    """Gives all composition of `model` weights that matter."""
-    for module in model.modules():
-        if isinstance(module, SideGenerators):
-            for generator in module.generators():
-                init_composition(generator, scale=40.0)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_outputs_gradients_and_names_do_not_change(kind: str) -> None:
-    make, names = MODELS[kind]
-    model, ask = make()
-    composed = copy.deepcopy(model)
-    assert compose_heads_of(composed, compose_static=True) == names
-    torch.testing.assert_close(ask(composed), ask(model), atol=1e-12, rtol=1e-12)
-    ask(composed).square().sum().backward()
-    ask(model).square().sum().backward()
-    ours = dict(composed.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(ours[name].grad, parameter.grad, atol=1e-10, rtol=1e-10)
-    new = [parameter for name, parameter in ours.items() if "composition" in name]
-    assert {(p.dtype, p.requires_grad) for p in new} == {(torch.float64, True)}
-    assert {module.training for module in composed.modules()} == {module.training for module in model.modules()}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_all_composition_weights_learn(kind: str) -> None:
-    model, ask = MODELS[kind][0]()
-    compose_heads_of(model, compose_static=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = ask(model).detach()
-    for _ in range(4):  # the values of DETR's first self-attention are zero until their biases have learned
-        optimizer.zero_grad()
-        ask(model).pow(3).sum().backward()
-        optimizer.step()
-    composition = {name: p for name, p in model.named_parameters() if "composition" in name}
-    assert composition
-    assert not [name for name, p in composition.items() if not p.grad.abs().max() > 0]
-    assert (ask(model) - before).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_checkpoint_is_loaded_after_the_same_replacement(kind: str) -> None:
-    model, ask = MODELS[kind][0]()
-    plain = ask(model)
-    compose_heads_of(model, compose_rank=1)
-    strengthen(model)
-    assert (ask(model) - plain).abs().max() > 1e-3
-    other, _ = MODELS[kind][0]()
-    compose_heads_of(other, compose_rank=1)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(ask(other), ask(model))
-    assert torch.equal(ask(copy.deepcopy(model)), ask(model))
 
 
 def as_multihead(attention: Any, *projections: nn.Linear, cross_attention: bool) -> ComposedMultiheadAttention:
