@@ -56,12 +56,35 @@ def pair_matrices(stage: Composition) -> Tensor:
     return total
 
 
-def term_sizes(stage: Composition) -> dict[str, float]:
-    """The mean Frobenius norm of each term's matrix over tokens, in units of the identity's, `sqrt(H)`."""
-    return {
-        name: float(matrices.detach().norm(dim=(-2, -1)).mean()) / matrices.shape[-1] ** 0.5
-        for name, matrices in term_matrices(stage).items()
-    }
+def term_sizes(composition: Composition) -> dict[str, float]:
+    """The size of each term against the identity: the root mean square over tokens of its Frobenius norm by `sqrt(H)`.
+
+    The identity has size 1, and a term of size `s` changes maps whose heads are uncorrelated by `s` times their norm.
+    """
+    squares: dict[str, Tensor] = {}
+    for side in SIDES:
+        down, up, gate = composition.side(side)
+        if down is not None and up is not None:
+            squares[f"{side}_low_rank"] = _low_rank_squares(down, up, composition.groups)
+        if gate is not None:
+            squares[f"{side}_gate"] = gate.float().square().sum(-1)
+    if composition.static is not None:
+        squares["static"] = composition.static.float().square().sum()
+    heads = next(iter(composition.tensors().values())).shape[-1]
+    return {name: (value.mean() / heads).sqrt().item() for name, value in squares.items()}
+
+
+def gate_share(sizes: dict[str, float]) -> float:
+    """The gates' part of the sum of the squares of all terms; 0 where there are none."""
+    squares = {name: size**2 for name, size in sizes.items()}
+    total = sum(squares.values())
+    return sum(square for name, square in squares.items() if name.endswith("gate")) / total if total else 0.0
+
+
+def _low_rank_squares(down: Tensor, up: Tensor, groups: int) -> Tensor:
+    """The squared Frobenius norms `[B, T]` of `sum_r down_r up_r'` in all groups, from factors `[B, T, R, H]`."""
+    down, up = (factor.float().unflatten(-1, (groups, -1)).transpose(2, 3) for factor in (down, up))
+    return ((down @ down.mT) * (up @ up.mT)).sum((-1, -2, -3))
 
 
 def effective_rank(matrices: Tensor) -> float:
@@ -75,16 +98,12 @@ def effective_rank(matrices: Tensor) -> float:
 
 
 def head_similarity(maps: Tensor, visible: Tensor) -> float:
-    """The mean correlation of two heads' maps over the visible pairs: 1 if all heads are alike.
-
-    Args:
-        maps: scores or probabilities `[B, H, T, S]`.
-        visible: `[B, H, T, S]`, boolean, the same for all heads.
-    """
-    heads = maps.shape[1]
-    values = maps.transpose(0, 1)[visible.transpose(0, 1)].view(heads, -1)  # [H, pairs]
-    correlations = torch.corrcoef(values)
-    return float((correlations.sum() - correlations.diagonal().sum()) / (heads * (heads - 1)))
+    """The mean cosine between the maps `[H, T, S]` of two heads, over the pairs that are `visible` `[T, S]`."""
+    rows = maps[:, visible].float()  # [H, visible pairs]
+    rows = rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    cosines = rows @ rows.T
+    heads = len(rows)
+    return ((cosines.sum() - cosines.trace()) / (heads * (heads - 1))).item()
 
 
 def without_term(stage: Composition, term: str) -> Composition | None:

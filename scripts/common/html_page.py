@@ -1,4 +1,4 @@
-"""Pages of HTML that are one file: text, tables, and pictures as PNG inside."""
+"""Pages of HTML that are one file: text, tables, and pictures inside."""
 
 import base64
 import io
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 STYLE = """\
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .75rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 82rem; margin: 2rem auto; padding: 0 1.5rem; color: #222;
+  background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top;
+  overflow-wrap: anywhere; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem; }
+.gallery svg, img { max-width: 100%; height: auto; } .gallery svg { width: 100%; }
+figure { margin: 0 1rem 1rem 0; }
 figcaption { color: #555; font-size: .9rem; max-width: 40rem; }
 """
 RESOLUTION = 110  # dots per inch of pictures
@@ -44,6 +47,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in header)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def gallery(charts: Sequence[str | None]) -> str:
+    """Charts as SVG side by side; empty if there are none."""
+    drawn = [f"<figure>{chart}</figure>" for chart in charts if chart is not None]
+    return f'<div class="gallery">{"".join(drawn)}</div>' if drawn else ""
 
 
 def picture(png: bytes, caption: str) -> str:

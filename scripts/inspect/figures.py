@@ -39,7 +39,7 @@ def draw_similarity(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure
         values = [measures[number][stage]["similarity"][index] for number in layers]
         axes.plot(layers, values, marker="o", ms=3, label=label)
     what = "scores" if stage == "pre" else "probabilities"
-    _finish(axes, f"{stage}: mean correlation of two heads' {what}", len(measures))
+    _finish(axes, f"{stage}: mean cosine of two heads' {what}", len(measures))
     return figure
 
 

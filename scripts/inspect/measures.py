@@ -35,7 +35,7 @@ def _measure_stage(layer: LayerObservation, stage: str) -> dict[str, Any]:
         "terms": term_sizes(layer.stages[stage]),
         "distance": float(distance.expand(visible.shape)[visible].mean()),
         "effective_rank": effective_rank(matrices.expand(*visible.shape, -1, -1)[visible]),
-        "similarity": [head_similarity(maps, layer.visible) for maps in (before, after)],
+        "similarity": [head_similarity(maps[0], layer.visible[0, 0]) for maps in (before, after)],
     }
 
 

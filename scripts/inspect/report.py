@@ -53,7 +53,7 @@ def stage_figures(
         ),
         "similarity": (
             draw_similarity(record["layers"], stage),
-            "Mean correlation of the maps of two heads, over visible pairs: 1 if all heads do the same.",
+            "Mean cosine of the maps of two heads, over visible pairs: 1 if all heads do the same.",
         ),
         "flow": (
             draw_flow(flow, f"layer {shown}: from head to head"),
@@ -92,5 +92,5 @@ def layer_table(record: Mapping[str, Any], stage: str) -> str:
         before, after = measured["similarity"]
         numbers = (measured["distance"], measured["effective_rank"], before, after)
         rows.append([str(number), *(f"{value:.3f}" for value in numbers)])
-    header = ["layer", "distance from I (I = 1)", "effective rank", "correlation before", "after"]
+    header = ["layer", "distance from I (I = 1)", "effective rank", "similarity before", "after"]
     return table(header, rows)

@@ -1,11 +1,11 @@
 """The page: what differs between the runs, how they ended, and their curves."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..common.atomic_file import write_whole
+from ..common.html_page import gallery, heading, page, table
 from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 
@@ -24,18 +24,8 @@ RESULTS = (
     "tokens_per_second", "mfu", "train_seconds", "hardware",
 )  # fmt: skip
 HEALTH = "composition"
-TERMS = ("query_mix", "key_mix", "query_gate", "key_gate", "static")
+TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 STAGES = {"pre": "scores", "post": "probabilities"}
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 82rem;
-  padding: 0 1.5rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-size: 13px } td, th { padding: .25rem .8rem .25rem 0; text-align: left;
-  border-bottom: 1px solid #ddd; vertical-align: top; overflow-wrap: anywhere }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem }
-.curves svg { width: 100%; height: auto }
-"""
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
@@ -54,16 +44,13 @@ def render(runs: Sequence[Run]) -> str:
     """The page as HTML."""
     title = ", ".join(run.name for run in runs)
     sections = [
-        ("Results", table(runs, {run.name: _chosen(run.result, RESULTS) for run in runs})),
+        ("Results", values_table(runs, {run.name: _chosen(run.result, RESULTS) for run in runs})),
         ("Settings" if len(runs) == 1 else "Settings that differ", _settings(runs)),
         ("Curves", gallery([draw_curves(runs, s, f, label, log=log) for s, f, label, log in CURVES])),
         *((f"Composition of {run.name}", gallery(draw_health(run))) for run in runs if run.fields(HEALTH)),
     ]
-    body = "\n".join(f"<h2>{escape(name)}</h2>\n{content}" for name, content in sections if content)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n"
-    )
+    parts = [part for name, content in sections if content for part in (heading(name), content)]
+    return page(title, parts)
 
 
 def draw_health(run: Run) -> list[str]:
@@ -85,26 +72,16 @@ def draw_health(run: Run) -> list[str]:
     return charts
 
 
-def gallery(charts: Sequence[str | None]) -> str:
-    """Charts side by side; empty if there are none."""
-    drawn = [f"<figure style='margin:0'>{chart}</figure>" for chart in charts if chart is not None]
-    return f"<div class='curves'>{''.join(drawn)}</div>" if drawn else ""
-
-
-def table(runs: Sequence[Run], values: Mapping[str, Mapping[str, Any]]) -> str:
+def values_table(runs: Sequence[Run], values: Mapping[str, Mapping[str, Any]]) -> str:
     """A row for each value and a column for each run; empty if there are no values."""
     names = dict.fromkeys(name for run in runs for name in values[run.name])
-    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    rows = [
-        f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{_show(values[run.name].get(name))}</td>" for run in runs)
-        for name in names
-    ]
-    return f"<table><tr><th></th>{head}</tr>{''.join(f'{row}</tr>' for row in rows)}</table>" if rows else ""
+    rows = [[name, *(_show(values[run.name].get(name)) for run in runs)] for name in names]
+    return table(["", *(run.name for run in runs)], rows) if rows else ""
 
 
 def _settings(runs: Sequence[Run]) -> str:
     names = differing(runs)
-    return table(runs, {run.name: _chosen(run.arguments, names) for run in runs})
+    return values_table(runs, {run.name: _chosen(run.arguments, names) for run in runs})
 
 
 def _chosen(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -121,4 +98,4 @@ def _show(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:,.4g}"
-    return escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

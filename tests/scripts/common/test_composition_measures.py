@@ -9,6 +9,7 @@ from dynattn.modeling.ops.dcmha.eager import compose
 from dynattn.scripts.common.composition_measures import (
     TERMS,
     effective_rank,
+    gate_share,
     head_similarity,
     pair_matrices,
     term_sizes,
@@ -49,10 +50,32 @@ def test_sizes_and_ranks_of_known_matrices() -> None:
     assert effective_rank(torch.ones(1, 4, 4)) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_terms_size_is_that_of_its_matrix_over_heads(term: str, groups: int) -> None:
+    torch.manual_seed(0)
+    stage = random_composition(frozenset({term}), 2, 5, 5, 4, groups=groups)
+    matrices = pair_matrices(stage) - torch.eye(4)
+    expected = (matrices.square().sum((-2, -1)).mean() / 4).sqrt().item()
+    assert term_sizes(stage) == pytest.approx({term: expected}, rel=1e-5)
+
+
+def test_the_share_of_gates_is_of_squares() -> None:
+    assert gate_share({"query_low_rank": 2.0, "query_gate": 1.0, "key_gate": 2.0}) == pytest.approx(5 / 9)
+    assert gate_share({}) == 0
+
+
+def test_similarity_is_the_mean_cosine_of_two_heads() -> None:
+    maps, visible = torch.randn(4, 5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
+    rows = maps[:, visible]
+    cosines = [torch.cosine_similarity(rows[i], rows[j], dim=0) for i in range(4) for j in range(4) if i != j]
+    assert head_similarity(maps, visible) == pytest.approx(torch.stack(cosines).mean().item(), abs=1e-6)
+
+
 def test_similarity_reads_visible_pairs_alone() -> None:
-    visible = torch.ones(3, 3).tril().bool().expand(1, 2, 3, 3)
-    maps = torch.randn(1, 1, 3, 3).repeat(1, 2, 1, 1)
-    maps[:, 1] = torch.where(visible[:, 1], 2 * maps[:, 1] + 1, 100.0)
+    visible = torch.ones(3, 3).tril().bool()
+    maps = torch.randn(1, 3, 3).repeat(2, 1, 1)
+    maps[1] = torch.where(visible, 2 * maps[1], 100.0)
     assert head_similarity(maps, visible) == pytest.approx(1)
-    maps[:, 1] *= -1
+    maps[1] *= -1
     assert head_similarity(maps, visible) == pytest.approx(-1)

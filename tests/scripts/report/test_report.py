@@ -19,7 +19,9 @@ def write_run(folder: Path, **changes: Any) -> Path:
         lines.append({"step": step, "split": "train", "loss": 5 / step, "grad_norm": 1.0, "learning_rate": 1e-3 / step})
         if step % 10 == 0:
             lines.append({"step": step, "split": "validation", "loss": 6 / step, "bits_per_byte": 2.0})
-            terms = {f"{layer:02}.{stage}.query_mix": 0.1 * layer for layer in range(3) for stage in ("pre", "post")}
+            terms = {
+                f"{layer:02}.{stage}.query_low_rank": 0.1 * layer for layer in range(3) for stage in ("pre", "post")
+            }
             lines.append({"step": step, "split": "composition", **terms})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 31, "spl')
     arguments = {"learning_rate": 1e-3, "seed": 0, "output": str(folder), **changes}
