@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...configuration.multihead_config import make_config
 from ..ops.dcmha.attention import dcmha_attention
-from .composed_attention import REGISTERED
+from .composed_attention import COMPOSING  # from where they are registered with Transformers
 from .side_generators import SideGenerators
 
 
@@ -104,7 +104,7 @@ def detr_sizes(attention: Any) -> tuple[int, int]:
 def prepare_detr(attention: Any, implementation: str | None) -> None:
     """Gives a module of Transformers a configuration of its own, with our implementation in it alone."""
     attention.config = copy.copy(attention.config)
-    attention.config._attn_implementation = {"": implementation or REGISTERED[0]}  # "": not those of its backbone
+    attention.config._attn_implementation = {"": implementation or "chunked"}  # "": not those of its backbone
     attention.attention_dropout = 0.0
 
 
@@ -157,8 +157,9 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
         )
     across = compose.pop("cross_attention", adapter.cross_attention)
     implementation = compose.pop("implementation", None)
-    if implementation not in (None, *REGISTERED):
-        raise ValueError(f"implementation={implementation!r} cannot serve this module; use one of {REGISTERED}")
+    usable = tuple(name for name in COMPOSING if name != "eager")  # Transformers has a function of its own by that name
+    if implementation not in (None, *usable):
+        raise ValueError(f"implementation={implementation!r} cannot serve this module; use one of {usable}")
     hidden, heads = adapter.sizes(attention)
     like = next(attention.parameters())
     planned = SideGenerators()
