@@ -95,7 +95,13 @@ def results(manager: ContinuousBatchingManager, count: int, seconds: float = 120
     return finished
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+FAST = ("dcformer", "dcformer-float64", "dcpythia")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=[] if name in FAST else [pytest.mark.slow], id=name) for name, make in MODELS.items()],
+)
 def test_a_batch_gives_the_tokens_of_each_request_alone(make: Any) -> None:
     """With prompts longer than a window, than a batch (which then come in chunks) and of a single token."""
     model, prompts = make(), random_prompts([3, 37, 70, 1, 18])
@@ -143,7 +149,9 @@ def test_requests_that_arrive_later_join_and_share_prefixes(monkeypatch: pytest.
         assert_same_tokens(model, prompt, finished[name].generated_tokens)
 
 
-@pytest.mark.parametrize("options", [{}, FULL], ids=["sliding", "full"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow, id="sliding"), pytest.param(FULL, id="full")]
+)
 def test_requests_that_are_preempted_go_on_where_they_were(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,8 +127,16 @@ def in_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def each(steps: list[Step]) -> list[Any]:
+    """Every third of the steps, and the others for slow runs: each of them is compiled anew."""
+    return [
+        pytest.param(step, marks=[pytest.mark.slow] if index % 3 else [], id=str(step))
+        for index, step in enumerate(steps)
+    ]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize("step", each(STEPS))
 def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(step: Step, dtype: torch.dtype) -> None:
     query, pages, stages, alone = random_step(step, dtype)
     output = run(step, query, pages, stages)
