@@ -35,6 +35,10 @@ JOBS = CommandTable(
             "write a folder that loads anywhere, verify it, push it to the Hub",
         ),
         "kernel": ("dynattn.scripts.publish.kernel", "write the attention op for Hugging Face's kernels package"),
+        "export": (
+            "dynattn.scripts.export.main",
+            "write graphs for another runtime, and prove that it generates the same tokens",
+        ),
         "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
         "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
         "doctor": ("dynattn.scripts.doctor.main", "what is installed, what will serve, and what is missing"),

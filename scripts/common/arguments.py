@@ -54,6 +54,25 @@ def name_first(argv: Sequence[str], option: str) -> list[str]:
     return list(argv) if named else [f"--{option}", *argv]
 
 
+def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
+    """Names the words that stand anywhere among the options: they are the first `count` fields of `cls`."""
+    fields = dataclasses.fields(cls)
+    switches = {field.name for field in fields if field.type is bool}
+    names = [f"--{field.name}" for field in fields[:count]]
+    rest: list[str] = []
+    expects_value = False
+    for text in argv:
+        if text.startswith("-"):
+            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
+            expects_value = "=" not in text and name not in switches
+        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
+            rest.append(names.pop(0))
+        else:
+            expects_value = False
+        rest.append(text)
+    return rest
+
+
 def make_parser(cls: type[Any], *, prog: str, description: str | None = None) -> ArgumentParser:
     """Returns a parser with an option for each field of the dataclass `cls`, spelled with `_` or with `-`.
 

@@ -1,10 +1,10 @@
-"""The arguments that every conversion has, and how sizes and folders are read from the command line."""
+"""The arguments that every conversion has, and how sizes are read from the command line."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 from ...common.errors import UserError
 
@@ -58,21 +58,3 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise UserError(f"max_shard_size {text!r} holds nothing; give at least 1KB")
     return size
-
-
-def name_folders(argv: Sequence[str], cls: type[Any]) -> list[str]:
-    """Names the two folders that stand anywhere among the options: they are the first two fields of `cls`."""
-    switches = {entry.name for entry in fields(cls) if entry.type is bool}
-    names = [f"--{entry.name}" for entry in fields(cls)[:2]]
-    rest: list[str] = []
-    expects_value = False
-    for text in argv:
-        if text.startswith("-"):
-            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
-            expects_value = "=" not in text and name not in switches
-        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
-            rest.append(names.pop(0))
-        else:
-            expects_value = False
-        rest.append(text)
-    return rest

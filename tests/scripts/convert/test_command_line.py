@@ -8,8 +8,9 @@ import pytest
 
 from dynattn.scripts import convert
 from dynattn.scripts.cli import main
+from dynattn.scripts.common.arguments import name_words
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.convert.common.arguments import name_folders, parse_size
+from dynattn.scripts.convert.common.arguments import parse_size
 from dynattn.scripts.convert.main import CONVERSIONS
 from dynattn.scripts.convert.official.arguments import OfficialArguments
 
@@ -34,7 +35,7 @@ def test_sizes() -> None:
     ],
 )
 def test_folders_may_stand_anywhere(argv: list[str]) -> None:
-    named = name_folders(argv, OfficialArguments)
+    named = name_words(argv, OfficialArguments, 2)
     assert named[named.index("--source") + 1] == "a"
     assert named[named.index("--destination") + 1] == "b"
     assert len(named) == len(argv) + 2

@@ -1,0 +1,30 @@
+"""Everything that `dynattn export` can be told."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..common.errors import UserError
+
+
+@dataclass
+class ExportArguments:
+    """Arguments of one export; a YAML file holds the same names.
+
+    Raises:
+        UserError: there would be nothing to compare.
+    """
+
+    format: Literal["torch", "onnx", "openvino", "executorch"] = field(
+        metadata={"help": "what to write (the first word): .pt2, .onnx, OpenVINO's .xml and .bin, or .pte"}
+    )
+    source: str = field(metadata={"help": "folder of the checkpoint (MODEL, the second word); it is left as it is"})
+    destination: str = field(metadata={"help": "folder to write (DST, the third word)"})
+    tokens: int = field(
+        default=64, metadata={"help": "tokens that the runtime generates for the proof, after each of two prompts"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the random prompts of the proof"})
+    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a model"})
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UserError(f"--tokens {self.tokens} would compare nothing; give 1 or more")

@@ -1,0 +1,46 @@
+"""Loads the checkpoint that is to be exported, in float32, and refuses one that could not be."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dynattn.families import FAMILIES
+
+from ..common.checkpoint_files import read_config, refusal_of
+from ..common.errors import UserError
+
+
+def load_checkpoint(folder: Path) -> PreTrainedModel:
+    """Returns the causal language model in `folder`, in evaluation mode on the CPU.
+
+    Raises:
+        UserError: it is none of ours, is quantised, or is damaged.
+    """
+    config = read_config(folder)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be exported")
+    if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+        raise UserError(f"{folder} holds no causal language model; only these have a prefill and a decoding graph")
+    refuse_segments(config.get("memory_type"), folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+    except Exception as error:  # a damaged file, or a bad value in one, ends in any exception
+        raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
+    model, info = loaded
+    if misfits := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+        raise UserError(f"the weights in {folder} do not fit its config.json: {misfits[0]} ({len(misfits)} in all)")
+    return model.eval()
+
+
+def refuse_segments(memory_type: object, folder: Path) -> None:
+    """Raises UserError for a memory that is projected anew for every segment, which no graph of one step can hold."""
+    if memory_type == "segment":
+        raise UserError(
+            f"{folder} has memory_type='segment', whose cache cannot be exported; set memory_type='streaming' in its "
+            "config.json if tokens may be read one by one"
+        )

@@ -1,0 +1,86 @@
+"""The formats: which exporter of Transformers writes each one, and how its runtime is asked for float32."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from ..common.errors import UserError, last_line
+
+if TYPE_CHECKING:  # older versions of Transformers do not have them
+    from transformers.exporters import DynamoConfig, HfExporter
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of graphs.
+
+    Attributes:
+        exporter, config: names of the classes in `transformers.exporters`.
+        extra: what of this package's extras installs its packages; None where PyTorch is all that it needs.
+        options: fields of the configuration.
+        runtime_options: what the proof loads the graphs with, beside the device.
+    """
+
+    exporter: str
+    config: str
+    extra: str | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    runtime_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def make_exporter(self) -> "HfExporter":
+        """The exporter, ready to be used.
+
+        Raises:
+            UserError: this version of Transformers has none, or a package that it needs is missing.
+        """
+        exporters = _transformers_exporters()
+        try:
+            return getattr(exporters, self.exporter)()
+        except ImportError as error:
+            advice = f"; `pip install dynattn[{self.extra}]` installs what was tested" if self.extra else ""
+            raise UserError(f"{last_line(error)}{advice}") from error
+
+    def make_config(self, dynamic_shapes: dict[str, Any]) -> "DynamoConfig":
+        """The exporter's configuration for a graph whose inputs vary in `dynamic_shapes`."""
+        config = getattr(_transformers_exporters(), self.config)
+        return config(dynamic=True, dynamic_shapes=dynamic_shapes, **self.options)
+
+
+FORMATS = MappingProxyType(
+    {
+        "torch": Format("DynamoExporter", "DynamoConfig"),
+        "onnx": Format("OnnxExporter", "OnnxConfig", extra="export"),
+        # With state inside the decoding graph, the cache that the prefill graph returns could not be handed to it.
+        # OpenVINO computes in bfloat16 by itself on processors that can, which the proof would take for a fault.
+        "openvino": Format(
+            "OpenVINOExporter",
+            "OpenVINOConfig",
+            extra="export",
+            options=MappingProxyType({"stateful": False}),
+            runtime_options=MappingProxyType({"config": {"INFERENCE_PRECISION_HINT": "f32"}}),
+        ),
+        "executorch": Format("ExecutorchExporter", "ExecutorchConfig", extra="executorch"),
+    }
+)
+
+
+def _transformers_exporters() -> Any:
+    """The module `transformers.exporters`.
+
+    Raises:
+        UserError: it is missing, or cannot yet load what it wrote.
+    """
+    exporters: Any = None
+    with suppress(ImportError):
+        exporters = import_module("transformers.exporters")
+    if not hasattr(exporters, "ExportedModel"):
+        raise UserError(
+            f"transformers {transformers.__version__} has no exporters that load what they wrote; "
+            "install transformers 5.23 or newer"
+        )
+    return exporters

@@ -1,0 +1,96 @@
+"""The two graphs of an export: what they are called with, what varies from call to call, and how they are traced."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .formats import Format
+
+if TYPE_CHECKING:  # older versions of Transformers do not have it
+    from transformers.exporters import ExportedModel
+
+# Rows and tokens of the prompt that is traced. Two or more of each: PyTorch takes a size of 1 for a constant.
+SAMPLE_ROWS, SAMPLE_TOKENS = 2, 8
+# The axes that vary, by the number of dimensions: `[B, T]`, a convolution's context `[B, T, H * D]`, keys, values and
+# factors `[B, heads or terms, S, width]`.
+VARYING_AXES = {2: (0, 1), 3: (0, 1), 4: (0, 2)}
+# Implementations that consist of PyTorch's operators; the others are operators of their own, which no exporter knows.
+EXPORTABLE = ("eager", "sdpa")
+
+
+def graph_inputs(tokens: Tensor, mask: Tensor, cache: Cache) -> dict[str, Any]:
+    """The inputs of either graph.
+
+    Args:
+        tokens: `[B, T]`, those that the cache does not hold; a single one for the decoding graph.
+        mask: `[B, S]`, 1 for real tokens and 0 for padding, of cached and new tokens.
+        cache: an empty `DynamicCache`, or the one that the call before returned.
+    """
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+
+
+def export_graphs(model: PreTrainedModel, target: Format) -> "ExportedModel":
+    """Traces `prefill` and `decode`, both with any batch size and length.
+
+    A windowed layer's cache keeps all tokens in these graphs, and the mask applies the window: a graph cannot count how
+    many tokens it has dropped. The decoding graph is traced with the cache that the prefill graph returns, so that the
+    two fit.
+    """
+    from transformers.exporters import ExportedModel
+
+    exporter = target.make_exporter()
+    tokens = torch.zeros(SAMPLE_ROWS, SAMPLE_TOKENS, dtype=torch.long, device=model.device)
+    mask = torch.ones_like(tokens)
+    components = {}
+    with exportable_attention(model):
+        components["prefill"] = _export(exporter, model, target, graph_inputs(tokens, mask, DynamicCache()))
+        prefill = ExportedModel(components, exporter.export_format)
+        cache = prefill(**graph_inputs(tokens, mask, DynamicCache())).past_key_values
+        longer = torch.cat([mask, mask[:, :1]], dim=1)
+        components["decode"] = _export(exporter, model, target, graph_inputs(tokens[:, :1], longer, cache))
+    return ExportedModel(components, exporter.export_format, model.config, model.generation_config)
+
+
+@contextmanager
+def exportable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Lets a model run with an attention implementation that can be exported, and gives it its own back at the end."""
+    before = model.config._attn_implementation
+    if before not in EXPORTABLE:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
+    """For each input of a graph the axes that vary; for a cache a list, in the order of its tensors."""
+    from transformers.exporters.utils import get_leaf_tensors
+
+    return {
+        name: _varying_axes(value)
+        if isinstance(value, Tensor)
+        else [_varying_axes(leaf) for leaf in get_leaf_tensors(value).values()]
+        for name, value in inputs.items()
+    }
+
+
+def _varying_axes(tensor: Tensor) -> dict[int, Any]:
+    return {axis: Dim.AUTO for axis in VARYING_AXES.get(tensor.ndim, ()) if tensor.shape[axis] > 1}
+
+
+def _export(exporter: Any, model: PreTrainedModel, target: Format, inputs: dict[str, Any]) -> Any:
+    """One graph as a component of an `ExportedModel`."""
+    exported = exporter.export(model, inputs, target.make_config(dynamic_shapes(inputs)))
+    component = exported.components["model"]
+    if isinstance(component.program, torch.export.ExportedProgram):
+        # Sample inputs are saved by pickling, so that loading the file could run code of whoever wrote it.
+        component.program.example_inputs = None
+    return component

@@ -1,0 +1,97 @@
+"""The job: load the checkpoint, trace its graphs aside, prove them, then move the folder in place."""
+
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ..common.atomic_folder import check_destination, recover, staged_folder
+from ..common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ..common.errors import UserError, last_line
+from ..common.folder_names import resolve_destination, resolve_folder
+from .arguments import ExportArguments
+from .checkpoint import load_checkpoint
+from .formats import FORMATS, Format
+from .graphs import export_graphs
+from .proof import Proof, make_prompt, prove
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was read, written and proved."""
+
+    folder: Path
+    model: str
+    sizes: dict[str, int]  # bytes of each file
+    proof: Proof
+
+    def report(self) -> Iterator[str]:
+        """The lines to print after the export."""
+        yield f"{'read':<12}{self.model}"
+        for name, size in self.sizes.items():
+            yield f"{size:>14,}  {name}"
+        yield f"{'verified':<12}{self.proof.describe()}"
+        yield f"{'written':<12}{self.folder}"
+
+
+def export_checkpoint(arguments: ExportArguments) -> Export:
+    """Exports one checkpoint; the destination appears when everything went well, and else stays as it was.
+
+    Raises:
+        UserError: the checkpoint or the destination does not allow it, a package is missing, or the graphs are wrong.
+    """
+    source, destination = resolve_folder(arguments.source), resolve_destination(arguments.destination)
+    target = FORMATS[arguments.format]
+    recover(destination)
+    check_destination(destination, source, arguments.overwrite)
+    with quiet(), staged_folder(destination) as staging:
+        target.make_exporter()  # refuses what is missing before any work is done
+        model = load_checkpoint(source)
+        description = f"{type(model).__name__}, {model.num_parameters():,} parameters"
+        prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
+        write_graphs(staging, model, target)
+        proof = prove(staging, target, model, prompt, mask, arguments.tokens)
+        for name in matching_files(source, TOKENIZER_PATTERNS):
+            shutil.copyfile(source / name, staging / name)
+        sizes = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+    return Export(destination, description, sizes, proof)
+
+
+def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
+    """Writes both graphs, their description and the configurations into `folder`.
+
+    Raises:
+        UserError: the exporter cannot translate the model.
+    """
+    try:
+        with torch.no_grad():
+            export_graphs(model, target).save_pretrained(folder)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # exporters raise what the step that fails raises
+        raise UserError(f"the exporter fails on this model: {type(error).__name__}: {last_line(error)}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Sends what exporters print to standard error, and silences their remarks about versions and code to come."""
+    verbosity, disabled = transformers_logging.get_verbosity(), logging.root.manager.disable
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        transformers_logging.enable_progress_bar()
+        transformers_logging.set_verbosity(verbosity)

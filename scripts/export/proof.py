@@ -1,0 +1,141 @@
+"""The proof of an export: the runtime generates greedily from the written graphs, and PyTorch from the checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from ..common.errors import UserError
+from .formats import Format
+from .graphs import exportable_attention, graph_inputs
+
+# Logits may differ from those in float64 by so many times the float32 rounding error of the model in PyTorch.
+NOISE_MULTIPLE = 16
+# Tokens of a prompt: beyond the sliding window, so that it hides something, but no more than is bearable.
+SHORTEST_PROMPT, LONGEST_PROMPT, BEYOND_WINDOW = 32, 512, 8
+ROWS = 2
+
+Call = Callable[..., Any]
+
+
+class Generated(NamedTuple):
+    """What one side generated: `tokens` `[B, N]` and the logits `[B, N, V]` that they were taken from."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far the runtime's logits are from the exact ones, and what rounding explains."""
+
+    tokens: int
+    prompt: int
+    difference: float
+    noise: float
+
+    @property
+    def limit(self) -> float:
+        """The largest difference of logits that passes."""
+        return NOISE_MULTIPLE * self.noise
+
+    def describe(self) -> str:
+        """The outcome in one line."""
+        return (
+            f"{self.tokens} tokens after each of {ROWS} prompts of {self.prompt}, one padded: identical to PyTorch's; "
+            f"logits differ by {self.difference:.1e} (float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
+        )
+
+
+@torch.no_grad()
+def prove(folder: Path, target: Format, model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: int) -> Proof:
+    """Loads the graphs in `folder` as a user would, generates with them, and compares. Leaves `model` in float64.
+
+    Args:
+        prompt, mask: `[B, T]`, as `make_prompt` makes them.
+
+    Raises:
+        UserError: tokens or logits differ by more than rounding.
+    """
+    from transformers.exporters import ExportedModel
+
+    graphs = ExportedModel.from_pretrained(folder, device="cpu", **target.runtime_options).runners
+    observed = generate_greedily(graphs["prefill"], graphs["decode"], prompt, mask, tokens)
+    expected = generate_greedily(model, model, prompt, mask, tokens)
+    return compare(observed, expected, exact_logits(model, prompt, mask, expected.tokens), prompt.shape[1])
+
+
+def make_prompt(config: PreTrainedConfig, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random prompts `[B, T]` and their mask; the last row is padded on its left.
+
+    Raises:
+        UserError: the model has too few positions for them and `tokens` more.
+    """
+    room = config.max_position_embeddings - tokens
+    if room < 2:
+        raise UserError(
+            f"the model has {config.max_position_embeddings} positions, too few for a prompt of 2 tokens and {tokens} "
+            f"more; give --tokens {max(1, config.max_position_embeddings - 2)} or fewer"
+        )
+    beyond = (getattr(config, "sliding_window", None) or 0) + BEYOND_WINDOW
+    length = min(max(beyond, SHORTEST_PROMPT), LONGEST_PROMPT, room)
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(config.vocab_size, (ROWS, length), generator=generator)
+    mask = torch.ones_like(prompt)
+    mask[-1, : length // 4] = 0
+    return prompt, mask
+
+
+def generate_greedily(prefill: Call, decode: Call, prompt: Tensor, mask: Tensor, count: int) -> Generated:
+    """Generates `count` tokens after `prompt` `[B, T]`; `mask` `[B, T]` is 0 at padding.
+
+    Args:
+        prefill, decode: take `graph_inputs` and return logits `[B, T, V]` and a cache, as models do.
+    """
+    tokens, logits = [], []
+    outputs = prefill(**graph_inputs(prompt, mask, DynamicCache()))
+    for _ in range(count):
+        logits.append(outputs.logits[:, -1].clone())
+        tokens.append(logits[-1].argmax(dim=-1, keepdim=True))
+        mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
+        if len(tokens) < count:
+            outputs = decode(**graph_inputs(tokens[-1], mask, outputs.past_key_values))
+    return Generated(torch.cat(tokens, dim=1), torch.stack(logits, dim=1))
+
+
+def exact_logits(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+    """Logits `[B, N, V]` in float64, by one pass without a cache, from which `tokens` `[B, N]` are to be chosen."""
+    sequence = torch.cat([prompt, tokens[:, :-1]], dim=1)
+    mask = torch.cat([mask, torch.ones_like(tokens[:, :-1])], dim=1)
+    inputs = graph_inputs(sequence, mask, DynamicCache())
+    with exportable_attention(model.double()):
+        return model(**inputs).logits[:, prompt.shape[1] - 1 :]
+
+
+def compare(observed: Generated, expected: Generated, exact: Tensor, prompt: int) -> Proof:
+    """Compares what the runtime and PyTorch generated, given the exact logits `[B, N, V]` for PyTorch's tokens.
+
+    Raises:
+        UserError: a token differs, or logits do by more than rounding.
+    """
+    count = expected.tokens.shape[1]
+    same = int((observed.tokens == expected.tokens).all(dim=0).long().cumprod(dim=0).sum())
+    if same < count:
+        raise UserError(f"the graphs generate other tokens than PyTorch from token {same + 1} on; nothing was written")
+    noise = max(_largest(expected.logits - exact), torch.finfo(torch.float32).eps * _largest(exact))
+    proof = Proof(count, prompt, _largest(observed.logits - exact), noise)
+    if not proof.difference <= proof.limit:
+        raise UserError(
+            f"the graphs' logits differ from PyTorch's by {proof.difference:.1e}, and rounding explains "
+            f"{proof.limit:.1e}; nothing was written"
+        )
+    return proof
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude in `values` `[...]`; NaN if there is one."""
+    return values.abs().max().item()

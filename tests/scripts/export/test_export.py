@@ -1,0 +1,182 @@
+"""`dynattn export`: graphs that generate what PyTorch generates, and clear refusals of what cannot be exported."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases.checkpoints import edit_config
+from cases.models import make_model
+from transformers import DynamicCache, PreTrainedModel
+
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn.scripts.cli import main
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.export.graphs import exportable_attention, graph_inputs
+from dynattn.scripts.export.proof import Generated, compare, make_prompt
+
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+# Large weights: with small ones, greedy tokens repeat and the composition hardly matters.
+LARGE = {"initializer_range": 0.3}
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+
+
+def make(family: str) -> PreTrainedModel:
+    if family == "dcformer":
+        return make_model(**ONE_LAYER)
+    if family == "dcpythia":
+        fields = {**SMALL, **LARGE, "intermediate_size": 48, "compose_init_scale": 20.0}
+        return DCPythiaForCausalLM(DCPythiaConfig(**fields, max_position_embeddings=128)).eval()
+    memory = None if family == "rcmha-all" else 16
+    return RCMHAForCausalLM(RCMHAConfig(**SMALL, **LARGE, mem_len=memory)).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make("dcformer").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def export(target: str, source: Path, destination: Path, *options: object) -> int:
+    return main(["export", target, str(source), str(destination), *map(str, options)])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *command: object) -> str:
+    capsys.readouterr()
+    assert export(*command) == 2  # type: ignore[arg-type]
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@torch.no_grad()
+def test_graphs_of_torch_take_any_batch_and_length(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading them, for the proof and here, must run no code that the file could hold."""
+    load = torch.load
+
+    def load_weights_only(*arguments: Any, weights_only: bool, **options: Any) -> Any:
+        assert weights_only
+        return load(*arguments, weights_only=weights_only, **options)
+
+    monkeypatch.setattr(torch, "load", load_weights_only)
+    exporters = pytest.importorskip("transformers.exporters")
+    destination = tmp_path / "graphs"
+    assert export("torch", checkpoint, destination, "--tokens", 6) == 0
+    report = capsys.readouterr().out
+    assert "verified    6 tokens after each of 2 prompts of 32, one padded: identical to PyTorch's" in report
+    assert {"prefill.pt2", "decode.pt2", "config.json", "tokenizer.json"} <= {
+        path.name for path in destination.iterdir()
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+    model = make("dcformer")
+    graphs = exporters.ExportedModel.from_pretrained(destination, device="cpu").runners
+    for rows, length in ((1, 3), (3, 21)):
+        ids = torch.randint(97, (rows, length + 1))
+        mask = torch.ones_like(ids)
+        mask[-1, :1] = 0
+        first = graphs["prefill"](**graph_inputs(ids[:, :-1], mask[:, :-1], DynamicCache()))
+        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, first.past_key_values))
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        expected = model(ids, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(second.logits[:, -1], expected[:, -1], atol=1e-3, rtol=1e-4)
+        assert second.past_key_values.get_seq_length() >= length
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all"])
+@pytest.mark.parametrize("target", ["torch", "onnx", "openvino", "executorch"])
+def test_every_format_generates_what_pytorch_generates(target: str, family: str, tmp_path: Path) -> None:
+    for package in ("transformers.exporters", *NEEDED.get(target, ())):
+        pytest.importorskip(package)
+    make(family).save_pretrained(tmp_path / "model")
+    assert export(target, tmp_path / "model", tmp_path / "graphs") == 0
+
+
+def test_the_implementation_comes_back() -> None:
+    model = make_model(**ONE_LAYER)
+    with pytest.raises(RuntimeError), exportable_attention(model):
+        assert model.config._attn_implementation == "eager"
+        raise RuntimeError
+    assert model.config._attn_implementation == "chunked"
+
+
+def test_other_tokens_and_other_logits_are_refused() -> None:
+    exact = torch.randn(2, 5, 7, dtype=torch.float64)
+    rounded = exact.float()
+    right = Generated(rounded.argmax(-1), rounded)
+    proof = compare(right, right, exact, prompt=3)
+    assert proof.difference <= proof.noise
+    wrong = right.tokens.clone()
+    wrong[1, 2] += 1
+    with pytest.raises(UserError, match="other tokens than PyTorch from token 3 on"):
+        compare(Generated(wrong, rounded), right, exact, prompt=3)
+    with pytest.raises(UserError, match="logits differ"):
+        compare(Generated(right.tokens, rounded + 1e-4), right, exact, prompt=3)
+    with pytest.raises(UserError, match="logits differ"):
+        compare(Generated(right.tokens, rounded * torch.nan), right, exact, prompt=3)
+
+
+def test_prompts_reach_beyond_the_window_and_fit_the_positions() -> None:
+    config = make_model().config
+    assert [make_prompt(config, tokens, 0)[0].shape[1] for tokens in (4, 500)] == [32, 12]
+    config.sliding_window = 100
+    assert make_prompt(config, 4, 0)[0].shape[1] == 108
+    with pytest.raises(UserError, match=r"512 positions.*give --tokens 510 or fewer"):
+        make_prompt(config, 511, 0)
+
+
+def test_what_cannot_be_exported_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = tmp_path / "graphs"
+    assert "--tokens 0 would compare nothing" in refusal(capsys, "torch", checkpoint, destination, "--tokens", 0)
+    assert "does not exist" in refusal(capsys, "torch", tmp_path / "none", destination)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    assert "model of type 'llama'" in refusal(capsys, "torch", other, destination)
+    edit_config(other, model_type="dcformer", architectures=["DCFormerModel"])
+    assert "no causal language model" in refusal(capsys, "torch", other, destination)
+    edit_config(other, model_type="rcmha", architectures=["RCMHAForCausalLM"], memory_type="segment")
+    assert "memory_type='segment', whose cache cannot be exported" in refusal(capsys, "torch", other, destination)
+    monkeypatch.setitem(sys.modules, "transformers.exporters", ModuleType("exporters"))
+    line = refusal(capsys, "onnx", checkpoint, destination)
+    assert f"transformers {transformers.__version__} has no exporters" in line
+    assert "install transformers 5.23 or newer" in line
+    assert not destination.exists()
+
+
+def test_a_missing_package_is_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporters = pytest.importorskip("transformers.exporters")
+    monkeypatch.setattr(exporters.OnnxExporter, "required_packages", ["torch", "no_such_package"])
+    line = refusal(capsys, "onnx", checkpoint, tmp_path / "graphs")
+    assert "no_such_package" in line
+    assert "pip install dynattn[export]" in line
+
+
+def test_wrong_graphs_leave_what_was_there(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers.exporters")
+    destination = tmp_path / "graphs"
+    destination.mkdir()
+    (destination / "config.json").write_text("{}")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("dynattn.scripts.export.job.export_graphs", fail)
+    line = refusal(capsys, "torch", checkpoint, destination, "--overwrite")
+    assert "the exporter fails on this model: RuntimeError: no such operator" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+    assert (destination / "config.json").read_text() == "{}"
