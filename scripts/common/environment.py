@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("dynattn", "torch", "transformers", "accelerate", "datasets", "evaluate", "lm_eval", "tokenizers")
+PACKAGES = (
+    *("dynattn", "torch", "transformers", "accelerate", "datasets", "evaluate", "lm_eval", "tokenizers"),
+    *("torchao", "bitsandbytes"),
+)
 
 
 def versions() -> dict[str, str]:

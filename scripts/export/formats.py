@@ -64,7 +64,6 @@ FORMATS = MappingProxyType(
             options=MappingProxyType({"stateful": False}),
             runtime_options=MappingProxyType({"config": {"INFERENCE_PRECISION_HINT": "f32"}}),
         ),
-        "executorch": Format("ExecutorchExporter", "ExecutorchConfig", extra="executorch"),
     }
 )
 

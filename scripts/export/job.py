@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.atomic_folder import check_destination, recover, staged_folder
 from ..common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
-from ..common.errors import UserError, last_line
+from ..common.errors import UserError, first_line
 from ..common.folder_names import resolve_destination, resolve_folder
 from .arguments import ExportArguments
 from .checkpoint import load_checkpoint
@@ -77,7 +77,7 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
     except (UserError, OSError):
         raise
     except Exception as error:  # exporters raise what the step that fails raises
-        raise UserError(f"the exporter fails on this model: {type(error).__name__}: {last_line(error)}") from error
+        raise UserError(f"the exporter fails on this model: {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager

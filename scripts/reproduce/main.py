@@ -1,4 +1,4 @@
-"""Repeats a study: trains its models, then writes a table, plots and the record from which both are made.
+"""Repeats a study: trains its models, or takes trained ones, and writes a table and the record it is made from.
 
 Run: `dynattn reproduce STUDY [--option value]`
 """
@@ -18,6 +18,14 @@ STUDIES = CommandTable(
         "upcycling": (
             "dynattn.scripts.reproduce.upcycling.main",
             "continued training of a GPT-NeoX with and without composition",
+        ),
+        "quantization": (
+            "dynattn.scripts.reproduce.quantization",
+            "perplexity with smaller weights, composition quantised too or not",
+        ),
+        "speculation": (
+            "dynattn.scripts.reproduce.speculation",
+            "speculative decoding beside greedy decoding: same tokens, time, passes",
         ),
     },
 )

@@ -19,7 +19,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.export.graphs import exportable_attention, graph_inputs
 from dynattn.scripts.export.proof import Generated, compare, make_prompt
 
-NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",)}
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 # Large weights: with small ones, greedy tokens repeat and the composition hardly matters.
 LARGE = {"initializer_range": 0.3}
@@ -92,7 +92,7 @@ def test_graphs_of_torch_take_any_batch_and_length(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all"])
-@pytest.mark.parametrize("target", ["torch", "onnx", "openvino", "executorch"])
+@pytest.mark.parametrize("target", ["torch", "onnx", "openvino"])
 def test_every_format_generates_what_pytorch_generates(target: str, family: str, tmp_path: Path) -> None:
     for package in ("transformers.exporters", *NEEDED.get(target, ())):
         pytest.importorskip(package)

@@ -1,0 +1,137 @@
+"""Speculative decoding with drafts and by prompt lookup beside plain greedy decoding: same tokens, time, passes.
+
+Run: `dynattn reproduce speculation --run FOLDER --drafts FOLDER ... --output FOLDER [--option value]`, with runs of
+`dynattn pretrain` that share a tokenizer. Prompts are held-out tokens of the first run.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
+
+if TYPE_CHECKING:  # --help waits for none of these
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PLAIN = "greedy"
+
+
+@dataclass
+class SpeculationArguments:
+    """Arguments of the study; a YAML file holds the same names."""
+
+    run: str = field(metadata={"help": "folder of a finished run of dynattn pretrain, whose model is decoded"})
+    drafts: list[str] = field(metadata={"help": "folders of runs of smaller models, with the same tokenizer"})
+    output: str = field(metadata={"help": "folder to write record.json and table.md into"})
+    prompts: int = field(default=4, metadata={"help": "prompts to continue"})
+    prompt_length: int = field(default=64, metadata={"help": "tokens of each prompt"})
+    tokens: int = field(default=64, metadata={"help": "tokens to generate after each"})
+    lookup: int = field(default=4, metadata={"help": "tokens that prompt lookup proposes at once"})
+    rounds: int = field(default=3, metadata={"help": "interleaved rounds of timing"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Decodes in every way, and writes and prints the table.
+
+    Raises:
+        UserError: a way generates other tokens than greedy decoding.
+    """
+    arguments = parse_arguments(SpeculationArguments, argv, prog="dynattn reproduce speculation", description=__doc__)
+    from .study_files import describe_run, held_out_windows, write_study
+
+    prompts = held_out_windows(arguments.run, arguments.prompt_length)[: arguments.prompts]
+    model = load(arguments.run)
+    ways = make_ways(arguments)
+    rows = compare_ways(model, prompts, ways, arguments.tokens, arguments.rounds)
+    settings = {name: value for name, value in asdict(arguments).items() if name != "output"}
+    described = {"run": describe_run(arguments.run), "drafts": [describe_run(draft) for draft in arguments.drafts]}
+    print(write_study(arguments.output, settings | described, rows))
+    return 0
+
+
+def load(run: str) -> "PreTrainedModel":
+    """The final model of a run, which generates exactly as many tokens as it is asked for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(Path(run) / "model").eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def make_ways(arguments: SpeculationArguments) -> dict[str, dict[str, Any]]:
+    """By name, what `generate` is given."""
+    ways: dict[str, dict[str, Any]] = {PLAIN: {}}
+    for draft in arguments.drafts:
+        model = load(draft)
+        kind = "composed" if getattr(model.config, "composes", False) else "plain"
+        ways[f"{kind} draft, {model.num_parameters():,} parameters"] = {"assistant_model": model}
+    ways[f"prompt lookup, {arguments.lookup} tokens"] = {"prompt_lookup_num_tokens": arguments.lookup}
+    return ways
+
+
+def compare_ways(
+    model: "PreTrainedModel", prompts: "Tensor", ways: dict[str, dict[str, Any]], tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One row for each way: passes of the model per token, and the least processor time, over all `prompts` `[N, T]`.
+
+    Raises:
+        UserError: a way generates other tokens than the first.
+    """
+    import torch
+
+    from ..common.measuring import interleave
+
+    calls = {name: partial(decode, model, prompts, tokens, options) for name, options in ways.items()}
+    passes, generated = {}, {}
+    for name, call in calls.items():
+        generated[name], passes[name] = count_passes(model, call)
+    if different := [name for name, found in generated.items() if not torch.equal(found, generated[PLAIN])]:
+        raise UserError(f"other tokens than by greedy decoding: {', '.join(different)}")
+    times = interleave({name: partial(processor_seconds, call) for name, call in calls.items()}, rounds)
+    fastest = min(times[PLAIN])
+    return [
+        {
+            "decoding": name,
+            "passes_per_token": round(passes[name] / (tokens * len(prompts)), 3),
+            "processor_seconds": round(min(times[name]), 3),
+            "speed_up": round(fastest / min(times[name]), 2),
+        }
+        for name in ways
+    ]
+
+
+def processor_seconds(call: Callable[[], Any]) -> float:
+    """The time that the process computes in `call`, which other processes on the machine hardly change."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def decode(model: "PreTrainedModel", prompts: "Tensor", tokens: int, options: dict[str, Any]) -> "Tensor":
+    """Continues `prompts` `[N, T]` one by one, as speculation must; returns `[N, tokens]`."""
+    import torch
+
+    greedy = {"max_new_tokens": tokens, "do_sample": False}
+    length = prompts.shape[1]
+    rows = [model.generate(row, attention_mask=torch.ones_like(row), **greedy, **options) for row in prompts.split(1)]
+    return torch.cat(rows)[:, length:]
+
+
+def count_passes(model: "PreTrainedModel", call: Callable[[], "Tensor"]) -> tuple["Tensor", int]:
+    """What `call` returns, and how often the model runs in it."""
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    hook = model.register_forward_hook(count)
+    found = call()
+    hook.remove()
+    return found, passes

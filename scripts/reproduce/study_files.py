@@ -1,0 +1,70 @@
+"""What small studies of a trained model read and write: held-out tokens of its run, a record, and a table."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..common.atomic_file import write_json, write_whole
+from ..common.environment import hardware, versions
+from ..common.errors import UserError
+from ..common.folder_names import resolve_destination, resolve_folder
+from ..pretrain.data.packing import TokenStream
+
+Row = dict[str, Any]
+# What of a run's options decides its model.
+TRAINED = (
+    *("seed", "max_steps", "batch_size", "sequence_length", "learning_rate", "warmup_steps", "vocab_size"),
+    *("model_type", "model_size", "model_config"),
+)
+
+
+def held_out_windows(run: str, length: int) -> Tensor:
+    """The held-out tokens of a run of `dynattn pretrain`, in windows `[N, length]`.
+
+    Raises:
+        UserError: it is no finished run, or holds out too few tokens.
+    """
+    folder = resolve_folder(run)
+    if not (folder / "model" / "config.json").is_file() or not (folder / "data" / "validation").is_dir():
+        raise UserError(
+            f"{folder} is no finished run of dynattn pretrain; give a folder with model and data/validation"
+        )
+    tokens = torch.from_numpy(np.asarray(TokenStream.open(folder / "data" / "validation").tokens).astype(np.int64))
+    if len(tokens) < length:
+        raise UserError(f"{folder} holds out {len(tokens)} tokens, too few for a window of {length}")
+    return tokens[: len(tokens) // length * length].view(-1, length)
+
+
+def describe_run(run: str) -> dict[str, Any]:
+    """How the model of a run was trained, without the folders of the machine that did it."""
+    result = json.loads((resolve_folder(run) / "result.json").read_text(encoding="utf-8"))
+    dataset = Path(result["arguments"]["dataset"]).name
+    trained = {name: result["arguments"][name] for name in TRAINED}
+    return {"name": resolve_folder(run).name, "parameters": result["parameters"], "dataset": dataset, **trained}
+
+
+def write_study(output: str, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Writes `record.json` and `table.md`, whose columns are the keys of a row; returns the table."""
+    folder = resolve_destination(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = {"hardware": hardware(torch.device("cpu")), "threads": torch.get_num_threads(), "versions": versions()}
+    write_json(folder / "record.json", {"settings": dict(settings), **measured, "rows": list(rows)})
+    table = markdown(rows)
+    write_whole(folder / "table.md", table + "\n")
+    return table
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Rows with the same keys as a table in Markdown."""
+    head = [name.replace("_", " ") for name in rows[0]]
+    lines = [head, ["---"] * len(head), *([_cell(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

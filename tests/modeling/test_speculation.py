@@ -1,0 +1,111 @@
+"""Speculative decoding: drafts and prompt lookup generate the tokens of greedy decoding; cropped caches are right."""
+
+import copy
+
+import pytest
+import torch
+from cases.models import decode, make_model
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+
+VOCAB = 97
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LARGE = {"initializer_range": 0.3}
+FAMILIES = ["dcformer", "dcpythia", "rcmha", "rcmha-all"]
+
+
+def make(family: str) -> PreTrainedModel:
+    """A model whose greedy tokens do not end early."""
+    torch.manual_seed(1)
+    if family == "dcformer":
+        model: PreTrainedModel = make_model()
+    elif family == "dcpythia":
+        model = DCPythiaForCausalLM(DCPythiaConfig(**SMALL, **LARGE, intermediate_size=48, compose_init_scale=20.0))
+    else:
+        model = RCMHAForCausalLM(RCMHAConfig(**SMALL, **LARGE, mem_len=None if family == "rcmha-all" else 9))
+    return without_end(model)
+
+
+def without_end(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def plain_draft() -> PreTrainedModel:
+    torch.manual_seed(2)
+    config = LlamaConfig(**SMALL, **LARGE, intermediate_size=48, num_key_value_heads=4)
+    return without_end(LlamaForCausalLM(config))
+
+
+@torch.no_grad()
+def close_draft(model: PreTrainedModel) -> PreTrainedModel:
+    """A composed model that guesses many tokens right and some wrong, so that both happen."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(3)
+    for parameter in draft.parameters():
+        parameter += 0.06 * parameter.abs().mean() * torch.randn_like(parameter)
+    return draft
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["plain draft", "composed draft", "prompt lookup"])
+def test_speculation_generates_the_tokens_of_greedy_decoding(family: str, how: str) -> None:
+    model = make(family)
+    prompt = torch.randint(1, VOCAB, (1, 30))
+    prompt = torch.cat([prompt, prompt[:, :10]], dim=1)  # a repetition, for prompt lookup to find
+    options: dict = {"prompt_lookup_num_tokens": 4}
+    if how != "prompt lookup":
+        options = {"assistant_model": plain_draft() if how == "plain draft" else close_draft(model)}
+    greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **greedy, **options), model.generate(prompt, **greedy))
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
+def test_a_composed_draft_saves_passes(family: str) -> None:
+    """Else all proposals would be refused, and the tokens would agree although cropped caches were never used."""
+    model = make(family)
+    draft = close_draft(model)
+    prompt = torch.randint(1, VOCAB, (1, 30))
+    lengths: list[int] = []
+
+    def note(_: object, __: object, inputs: dict[str, Tensor]) -> None:
+        lengths.append(inputs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=draft)
+    assert len(lengths) < 40  # fewer passes than tokens: some proposals were taken
+    assert sum(lengths) > prompt.shape[1] + 40  # others were taken back
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_cropped_cache_is_that_of_fewer_tokens(family: str) -> None:
+    model = make(family)
+    ids = torch.randint(1, VOCAB, (1, 40))
+
+    def filled(count: int) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :3], past_key_values=cache)
+        for layer in cache.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        model(ids[:, 3:count], past_key_values=cache)
+        return cache
+
+    def rest(cache: DynamicCache) -> Tensor:
+        return decode(model, ids[:, 25:], cache)
+
+    cropped = filled(31)
+    cropped.crop(-6)
+    torch.testing.assert_close(rest(cropped), rest(filled(25)))
+
+
+@pytest.mark.parametrize("family", ["dcformer", "rcmha"])
+def test_static_caches_are_refused_by_name(family: str) -> None:
+    model = make(family)
+    prompt = torch.randint(1, VOCAB, (1, 8))
+    with pytest.raises(ValueError, match="not supported with Static cache"):
+        model.generate(prompt, max_new_tokens=4, prompt_lookup_num_tokens=2, cache_implementation="static")

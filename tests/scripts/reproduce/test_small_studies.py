@@ -1,0 +1,93 @@
+"""The studies of a trained model: what they compare, what they write, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases.models import make_model
+
+from dynattn.scripts.cli import main
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.reproduce import speculation
+from dynattn.scripts.reproduce.quantization import SUMMED_AXES, quantize_composition, rounded, window_losses
+from dynattn.scripts.reproduce.speculation import compare_ways
+from dynattn.scripts.reproduce.study_files import TRAINED, describe_run, held_out_windows, write_study
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What the studies read of a run of `dynattn pretrain`."""
+    folder = tmp_path / "run"
+    stream = folder / "data" / "validation"
+    stream.mkdir(parents=True)
+    np.arange(50, dtype=np.int32).tofile(stream / "tokens.bin")
+    np.save(stream / "starts.npy", np.zeros(1, dtype=np.int64))
+    (stream / "stream.json").write_text('{"text_bytes": 100}')
+    make_model(num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(folder / "model")
+    arguments = dict.fromkeys(TRAINED, 1) | {"dataset": "/somewhere/text.txt"}
+    (folder / "result.json").write_text(json.dumps({"arguments": arguments, "parameters": 7}))
+    return folder
+
+
+def test_windows_are_the_held_out_tokens_of_the_run(run: Path) -> None:
+    assert held_out_windows(str(run), 20).tolist() == [list(range(20)), list(range(20, 40))]
+    assert describe_run(str(run))["dataset"] == "text.txt"
+    with pytest.raises(UserError, match="holds out 50 tokens, too few for a window of 60"):
+        held_out_windows(str(run), 60)
+    with pytest.raises(UserError, match="is no finished run"):
+        held_out_windows(str(run / "model"), 20)
+
+
+def test_weights_are_rounded_to_steps_of_their_column() -> None:
+    weight = torch.randn(40, 3)
+    result = rounded(weight, 4, axis=0)
+    steps = weight.abs().amax(0) / 7
+    assert (result - weight).abs().le(steps / 2 * 1.0001).all()
+    assert all(len(column.unique()) <= 15 for column in result.T)
+    assert torch.equal(rounded(torch.zeros(2, 2), 8, axis=0), torch.zeros(2, 2))
+
+
+def test_only_composition_is_quantised_and_the_loss_hears_of_it() -> None:
+    model = make_model()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    windows = torch.randint(97, (3, 12))
+    losses = window_losses(model, windows)
+    plain = model(windows, labels=windows, use_cache=False).loss
+    torch.testing.assert_close(losses.mean(), plain.detach())
+    quantize_composition(model, 4)
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if name.rpartition(".")[2] in SUMMED_AXES}
+    assert not torch.equal(window_losses(model, windows), losses)
+
+
+def test_speculation_is_compared_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    model.generation_config.pad_token_id = 0
+    prompts = torch.randint(1, 97, (2, 9))
+    ways: dict = {"greedy": {}, "lookup": {"prompt_lookup_num_tokens": 3}}
+    first, second = compare_ways(model, prompts, ways, tokens=5, rounds=1)
+    assert first["passes_per_token"] == 1.0
+    assert 0 < second["passes_per_token"] <= 1.0
+    counted = iter([(torch.zeros(1), 5), (torch.ones(1), 5)])
+    monkeypatch.setattr(speculation, "count_passes", lambda *_: next(counted))
+    with pytest.raises(UserError, match="other tokens than by greedy decoding: lookup"):
+        compare_ways(model, prompts, ways, tokens=5, rounds=1)
+
+
+def test_record_and_table_hold_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"way_of_it": "a", "bytes": 1234}, {"way_of_it": "b", "bytes": 5}]
+    table = write_study(str(tmp_path / "study"), {"length": 3}, rows)
+    assert table.splitlines() == ["| way of it | bytes |", "| --- | --- |", "| a | 1,234 |", "| b | 5 |"]
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert record["rows"] == rows
+    assert record["settings"] == {"length": 3}
+
+
+def test_speculation_from_the_command_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompts", "1", "--prompt_length", "8", "--tokens", "4", "--rounds", "1"]
+    folders = ["--run", str(run), "--drafts", str(run), "--output", str(tmp_path / "study")]
+    assert main(["reproduce", "speculation", *folders, *options]) == 0
+    assert "| composed draft" in capsys.readouterr().out
+    assert str(tmp_path) not in (tmp_path / "study" / "record.json").read_text()
