@@ -82,7 +82,8 @@ def variants() -> dict[str, tuple[dict[str, Any], int]]:
 
     int8 = {"quantization_config": TorchAoConfig(ao.Int8WeightOnlyConfig())}
     dynamic = {"quantization_config": TorchAoConfig(ao.Int8DynamicActivationInt8WeightConfig())}
-    weight_only = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(INT4_GROUP))
+    four_bits: Any = torch.int4  # type: ignore[attr-defined]
+    weight_only = ao.IntxWeightOnlyConfig(weight_dtype=four_bits, granularity=PerGroup(INT4_GROUP))
     int4 = {"quantization_config": TorchAoConfig(weight_only)}
     int8_bnb = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
     nf4 = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "device_map": "cpu"}

@@ -119,7 +119,8 @@ def decode(model: "PreTrainedModel", prompts: "Tensor", tokens: int, options: di
 
     greedy = {"max_new_tokens": tokens, "do_sample": False}
     length = prompts.shape[1]
-    rows = [model.generate(row, attention_mask=torch.ones_like(row), **greedy, **options) for row in prompts.split(1)]
+    generate: Any = model.generate
+    rows = [generate(row, attention_mask=torch.ones_like(row), **greedy, **options) for row in prompts.split(1)]
     return torch.cat(rows)[:, length:]
 
 

@@ -63,9 +63,8 @@ def test_a_quantised_model_is_saved_loaded_and_generates(family: str, way: str, 
     for model in (quantised, again):
         parameters = dict(model.named_parameters())
         assert all(torch.equal(parameters[name], weight) for name, weight in weights.items())
-        assert not torch.equal(
-            model.model.layers[0].self_attn.q_proj.weight, full.model.layers[0].self_attn.q_proj.weight
-        )
+        projection = model.model.layers[0].self_attn.q_proj.weight.data
+        assert type(projection) is not Tensor or projection.dtype != torch.float32
     ids = torch.randint(1, 97, (2, 12))
     exact, observed = full(ids).logits, again(ids).logits
     assert 0 < (observed - exact).abs().max() < exact.abs().max()
