@@ -38,6 +38,18 @@ def _capability() -> tuple[tuple[str, ...], int]:
     return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))
 
 
+def usable_threads() -> int:
+    """Returns how many threads C code may use: as many as PyTorch, but one in a forked process.
+
+    Threads of OpenMP do not survive a fork, and a process that has inherited their records would wait for them forever.
+    """
+    return 1 if os.getpid() != _PROCESS else torch.get_num_threads()
+
+
+# The process that has imported this module; a forked one has another number.
+_PROCESS = os.getpid()
+
+
 def find_compiler() -> str | None:
     """Returns the path of a C compiler, or None: what the environment variable `CC` names, else cc, gcc or clang."""
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -70,8 +82,7 @@ _failures: list[str] = []
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Returns the library compiled from `source`, from the cache if this machine has compiled the same before.
 
-    The library is linked to no OpenMP runtime, so that it uses PyTorch's, which is loaded already, and its threads. If
-    PyTorch's runtime is not the one that the compiler needs, the library is compiled without OpenMP, for one thread.
+    The library is linked to no OpenMP runtime: threads.h finds that of PyTorch, which is loaded already.
 
     Args:
         source: text of one C file without local includes.
@@ -85,12 +96,7 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
     flags = (*FLAGS, *_capability()[0])
     command = (compiler, *flags, *(f"-D{name}={value}" for name, value in macros))
-    try:
-        return _load((*command, "-fopenmp"), source)
-    except TimeoutError:
-        raise
-    except OSError:
-        return _load(command, source)
+    return _load(command, source)
 
 
 def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:

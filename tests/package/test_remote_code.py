@@ -41,6 +41,7 @@ def test_c_code_travels_as_the_text_that_the_package_compiles() -> None:
         "COMPOSE": sources.COMPOSE,
         "DECODE": sources.DECODE,
         "PAGED_DECODE": sources.PAGED_DECODE,
+        "PASSES": sources.PASSES,
     }
     assert "FLAT_CONSTANTS" not in flat  # nothing there reads files
 

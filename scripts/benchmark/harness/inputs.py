@@ -16,6 +16,8 @@ from .accuracy import Results
 RANK = 2
 # The functions: dynamic composition, none at all, and static talking heads.
 COMPOSED, PLAIN, STATIC = "composed", "plain", "static"
+# Parts of dynamic composition: one rank of the query after the softmax, the query's terms alone, and gates alone.
+POST, QUERY, GATES = "post", "query", "gates"
 # Queries that the reference op takes at once.
 REFERENCE_CHUNK = 128
 
@@ -144,11 +146,23 @@ def make_inputs(
         window=window,
     )
     static = [Composition(static=normal(heads, heads, scale=0.5 * heads**-0.5)) for _ in range(2)]
+    pre, post = dynamic(), dynamic()
+    by_query, gates = ("query_down", "query_up", "query_gate"), ("query_gate", "key_gate")
+    first_rank = terms_of(post, "query_down", "query_up").map(lambda term: term[:, :, :1])
     return {
         PLAIN: plain,
-        COMPOSED: replace(plain, pre=dynamic(), post=dynamic()),
+        COMPOSED: replace(plain, pre=pre, post=post),
         STATIC: replace(plain, pre=static[0], post=static[1]),
+        POST: replace(plain, post=first_rank),
+        QUERY: replace(plain, pre=terms_of(pre, *by_query), post=terms_of(post, *by_query)),
+        GATES: replace(plain, pre=terms_of(pre, *gates), post=terms_of(post, *gates)),
     }
+
+
+def terms_of(composition: Composition, *names: str) -> Composition:
+    """The composition with nothing but the terms of these names."""
+    named: dict[str, Any] = {name: getattr(composition, name) for name in names}
+    return Composition(**named)
 
 
 def evaluate(attend: Callable[[OpInputs], Tensor], inputs: OpInputs, *, backward: bool) -> Results:

@@ -14,9 +14,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dynattn.modeling.ops.dcmha.attention import COMPOSING, dcmha_attention
 from dynattn.modeling.ops.dcmha.composition import Composition
 
+from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_whole
 from ..harness.accuracy import Results
-from ..harness.inputs import COMPOSED, PLAIN, STATIC, OpInputs, evaluate, make_inputs, reference_results, requiring_grad
+from ..harness.inputs import (
+    COMPOSED,
+    GATES,
+    PLAIN,
+    POST,
+    QUERY,
+    STATIC,
+    OpInputs,
+    evaluate,
+    make_inputs,
+    reference_results,
+    requiring_grad,
+)
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
@@ -43,12 +56,16 @@ class OpProblem(NamedTuple):
 
 
 def candidates(device: torch.device) -> list[Candidate]:
-    """Ours; every plain attention that could be the fastest; the official style; and static talking heads."""
+    """Ours, whole and in parts; every plain attention that could be the fastest; the official style; talking heads."""
     found = [
-        make_candidate(name, "ours", COMPOSED, partial(attend_ours, implementation=implementation, mode=mode))
+        make_candidate(name, "ours", COMPOSED, partial(call_op, implementation=implementation), mode=mode)
         for name, implementation, mode in ours(COMPOSING)
     ]
-    found += [make_candidate("sdpa", "plain", PLAIN, partial(attend_ours, implementation="sdpa"))]
+    found += [
+        make_candidate(f"chunked-{function}", "ours", function, partial(call_op, implementation="chunked"))
+        for function in (STATIC, POST, QUERY, GATES)
+    ]
+    found += [make_candidate("sdpa", "plain", PLAIN, partial(call_op, implementation="sdpa"))]
     if device.type == "cuda":
         found += [make_candidate(name, "plain", PLAIN, partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
@@ -65,6 +82,8 @@ def candidates(device: torch.device) -> list[Candidate]:
     for name, role, function in in_chunks:
         found += [make_candidate(name, role, function, attend_in_chunks)]
         found += [make_candidate(f"{name}{COMPILED}", role, function, partial(attend_in_chunks, compile_rows=True))]
+    if x_transformers.is_installed():
+        found += [make_candidate("x-transformers", "other", STATIC, x_transformers.attend)]
     return found
 
 
@@ -75,21 +94,26 @@ def ours(implementations: Iterable[str]) -> list[tuple[str, str, str]]:
 
 
 def make_candidate(
-    name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor], *, compiles: bool = False
+    name: str,
+    role: Role,
+    function: str,
+    attend: Callable[[OpInputs], Tensor],
+    *,
+    compiles: bool = False,
+    mode: str = "auto",
 ) -> Candidate:
-    """A candidate from `attend`, which takes the inputs of its function and returns `[B, T, H, D]`."""
+    """A candidate from `attend`, which takes the inputs of its function and returns `[B, T, H, D]`.
+
+    Args:
+        mode: what our op compiles, in the forward and in the backward pass.
+    """
 
     def prepare(problem: OpProblem) -> Callable[[], Results]:
         compiled = torch.compile(attend) if compiles else attend
-        return partial(evaluate, compiled, problem.inputs[function], backward=problem.backward)
+        call = partial(evaluate, compiled, problem.inputs[function], backward=problem.backward)
+        return compile_mode(mode)(call)
 
     return Candidate(name, role, function, prepare)
-
-
-def attend_ours(inputs: OpInputs, *, implementation: str, mode: str = "auto") -> Tensor:
-    """Our op in a compile mode. Returns `[B, T, H, D]`."""
-    with compile_mode(mode):
-        return call_op(inputs, implementation)
 
 
 def call_op(inputs: OpInputs, implementation: str) -> Tensor:
@@ -124,13 +148,13 @@ def compile_mode(mode: str) -> Iterator[None]:
 def attend_uncomposed(inputs: OpInputs, *, implementation: str) -> Tensor:
     """Our op with empty compositions, which shows what its loop alone costs. Returns `[B, T, H, D]`."""
     absent = Composition()
-    return attend_ours(replace(inputs, pre=absent, post=absent), implementation=implementation)
+    return call_op(replace(inputs, pre=absent, post=absent), implementation)
 
 
 def attend_sdpa(inputs: OpInputs, *, kernel: str) -> Tensor:
     """PyTorch's attention with one of its GPU kernels. Returns `[B, T, H, D]`."""
     with sdpa_kernel(SDPA_KERNELS[kernel]):
-        return attend_ours(inputs, implementation="sdpa")
+        return call_op(inputs, "sdpa")
 
 
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:

@@ -26,7 +26,7 @@ LONGEST_BACKWARD = 16384
 WINDOW = 256
 # The number of queries compared with the reference before the middle, and again before the end.
 CHECKED = 16
-QUADRATIC = ("eager", "matmul")
+QUADRATIC = ("eager", "matmul", "x-transformers")
 # Candidates that keep the maps of all their chunks for the backward pass.
 QUADRATIC_BACKWARD = tuple(f"{name}{end}" for name in ("chunks", "talking-heads", "official") for end in ("", COMPILED))
 

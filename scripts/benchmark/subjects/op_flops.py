@@ -5,7 +5,7 @@ A backward pass takes twice the FLOPs of the forward pass.
 
 from ...common.flops import stage_flops
 from ..baselines.relative import CONVOLUTIONAL, KERNEL, RELATIVE
-from ..harness.inputs import COMPOSED, RANK, STATIC
+from ..harness.inputs import COMPOSED, GATES, POST, QUERY, RANK, STATIC
 from ..harness.shapes import Shape, visible_pairs
 
 
@@ -21,10 +21,15 @@ def decode_flops(shape: Shape, keys: int, function: str) -> float:
 
 
 def composition_flops(function: str, heads: int) -> int:
-    """FLOPs of one stage for one head of one pair."""
-    if function == COMPOSED:
-        return stage_flops(sides=2, rank=RANK, gate=True, static_heads=0)
-    return stage_flops(sides=0, rank=0, gate=False, static_heads=heads if function == STATIC else 0)
+    """FLOPs of one stage for one head of one pair; where only one stage composes, half of its FLOPs."""
+    flops = {
+        COMPOSED: stage_flops(sides=2, rank=RANK, gate=True, static_heads=0),
+        STATIC: stage_flops(sides=0, rank=0, gate=False, static_heads=heads),
+        POST: stage_flops(sides=1, rank=1, gate=False, static_heads=0) // 2,
+        QUERY: stage_flops(sides=1, rank=RANK, gate=True, static_heads=0),
+        GATES: stage_flops(sides=2, rank=0, gate=True, static_heads=0),
+    }
+    return flops.get(function, 0)
 
 
 def relative_flops(shape: Shape, attention_type: str) -> float:

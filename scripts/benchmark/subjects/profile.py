@@ -1,4 +1,4 @@
-"""Profile of an attention call: the time of each part, beside the least that it could take on this machine.
+"""Profile of an attention call without C code: the time of each part, beside the least that it could take here.
 
 The op's functions are temporarily replaced by the same functions under a clock. What a call does outside of them is
 `rest`: packing of factors, copies, buffers, autograd and the loop in Python.
@@ -20,19 +20,18 @@ from dynattn.modeling.ops.dcmha.chunked.composers.interface import ChunkComposer
 
 from ...common.errors import UserError
 from ...common.measuring import interleave, sample, summarize
-from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate
+from ..harness.inputs import COMPOSED, OpInputs, evaluate
 from ..harness.interface import Candidate, Case, Subject
 from ..harness.overrides import override_attributes
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape, visible_pairs
 from . import attention
-from .attention import ATTENTION, OpProblem, attend_ours, attend_uncomposed
+from .attention import ATTENTION, COMPILE_MODES, OpProblem, call_op, compile_mode
 from .op_flops import composition_flops
 from .parts import BACKWARD_PARTS, COMPOSERS, FORWARD_PARTS, FUNCTIONS, LAST_PARTS, MATMULS, REST, UNCLOCKED, WHOLE
 
 PROFILED: dict[str, tuple[str, Callable[[OpInputs], Tensor]]] = {
-    "chunked": (COMPOSED, partial(attend_ours, implementation="chunked")),
-    "chunked-plain": (PLAIN, partial(attend_uncomposed, implementation="chunked")),
+    "chunked-stepwise": (COMPOSED, partial(call_op, implementation="chunked")),
 }
 # Timed but not profiled: ratios refer to it, as in the other subjects.
 BASELINE = "sdpa"
@@ -64,14 +63,18 @@ class PartClock:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replaces the op's functions by the same functions under the clock."""
+        """Replaces the op's functions by the same functions under the clock, and C code by these functions."""
         matmuls = {name: self.timed(name, getattr(chunk, name)) for name in MATMULS}
         choose = tiling.choose_composer
         composers = {
             "choose_composer": lambda *arguments: self.timed_composer(choose(*arguments)),
             "STEPWISE": self.timed_composer(tiling.STEPWISE),
         }
-        with override_attributes(chunk, matmuls), override_attributes(tiling, composers):
+        with (
+            compile_mode(COMPILE_MODES["chunked-stepwise"]),
+            override_attributes(chunk, matmuls),
+            override_attributes(tiling, composers),
+        ):
             yield
 
     def timed_composer(self, composer: ChunkComposer) -> ChunkComposer:
@@ -158,8 +161,10 @@ class Profile:
         device = self.inputs.query.device
         with clock.installed():
             whole = sample(call, self.repeats, device)
+        with compile_mode(COMPILE_MODES["chunked-stepwise"]):
+            unclocked = sample(call, self.repeats, device)
         parts = {name: clock.seconds[name] / self.repeats for name in FUNCTIONS if name in clock.seconds}
-        rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: sample(call, self.repeats, device)}
+        rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: unclocked}
         self.samples.append(parts | rest)
         self.calls = {name: clock.calls[name] / self.repeats for name in parts}
         return whole
@@ -180,7 +185,7 @@ class Profile:
 
 
 def candidates(device: torch.device) -> list[Candidate]:
-    """`chunked`, its control without composition, and the plain attention that ratios refer to.
+    """`chunked` without C code, and the plain attention that ratios refer to.
 
     Raises:
         UserError: the device works asynchronously, so that the processor's clock does not measure it.

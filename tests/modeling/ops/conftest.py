@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dynattn.modeling.ops import native_library
-from dynattn.modeling.ops.dcmha.chunked import decode_native
-from dynattn.modeling.ops.dcmha.chunked.composers import native
+from dynattn.modeling.ops.dcmha.chunked import decode_native, native_problem, passes_native
 
 
 @pytest.fixture
@@ -19,5 +18,6 @@ def libraries() -> Iterator[None]:
 
 def forget() -> None:
     native_library._failures.clear()
-    for cache in (native_library.load_library, native._load, decode_native._load):
+    loaders = (native_problem.load_stage, passes_native.load_passes, decode_native._load)
+    for cache in (native_library.load_library, *loaders):
         cache.cache_clear()

@@ -1,8 +1,7 @@
-"""The arithmetic of `dcmha_chunked` on one chunk: `c` queries of `b` items and the `n` keys that they can see.
+"""The arithmetic of a chunk where there is no C code: `c` queries of an item and the `n` keys that they can see.
 
-Maps, which are scores, probabilities or gradients of either, are `[c, bH, n]`: the heads of one item after those of the
-other, contiguous along the keys. Results go to buffers that the caller reuses from chunk to chunk, because allocating
-fresh memory would cost more than the arithmetic.
+Maps, which are scores, probabilities or gradients of either, are `[c, H, n]`, contiguous along the keys. Results go to
+buffers that the caller reuses from chunk to chunk, because allocating fresh memory would cost more than the arithmetic.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ class FactorGradients(NamedTuple):
 
     pre: StageFactors | None
     post: StageFactors | None
-    mask: Tensor | None  # [b or 1, H or 1, c or 1, n or 1]
+    mask: Tensor | None  # [H or 1, c or 1, n or 1]
 
 
 class ScoreTransform(NamedTuple):
@@ -31,8 +30,8 @@ class ScoreTransform(NamedTuple):
     composer: ChunkComposer
 
     def forward(self, scores: Tensor, spare: Tensor, scratch: Tensor) -> Tensor:
-        """Returns the composed probabilities, in `scores` or in `spare`; all are `[c, bH, n]`."""
-        composer, maps = self.composer, _DoubleBuffer(scores, spare, self.composer.in_place)
+        """Returns the composed probabilities, in `scores` or in `spare`; all are `[c, H, n]`."""
+        composer, maps = self.composer, _DoubleBuffer(scores, spare)
         if self.pre is not None:
             maps.advance(composer.compose, self.pre, scratch)
         maps.advance(composer.softmax, self.visibility)
@@ -41,7 +40,7 @@ class ScoreTransform(NamedTuple):
         return maps.latest
 
     def recompute(self, scores: Tensor, composed: Tensor, probs: Tensor, mixed: Tensor, scratch: Tensor) -> None:
-        """Repeats `forward` for the backward pass, without overwriting what that pass reads; all are `[c, bH, n]`.
+        """Repeats `forward` for the backward pass, without overwriting what that pass reads; all are `[c, H, n]`.
 
         Writes the composed scores to `composed`, the probabilities to `probs` and the composed ones to `mixed`.
         """
@@ -57,24 +56,24 @@ class ScoreTransform(NamedTuple):
         """Returns the gradient of the scores, in `grad` or in `spare`, and adds those of the factors to `sums`.
 
         Args:
-            grad: the gradient of what `forward` returns, `[c, bH, n]` like all other maps.
+            grad: the gradient of what `forward` returns, `[c, H, n]` like all other maps.
         """
-        composer, maps = self.composer, _DoubleBuffer(grad, spare, self.composer.in_place)
+        composer, maps = self.composer, _DoubleBuffer(grad, spare)
         if self.post is not None:
             maps.advance(composer.compose_backward, probs, self.post, sums.post, scratch)
         maps.advance(composer.softmax_backward, probs, self.visibility)
         if sums.mask is not None:
-            sums.mask.add_(self.visibility.by_item(maps.latest).sum_to_size(sums.mask.shape))
+            sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
         if self.pre is not None:
             maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
         return maps.latest
 
 
 class _DoubleBuffer:
-    """The latest result of steps, each of which reads one buffer and writes the other or, `in_place`, the same."""
+    """The latest result of steps, each of which reads one buffer and writes the other."""
 
-    def __init__(self, latest: Tensor, spare: Tensor, in_place: bool) -> None:
-        self.latest, self.spare = latest, latest if in_place else spare
+    def __init__(self, latest: Tensor, spare: Tensor) -> None:
+        self.latest, self.spare = latest, spare
 
     def advance(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls `function(out, latest, *arguments)`."""
@@ -85,9 +84,9 @@ class _DoubleBuffer:
 class ProductGradients(NamedTuple):
     """Views of the gradients that are matrix products: the chunk writes those of queries and adds to the others."""
 
-    query: Tensor  # [bH, c, D]
-    key: Tensor  # [bH_kv, n, D]
-    value: Tensor  # [bH_kv, n, D]
+    query: Tensor  # [H, c, D]
+    key: Tensor  # [H_kv, n, D]
+    value: Tensor  # [H_kv, n, D]
 
 
 def attend_chunk(
@@ -99,12 +98,12 @@ def attend_chunk(
     transform: ScoreTransform,
     buffers: list[Tensor],
 ) -> None:
-    """Writes a chunk's output to `out` `[bH, c, D]`; uses three buffers `[c, bH, n]`.
+    """Writes a chunk's output to `out` `[H, c, D]`; uses three buffers `[c, H, n]`.
 
     Args:
-        query: `[bH, c, D]`.
-        key_transposed: `[bH_kv, D, n]`.
-        value: `[bH_kv, n, D]`.
+        query: `[H, c, D]`.
+        key_transposed: `[H_kv, D, n]`.
+        value: `[H_kv, n, D]`.
     """
     scores, spare, scratch = buffers
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
@@ -124,19 +123,17 @@ def attend_chunk_backward(
     transform: ScoreTransform,
     buffers: list[Tensor],
 ) -> None:
-    """Differentiates `attend_chunk`, whose maps it computes again; uses five buffers `[c, bH, n]`.
+    """Differentiates `attend_chunk`, whose maps it computes again; uses five buffers `[c, H, n]`.
 
     Args:
-        grad_out: `[bH, c, D]`.
-        query: `[bH, c, D]`.
-        key: `[bH_kv, n, D]`.
-        key_transposed, value_transposed: `[bH_kv, D, n]` both.
+        grad_out: `[H, c, D]`.
+        query: `[H, c, D]`.
+        key: `[H_kv, n, D]`.
+        key_transposed, value_transposed: `[H_kv, D, n]` both.
     """
     scores, composed, probs, mixed, scratch = buffers
     if transform.pre is None:
         composed = scores
-    if transform.composer.in_place:
-        probs = composed
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
     transform.recompute(scores, composed, probs, mixed, scratch)
     add_to_heads(products.value, (probs if transform.post is None else mixed).permute(1, 2, 0), grad_out)

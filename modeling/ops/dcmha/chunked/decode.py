@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...masking import masked_softmax, split_mask
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
-from .composers.choice import choose_composer
-from .composers.native import NATIVE
+from .composers.choice import compile_mode
 from .composers.stepwise import same_group
 from .decode_native import attend, serves
 
@@ -116,8 +115,8 @@ def _attend_with_operators(
 
 @torch.compiler.assume_constant_result
 def _has_c() -> bool:
-    """Whether C code composes float32 maps on a CPU. The maps of a decoding step are float32 for every dtype."""
-    return choose_composer(torch.device("cpu"), torch.float32, 0) is NATIVE
+    """Whether C code is compiled."""
+    return compile_mode() != "0"
 
 
 def map_scores(scores: Tensor, pre: Composition | None, post: Composition | None, mask: Tensor | None) -> Tensor:

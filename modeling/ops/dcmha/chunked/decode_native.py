@@ -7,11 +7,11 @@ from ctypes import CDLL, c_float, c_long, c_void_p
 import torch
 from torch import Tensor
 
-from ...native_library import lanes, load_or_warn
+from ...native_library import lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .csrc.sources import DECODE
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One more thread is worth starting for this many elements of keys.
 ELEMENTS_PER_THREAD = 1 << 15
 # The most elements of a query `[H, D]`, which lies on the stack of a thread in float32.
@@ -28,7 +28,7 @@ def serves(
 ) -> bool:
     """Whether `attend` takes these arguments.
 
-    It takes plain tensors on a CPU, in float32 or bfloat16 and all in the same dtype, whose last dimension is
+    It takes plain tensors on a CPU, in one of `DTYPES` and all in the same, whose last dimension is
     contiguous. No gradient may be needed, and both stages have to have the same head groups. The query is
     `[B, H, 1, D]`, and the other shapes are those of `attend`.
     """
@@ -74,17 +74,26 @@ def attend(
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    library = _load(heads, kv_heads, groups, width, query.dtype.itemsize)
+    library = _load(heads, kv_heads, groups, width, query.dtype)
     if library is None:
         return None
+    mask = _readable(mask)
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
     members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
     output = query.new_empty(batch, 1, heads, width)
     workspace = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
-    threads = min(torch.get_num_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
+    threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
     problem = array("l", members)  # the struct `problem` of decode.c
     library.attend(output.data_ptr(), workspace.data_ptr(), problem.buffer_info()[0], scaling, threads)
     return output
+
+
+def _readable(mask: Tensor | None) -> Tensor | None:
+    """A mask as C code reads it, which takes 2-byte elements for bfloat16."""
+    if mask is None or mask.dtype != torch.float16:
+        return mask
+    lowest = mask == torch.finfo(mask.dtype).min
+    return mask.float().masked_fill_(lowest, -torch.inf)
 
 
 def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
@@ -113,9 +122,9 @@ def _factor_members(factor: Tensor | None) -> tuple[int, ...]:
 
 
 @functools.cache
-def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int) -> CDLL | None:
+def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype) -> CDLL | None:
     """decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
-    macros = decode_macros(heads, kv_heads, groups, width, element_bytes)
+    macros = decode_macros(heads, kv_heads, groups, width, dtype)
     library = None if macros is None else load_or_warn(DECODE, macros, ("workspace_size", "attend"))
     if library is None:
         return None
@@ -126,7 +135,7 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int
 
 
 def decode_macros(
-    heads: int, kv_heads: int, groups: int, width: int, element_bytes: int
+    heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
 ) -> tuple[tuple[str, int], ...] | None:
     """The macros of decode.c, for the widest registers that the heads of a group, and the elements of a head, fill.
 
@@ -138,8 +147,8 @@ def decode_macros(
     head_lanes = width_lanes = lanes()
     while heads // groups % head_lanes:
         head_lanes //= 2
-    while width_lanes * 4 > width * element_bytes:
+    while width_lanes * 4 > width * dtype.itemsize:
         width_lanes //= 2
     macros = {"LANES": head_lanes, "WIDTH_LANES": width_lanes, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
-    macros |= {"WIDTH": width, "ELEMENT_BYTES": element_bytes}
+    macros |= {"WIDTH": width, "ELEMENT_BYTES": dtype.itemsize, "IS_FLOAT16": int(dtype == torch.float16)}
     return tuple(macros.items())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...native_library import load_or_warn
+from ...native_library import load_or_warn, usable_threads
 from ..composition import Composition
 from .csrc.sources import PAGED_DECODE
 from .decode_native import ELEMENTS_PER_THREAD, decode_macros, serves, stage_members
@@ -62,7 +62,7 @@ def attend_to_pages(
     output = query.new_empty(items, 1, heads, width)
     workspace = torch.empty(library.paged_workspace_size(address), dtype=torch.float32)
     keys = int(pages.key_counts.sum()) * pages.key.shape[2] * width
-    threads = min(torch.get_num_threads(), 1 + keys // ELEMENTS_PER_THREAD)
+    threads = min(usable_threads(), 1 + keys // ELEMENTS_PER_THREAD)
     library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)
     return output
 
@@ -74,13 +74,13 @@ def _load_for(
     if not serves(query, pages.key, pages.value, pre, post, None):
         return None
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype.itemsize, terms)
+    return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype, terms)
 
 
 @functools.cache
-def _load(heads: int, kv_heads: int, groups: int, width: int, element_bytes: int, terms: int) -> CDLL | None:
+def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype, terms: int) -> CDLL | None:
     """paged_decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
-    macros = decode_macros(heads, kv_heads, groups, width, element_bytes)
+    macros = decode_macros(heads, kv_heads, groups, width, dtype)
     if macros is None:
         return None
     functions = ("paged_workspace_size", "attend_to_pages")

@@ -1,4 +1,4 @@
-"""The forward and the backward pass of the chunked op, over items of the batch and chunks of queries."""
+"""The forward and the backward pass of the chunked op: in C code, or over items of the batch and chunks of queries."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,16 @@ from torch import Tensor
 from .arguments import ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
+from .passes_native import attend_backward_in_c, attend_in_c, serves
 from .tiling import (
     BACKWARD_BUFFERS,
     FORWARD_BUFFERS,
     QueryChunk,
     composer_for,
-    item_spans,
     mask_of_chunk,
-    mask_of_items,
+    mask_of_item,
     query_chunks,
-    read_items,
+    read_item,
     structure_of,
     transpose_rows,
 )
@@ -23,28 +23,30 @@ from .tiling import (
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     """Returns the output `[B, T, H, D]`, which has no gradients: call it through `attend_op`."""
+    if serves(inputs, settings):
+        return attend_in_c(inputs, settings)
     batch, heads, queries, width = inputs.query.shape
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
-    output = inputs.query.new_zeros((batch, queries, heads, width), dtype=dtype)
+    output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
     structure = structure_of(inputs, settings)
-    composer = composer_for(inputs, settings, structure, dtype)
-    for span in item_spans(inputs, structure, composer):
-        items = read_items(inputs, settings, span, dtype)
-        key_transposed, value = transpose_rows(items.key), items.value.contiguous()
-        for chunk in query_chunks(structure, items, composer, FORWARD_BUFFERS):
+    composer = composer_for(inputs, structure)
+    for index in range(batch):
+        item = read_item(inputs, settings, index, dtype)
+        key_transposed, value = transpose_rows(item.key), item.value.contiguous()
+        for chunk in query_chunks(structure, item, composer, FORWARD_BUFFERS):
             chunk_queries, chunk_keys = chunk.visibility.queries, chunk.visibility.keys
-            out = output.new_empty(items.query.shape[0], chunk_queries.stop - chunk_queries.start, width)  # [bH, c, D]
+            out = output.new_empty(heads, chunk_queries.stop - chunk_queries.start, width)  # [H, c, D]
             attend_chunk(
                 out,
-                items.query[:, chunk_queries].contiguous(),
+                item.query[:, chunk_queries].contiguous(),
                 key_transposed[:, :, chunk_keys],
                 value[:, chunk_keys],
                 settings.scaling,
-                chunk.transform(items),
+                chunk.transform(item),
                 chunk.buffers,
             )
-            output[span, chunk_queries] = out.view(items.num_items, heads, -1, width).transpose(1, 2)
-    return output.to(inputs.query.dtype)
+            output[index, :, chunk_queries] = out
+    return output.transpose(1, 2).contiguous().to(inputs.query.dtype)
 
 
 def attend_backward(
@@ -59,26 +61,28 @@ def attend_backward(
         The gradients of those `inputs` that are present and not `first_keys`, in their shapes and dtypes; that of the
         mask is empty where it is not needed.
     """
+    if serves(inputs, settings):
+        return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     structure = structure_of(inputs, settings)
-    composer = composer_for(inputs, settings, structure, dtype)
+    composer = composer_for(inputs, structure)
     gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad)
-    for span in item_spans(inputs, structure, composer):
-        items = read_items(inputs, settings, span, dtype)
-        key, key_transposed = items.key.contiguous(), transpose_rows(items.key)
-        value_transposed = transpose_rows(items.value)
-        for chunk in query_chunks(structure, items, composer, BACKWARD_BUFFERS):
+    for index in range(len(inputs.query)):
+        item = read_item(inputs, settings, index, dtype)
+        key, key_transposed = item.key.contiguous(), transpose_rows(item.key)
+        value_transposed = transpose_rows(item.value)
+        for chunk in query_chunks(structure, item, composer, BACKWARD_BUFFERS):
             queries, keys = chunk.visibility.queries, chunk.visibility.keys
             attend_chunk_backward(
-                gradients.of_products(span, chunk),
-                gradients.of_factors(span, chunk),
-                grad_output[span, queries].transpose(1, 2).flatten(0, 1).to(dtype).contiguous(),
-                items.query[:, queries].contiguous(),
+                gradients.of_products(index, chunk),
+                gradients.of_factors(index, chunk),
+                grad_output[index, queries].transpose(0, 1).to(dtype).contiguous(),
+                item.query[:, queries].contiguous(),
                 key[:, keys],
                 key_transposed[:, :, keys],
                 value_transposed[:, :, keys],
                 settings.scaling,
-                chunk.transform(items),
+                chunk.transform(item),
                 chunk.buffers,
             )
     return gradients.results()
@@ -105,25 +109,25 @@ class _InputGradients:
                 shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def of_products(self, span: slice, chunk: QueryChunk) -> ProductGradients:
-        """Views for the items `span` and a chunk's queries and keys."""
+    def of_products(self, item: int, chunk: QueryChunk) -> ProductGradients:
+        """Views for an item and a chunk's queries and keys."""
         queries, keys = chunk.visibility.queries, chunk.visibility.keys
         parts = {"query": queries, "key": keys, "value": keys}
-        return ProductGradients(**{name: self.sums[name][span].flatten(0, 1)[:, part] for name, part in parts.items()})
+        return ProductGradients(**{name: self.sums[name][item, :, part] for name, part in parts.items()})
 
-    def of_factors(self, span: slice, chunk: QueryChunk) -> FactorGradients:
-        """Views for the items `span` and a chunk's queries and keys."""
-        mask = mask_of_items(self.sums["mask"], span) if self.mask_needs_grad else None
+    def of_factors(self, item: int, chunk: QueryChunk) -> FactorGradients:
+        """Views for an item and a chunk's queries and keys."""
+        mask = mask_of_item(self.sums["mask"], item) if self.mask_needs_grad else None
         return FactorGradients(
-            chunk.part_of(self._stage("pre", span, self.settings.pre_groups)),
-            chunk.part_of(self._stage("post", span, self.settings.post_groups)),
+            chunk.part_of(self._stage("pre", item, self.settings.pre_groups)),
+            chunk.part_of(self._stage("post", item, self.settings.post_groups)),
             None if mask is None else mask_of_chunk(mask, chunk.visibility.queries, chunk.visibility.keys),
         )
 
-    def _stage(self, name: str, span: slice, groups: int) -> StageFactors:
+    def _stage(self, name: str, item: int, groups: int) -> StageFactors:
         query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
         static = self.sums.get(f"{name}_static")
-        return StageFactors(None if query is None else query[span], None if key is None else key[span], static, groups)
+        return StageFactors(None if query is None else query[item], None if key is None else key[item], static, groups)
 
     def results(self) -> list[Tensor]:
         """The gradients as `attend_backward` returns them."""

@@ -15,20 +15,23 @@ FOLDER = Path(sources.__file__).parent
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")
 MACROS = {
     "compose.c": ("LANES", "HEADS", "GROUPS", "QUERY_RANK", "QUERY_GATE", "KEY_RANK", "KEY_GATE"),
-    "decode.c": ("LANES", "WIDTH_LANES", "HEADS", "KV_HEADS", "GROUPS", "WIDTH", "ELEMENT_BYTES"),
+    "passes.c": ("LANES",),
+    "decode.c": ("LANES", "WIDTH_LANES", "HEADS", "KV_HEADS", "GROUPS", "WIDTH", "ELEMENT_BYTES", "IS_FLOAT16"),
 }
 MACROS["paged_decode.c"] = (*MACROS["decode.c"], "TERMS")
 CONFIGURATIONS = [
     ("compose.c", (16, 16, 2, 2, 1, 2, 1)),
     ("compose.c", (8, 6, 3, 0, 1, 3, 0)),
-    ("compose.c", (4, 1, 1, 0, 0, 0, 0)),  # what softmax is compiled with
-    ("decode.c", (16, 16, 32, 8, 1, 128, 2)),
-    ("decode.c", (2, 4, 6, 1, 3, 33, 4)),
-    ("decode.c", (1, 1, 1, 1, 1, 2, 2)),
-    ("paged_decode.c", (16, 16, 32, 8, 1, 128, 2, 5)),
-    ("paged_decode.c", (2, 4, 6, 1, 3, 33, 4, 4)),
-    ("paged_decode.c", (1, 1, 1, 1, 1, 2, 2, 0)),
-    ("paged_decode.c", (4, 4, 4, 4, 1, 8, 4, 1)),
+    ("compose.c", (4, 1, 1, 0, 0, 0, 1)),
+    ("passes.c", (16,)),
+    ("passes.c", (4,)),
+    ("decode.c", (16, 16, 32, 8, 1, 128, 2, 1)),
+    ("decode.c", (2, 4, 6, 1, 3, 33, 4, 0)),
+    ("decode.c", (1, 1, 1, 1, 1, 2, 2, 0)),
+    ("paged_decode.c", (16, 16, 32, 8, 1, 128, 2, 1, 5)),
+    ("paged_decode.c", (2, 4, 6, 1, 3, 33, 4, 0, 4)),
+    ("paged_decode.c", (1, 1, 1, 1, 1, 2, 2, 0, 0)),
+    ("paged_decode.c", (4, 4, 4, 4, 1, 8, 4, 0, 1)),
 ]
 
 
@@ -43,17 +46,11 @@ def messages_of(file: str, values: tuple[int, ...], *options: str) -> str:
 
 @pytest.mark.parametrize(("file", "values"), CONFIGURATIONS, ids=str)
 def test_there_are_no_warnings(file: str, values: tuple[int, ...]) -> None:
-    assert messages_of(file, values, *WARNINGS, "-fopenmp") == ""
-
-
-@pytest.mark.parametrize(("file", "values"), CONFIGURATIONS[::3], ids=str)
-def test_without_openmp_only_its_threads_are_unused(file: str, values: tuple[int, ...]) -> None:
-    expected = ("-Wno-unknown-pragmas", "-Wno-unused-parameter")
-    assert messages_of(file, values, *WARNINGS, *expected) == ""
+    assert messages_of(file, values, *WARNINGS) == ""
 
 
 @pytest.mark.parametrize(
-    ("file", "line"), [("vectors.h", "typedef FLOATS(LANES) vec;"), ("compose.c", "typedef float padded_keys")]
+    ("file", "line"), [("vectors.h", "typedef FLOATS(LANES) vec;"), ("compose.c", "typedef float key_tile")]
 )
 def test_an_error_names_the_file_and_the_line(file: str, line: str) -> None:
     broken = sources.COMPOSE.replace(line, line.replace("typedef", "typdef"))
@@ -64,6 +61,6 @@ def test_an_error_names_the_file_and_the_line(file: str, line: str) -> None:
 
 
 def test_sources_are_complete_and_hold_each_file_once() -> None:
-    for text in (sources.COMPOSE, sources.DECODE, sources.PAGED_DECODE):
+    for text in (sources.COMPOSE, sources.DECODE, sources.PAGED_DECODE, sources.PASSES):
         assert '#include "' not in text
         assert text.count("#ifndef DYNATTN_VECTORS_H") == 1

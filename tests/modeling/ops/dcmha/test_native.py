@@ -1,6 +1,7 @@
 """The C code of the linear-memory op: as exact as the reference op in float32, whatever compiles it and runs it."""
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ from cases.composed_op import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
 from torch import Tensor
 
 from dynattn.modeling.ops import native_library
-from dynattn.modeling.ops.dcmha.chunked import passes, tiling
+from dynattn.modeling.ops.dcmha.chunked import native_problem, passes, passes_native
 from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choice
-from dynattn.modeling.ops.dcmha.chunked.composers import native
 from dynattn.modeling.ops.dcmha.chunked.csrc.sources import COMPOSE
 
 from .test_chunked import documents
@@ -67,22 +67,35 @@ def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> No
     ],
     ids=str,
 )
-def test_any_number_of_items_share_a_chunk(
+def test_any_number_of_items_share_a_call(
     case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queries, keys = (12, 61) if case.window else (60, 130)  # in the last complete chunk, and that it sees
-    monkeypatch.setattr(tiling, "LARGEST_SHARED_MAP", together * 4 * queries * keys)
+    monkeypatch.setattr(passes_native, "LARGEST_CALL", together * 4 * 130 * 8)
     sizes: list[int] = []
-    of_span = tiling.read_items
+    slice_items = passes_native._items
 
-    def record(inputs: Any, settings: Any, span: slice, dtype: torch.dtype) -> Any:
+    def record(inputs: Any, span: slice) -> Any:
         sizes.append(span.stop - span.start)
-        return of_span(inputs, settings, span, dtype)
+        return slice_items(inputs, span)
 
-    monkeypatch.setattr(passes, "read_items", record)
+    monkeypatch.setattr(passes_native, "_items", record)
     first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
     assert_as_exact_as_the_reference(case, **first_keys)
     assert sizes[-2 * len(items) :] == 2 * items  # forward and backward
+
+
+@pytest.mark.parametrize("queries", [36, 12])
+@pytest.mark.parametrize("case", [Case(130, 130), Case(130, 257, window=70, mask="padding")], ids=str)
+def test_the_output_does_not_depend_on_the_length_of_chunks(
+    case: Case, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
+    expected = run(tensors, keywords, "chunked")
+    monkeypatch.setattr(passes_native, "CHUNK_QUERIES", (queries,))
+    results = run(tensors, keywords, "chunked")
+    assert torch.equal(results[0], expected[0])
+    for ours, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("turn", [lambda x: x.t().contiguous().t(), lambda x: x.repeat_interleave(2, 1)[:, ::2]])
@@ -93,13 +106,15 @@ def test_first_keys_may_have_any_strides(turn: Any) -> None:
     assert_as_exact_as_the_reference(Case(130, 130, batch=5), first_keys=turned)
 
 
-@pytest.mark.parametrize("rank", [7, 8, 64])
-def test_stages_that_do_not_fit_on_a_stack_are_composed_without_c_code(rank: int) -> None:
-    """128 heads with rank 7 and gates are the last ones that do."""
-    case = Case(66, 66, heads=(128, 2), rank=rank, terms=DYNAMIC, batch=1)
-    shape = native.StageShape(128, 1, 2 * rank + 1, 2 * rank + 1)
-    assert (shape.stack <= native.LARGEST_STACK) == native.available(shape) == (rank == 7)
-    assert_as_exact_as_the_reference(case)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_stages_that_do_not_fit_on_a_stack_are_composed_without_c_code(
+    rank: int, monkeypatch: pytest.MonkeyPatch, libraries: None
+) -> None:
+    shape = native_problem.StageShape(4, 1, 2 * rank + 1, 2 * rank + 1)
+    monkeypatch.setattr(native_problem, "LARGEST_STACK", native_problem.StageShape(4, 1, 3, 3).stack)
+    fits = shape.stack <= native_problem.LARGEST_STACK
+    assert fits == (native_problem.load_stage(shape) is not None) == (rank == 1)
+    assert_as_exact_as_the_reference(Case(66, 66, rank=rank, terms=DYNAMIC, batch=1))
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
@@ -136,20 +151,49 @@ def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
     torch.testing.assert_close(ours, reference, equal_nan=True)
 
 
-def test_threads_change_nothing_but_the_order_of_one_sum() -> None:
-    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(200, 200, terms=DYNAMIC)))
+@pytest.mark.parametrize(
+    "case", [Case(200, 200, terms=DYNAMIC), Case(130, 257, heads=(6, 2), mask="bias of keys", batch=3)], ids=str
+)
+def test_results_do_not_depend_on_the_number_of_threads(case: Case) -> None:
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
     before = torch.get_num_threads()
     results = []
-    for count in (1, 2):
+    for count in (1, 2, 5):
         torch.set_num_threads(count)
         results.append(run(tensors, keywords, "chunked"))
     torch.set_num_threads(before)
-    names = ["output", "query", "key", "value", *(f for _ in "12" for f in ("qd", "qu", "qg", "kd", "ku", "kg"))]
-    for name, one, two in zip(names, *results, strict=True):
-        if name in ("qd", "qu", "qg"):
-            torch.testing.assert_close(one, two)
-        else:
-            assert torch.equal(one, two), name
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+
+
+def test_several_threads_of_python_may_call_it_at_once() -> None:
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(200, 200)))
+    expected = run(tensors, keywords, "chunked")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: run(tensors, keywords, "chunked"), range(8)))
+    torch.set_num_threads(before)
+    for result in results:
+        assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+
+
+def test_a_forked_process_works_after_threads_have() -> None:
+    """OpenMP's threads do not survive a fork, and a call that waited for them would never return."""
+    code = """
+import os, torch
+from dynattn import Composition, dcmha_attention
+torch.set_num_threads(2)
+heads = torch.ones(1, 4, 200, 8)
+attend = lambda: dcmha_attention(heads, heads, heads, pre=Composition(query_gate=torch.ones(1, 200, 4)))
+expected = attend()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(attend(), expected) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout == "0\n"
 
 
 def test_there_is_one_openmp_runtime_in_the_process() -> None:
@@ -162,11 +206,11 @@ def test_there_is_one_openmp_runtime_in_the_process() -> None:
     code = """
 import torch
 from pathlib import Path
-from dynattn.modeling.ops.dcmha.chunked.composers import native
+from dynattn.modeling.ops.dcmha.chunked import native_problem
 from dynattn.modeling.ops.dcmha.attention import Composition, dcmha_attention
 heads = torch.ones(1, 4, 130, 8)
 dcmha_attention(heads, heads, heads, pre=Composition(query_gate=torch.ones(1, 130, 4)))
-assert native._load.cache_info().misses == 2
+assert native_problem.load_stage.cache_info().misses == 1
 print(len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
@@ -189,8 +233,24 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="failed with exit code 3: no such target"):
-        assert not native.available()
+        assert passes_native.load_passes() is None
     assert list((tmp_path / "cache" / "dynattn").iterdir()) == []
+
+
+@pytest.mark.parametrize("compiler", ["clang", "gcc"])
+def test_every_compiler_gives_the_same_with_the_threads_of_pytorch(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, libraries: None
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    monkeypatch.setenv("CC", compiler)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    for queries in (130, 1):
+        assert_as_exact_as_the_reference(Case(queries, 130, heads=(16, 16)))
+    torch.set_num_threads(before)
+    assert passes_native.load_passes() is not None
+    assert not native_library._failures
 
 
 def test_what_is_compiled_once_is_only_loaded_later(
@@ -205,17 +265,36 @@ def test_what_is_compiled_once_is_only_loaded_later(
     written = library.stat().st_mtime_ns
     native_library.load_library(COMPOSE, macros)
     assert library.stat().st_mtime_ns == written
-    assert isinstance(ctypes.CDLL(str(library)).softmax, ctypes._CFuncPtr)
+    assert isinstance(ctypes.CDLL(str(library)).compose, ctypes._CFuncPtr)
 
 
-def test_who_composes_depends_on_device_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(mode: str, dtype: torch.dtype = torch.float32, device: str = "cpu", elements: int = 1) -> object:
+@pytest.mark.parametrize(
+    ("mode", "dtype", "served"),
+    [
+        ("auto", torch.float32, True),
+        ("1", torch.bfloat16, True),
+        ("auto", torch.float16, True),
+        ("0", torch.float32, False),
+        ("auto", torch.float64, False),
+    ],
+)
+def test_what_c_code_serves_depends_on_dtype_and_mode(
+    mode: str, dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
+    attend = passes.attend_in_c
+    monkeypatch.setattr(passes, "attend_in_c", lambda *arguments: calls.append(1) or attend(*arguments))
+    run(*in_dtype(dtype, *random_inputs(Case(10, 10))), "chunked")
+    assert bool(calls) == served
+
+
+def test_who_composes_elsewhere_depends_on_work_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(mode: str, elements: int = 1) -> object:
         monkeypatch.setenv("DYNATTN_COMPILE", mode)
         monkeypatch.setattr(composer_choice, "_composed", 0)
-        return composer_choice.choose_composer(torch.device(device), dtype, elements)
+        return composer_choice.choose_composer(elements)
 
-    choice, many = composer_choice, 20_000_000_000
-    assert chosen("auto") is chosen("1") is choice.NATIVE
-    assert chosen("0") is chosen("0", elements=many) is chosen("auto", torch.float64) is choice.STEPWISE
-    assert chosen("auto", device="cuda") is choice.STEPWISE
-    assert chosen("1", torch.float64) is chosen("auto", device="cuda", elements=many) is choice.COMPILED
+    many = 20_000_000_000
+    assert chosen("auto") is chosen("0") is chosen("0", many) is composer_choice.STEPWISE
+    assert chosen("1") is chosen("auto", many) is composer_choice.COMPILED

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, requiring_grad
 from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
 from dynattn.scripts.benchmark.subjects import profile
+from dynattn.scripts.benchmark.subjects.attention import compile_mode
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
 from dynattn.scripts.benchmark.subjects.parts import BACKWARD_PARTS, FORWARD_PARTS, REST, UNCLOCKED, WHOLE
 from dynattn.scripts.benchmark.subjects.profile import PROFILED, PartClock
@@ -31,7 +33,7 @@ def op_inputs(function: str, dtype: torch.dtype = torch.float32) -> OpInputs:
 
 
 def clocked(inputs: OpInputs, clock: PartClock, *, backward: bool = True) -> dict[str, Tensor]:
-    attend = clock.in_phases(PROFILED["chunked"][1])
+    attend = clock.in_phases(PROFILED["chunked-stepwise"][1])
     with clock.installed():
         return dict(evaluate(attend, requiring_grad(inputs) if backward else inputs, backward=backward))
 
@@ -43,16 +45,15 @@ def test_the_parts_of_a_call_and_what_is_left_of_it(tmp_path: Path, capsys: pyte
     table = (tmp_path / "table.md").read_text()
     for case in record["cases"]:
         rows = {row["name"]: row for row in case["rows"]}
-        assert set(rows) == {"chunked", "chunked-plain", "sdpa"}
+        assert set(rows) == {"chunked-stepwise", "sdpa"}
         assert all(row["verdict"]["correct"] for row in rows.values())
         assert "profile" not in rows["sdpa"]
         expected = FORWARD + (BACKWARD if case["passes"] == "forward+backward" else [])
-        for name, left_out in (("chunked", "none"), ("chunked-plain", "composition")):
-            names = [part["name"] for part in rows[name]["profile"]]
-            assert names == [*(one for one in expected if left_out not in one), REST, WHOLE, UNCLOCKED]
-            assert_parts_fill_the_call(rows[name]["profile"])
-            assert f"| part of {name} " in table
-    assert table.count("| value gradient ") == 2
+        parts = rows["chunked-stepwise"]["profile"]
+        assert [part["name"] for part in parts] == [*expected, REST, WHOLE, UNCLOCKED]
+        assert_parts_fill_the_call(parts)
+        assert "| part of chunked-stepwise " in table
+    assert table.count("| value gradient ") == 1
     assert "at the rate of a large square product (" in table
     shown = capsys.readouterr().out
     assert all(line in shown for line in table.splitlines() if line.startswith("| "))
@@ -76,7 +77,8 @@ def test_calls_under_the_clock_give_the_same_results_and_count_every_part_alike(
 ) -> None:
     """In float64 the last chunk is shorter than the others and composed by another composer than they are."""
     inputs, clock = op_inputs(COMPOSED, dtype), PartClock()
-    expected = evaluate(PROFILED["chunked"][1], requiring_grad(inputs) if backward else inputs, backward=backward)
+    attend = compile_mode("0")(partial(evaluate, PROFILED["chunked-stepwise"][1], backward=backward))
+    expected = attend(requiring_grad(inputs) if backward else inputs)
     torch.testing.assert_close(clocked(inputs, clock, backward=backward), dict(expected), atol=0, rtol=0)
     assert set(clock.calls) == set(FORWARD + BACKWARD if backward else FORWARD)
     assert len(set(clock.calls.values())) == 1
@@ -157,7 +159,7 @@ def test_floors_of_the_forward_parts_sum_to_that_of_the_call_where_passes_are_fr
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown implementation 'eager'; choose from chunked, sdpa, chunk"):
+    with pytest.raises(UserError, match="unknown implementation 'eager'; choose from chunked-stepwise, sdpa"):
         benchmark.main(["--output", str(tmp_path), "--subjects", "profile", "--implementations", "eager"])
     with pytest.raises(UserError, match="the processor's clock, not that of cuda; use --device cpu"):
         profile.candidates(torch.device("cuda"))

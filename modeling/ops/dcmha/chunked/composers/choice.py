@@ -1,12 +1,9 @@
-"""Which composer `dcmha_chunked` works with."""
+"""What `dcmha_chunked` compiles: C code, or a composer by `torch.compile`."""
 
 import os
 
-import torch
-
 from .compiled import COMPILED
 from .interface import ChunkComposer
-from .native import NATIVE, StageShape, available
 from .stepwise import STEPWISE
 
 # A process that has composed this many (head, query, key) triples step by step has worked on them for longer than
@@ -15,23 +12,27 @@ AUTO_ELEMENTS = 10_000_000_000
 _composed = 0
 
 
-def choose_composer(device: torch.device, dtype: torch.dtype, elements: int, *shapes: StageShape) -> ChunkComposer:
-    """Returns how to compose the next `elements` triples, in stages of these shapes.
+def compile_mode() -> str:
+    """Returns the environment variable `DYNATTN_COMPILE`, which decides what is compiled.
 
-    The environment variable `DYNATTN_COMPILE` decides: `0` compiles nothing. `auto`, the default, compiles C code for
-    float32 on a CPU. Elsewhere, and where that does not work, it takes `torch.compile` once this process has composed
-    `AUTO_ELEMENTS` triples. `1` is like `auto`, but takes `torch.compile` at once.
+    `0` compiles nothing. `auto`, the default, compiles C code for a CPU. Elsewhere, and where that does not work, it
+    takes `torch.compile` once this process has composed `AUTO_ELEMENTS` triples. `1` is like `auto`, but takes
+    `torch.compile` at once.
 
     Raises:
         ValueError: the variable has another value.
     """
-    global _composed
     mode = os.environ.get("DYNATTN_COMPILE", "auto")
     if mode not in ("0", "1", "auto"):
         raise ValueError(f"DYNATTN_COMPILE={mode!r} is not known; use '0', '1' or 'auto'")
+    return mode
+
+
+def choose_composer(elements: int) -> ChunkComposer:
+    """Returns how to compose the next `elements` (head, query, key) triples where there is no C code for them."""
+    global _composed
+    mode = compile_mode()
     if mode == "0":
         return STEPWISE
-    if device.type == "cpu" and dtype == torch.float32 and available(*shapes):
-        return NATIVE
     _composed += elements
     return COMPILED if mode == "1" or _composed > AUTO_ELEMENTS else STEPWISE

@@ -1,4 +1,4 @@
-"""The composer that `torch.compile` makes of the definition, for one item at a time on any device."""
+"""The composer that `torch.compile` makes of the definition, for any device."""
 
 import functools
 import warnings
@@ -30,7 +30,6 @@ def compose_backward(
     if terms is _FAILED:
         STEPWISE.compose_backward(out, gradient, maps, factors, sums, scratch)
         return
-    sums = sums.of_one_item()
     if sums.query is not None:
         sums.query.add_(torch.stack(terms[0], dim=1))
     if sums.key is not None:
@@ -39,7 +38,7 @@ def compose_backward(
         sums.static.add_(torch.bmm(maps, gradient.transpose(1, 2)).sum(0))
 
 
-COMPILED = ChunkComposer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward, in_place=False)
+COMPILED = ChunkComposer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward)
 _FAILED = object()
 
 
@@ -125,7 +124,6 @@ def _run(function: Callable[..., Any], maps: tuple[Tensor, ...], factors: StageF
     global _broken
     if _broken:
         return _FAILED
-    factors = factors.of_one_item()
     for tensor in (*maps, factors.key):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 2)

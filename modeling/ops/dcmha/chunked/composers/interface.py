@@ -12,53 +12,37 @@ from ....masking import Structure, split_mask
 class StageFactors(NamedTuple):
     """One stage's factors for a chunk, or their gradients, with the terms packed as `pack_factors` packs them."""
 
-    query: Tensor | None  # [b, c, terms, H]
-    key: Tensor | None  # [b, terms, H, n]
+    query: Tensor | None  # [c, terms, H]
+    key: Tensor | None  # [terms, H, n]
     static: Tensor | None  # [H, H], indexed [in, out]
     groups: int
-
-    @property
-    def heads(self) -> int:
-        """`H`."""
-        heads_dim = ((self.query, 3), (self.key, 2), (self.static, 0))
-        return next(tensor.shape[dim] for tensor, dim in heads_dim if tensor is not None)
-
-    def of_one_item(self) -> "StageFactors":
-        """The same without the dimension `b`, which has to be 1: `[c, terms, H]` and `[terms, H, n]`."""
-        query, key = (None if terms is None else terms.squeeze(0) for terms in (self.query, self.key))
-        return self._replace(query=query, key=key)
 
 
 class ChunkVisibility(NamedTuple):
     """Which keys the chunk's queries see."""
 
-    items: int  # b
     structure: Structure
     queries: slice
     keys: slice
-    mask: Tensor | None  # [b or 1, H or 1, c or 1, n or 1]
-    first_keys: Tensor | None  # [b, c], counted from the first of `keys`
-
-    def by_item(self, maps: Tensor) -> Tensor:
-        """`[c, bH, n]` to `[b, H, c, n]`, a view."""
-        return maps.unflatten(1, (self.items, -1)).permute(1, 2, 0, 3)
+    mask: Tensor | None  # [H or 1, c or 1, n or 1]
+    first_keys: Tensor | None  # [c], counted from the first of `keys`
 
     def hide_by_position(self, scores: Tensor) -> None:
-        """Sets scores `[c, bH, n]` that `structure` and `first_keys` hide to minus infinity."""
+        """Sets scores `[c, H, n]` that `structure` and `first_keys` hide to minus infinity."""
         for edge in self.structure.edges(self.queries, self.keys):
             hidden = ~self.structure.visible(self.queries, edge, scores.device)
             part = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
             scores[:, :, part].masked_fill_(hidden[:, None], -torch.inf)
         if self.first_keys is not None:
             hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[..., None]
-            self.by_item(scores).masked_fill_(hidden[:, None], -torch.inf)
+            scores.masked_fill_(hidden[:, None], -torch.inf)
 
     def hide_by_mask(self, scores: Tensor) -> None:
-        """Adds the bias of an additive mask to scores `[c, bH, n]` and sets those that it hides to minus infinity."""
+        """Adds the bias of an additive mask to scores `[c, H, n]` and sets those that it hides to minus infinity."""
         if self.mask is None:
             return
         visible, bias = split_mask(self.mask)
-        scores = self.by_item(scores)
+        scores = scores.transpose(0, 1)  # [H, c, n]
         if bias is not None:
             scores += bias
         if visible is not None:
@@ -73,10 +57,7 @@ class ChunkVisibility(NamedTuple):
 class ChunkComposer(NamedTuple):
     """The entry points of one way to work on a chunk's maps.
 
-    An `in_place` composer gets `out` aliased to its input: `maps` in the forward pass, `gradient` in the backward pass.
-    Only the `compose` that the backward pass repeats has a separate `out`. The maps `[c, bH, n]` of such a composer are
-    views of `[bH, c, n]`, the layout of matrix products, and factors of keys are views of all keys' factors.
-    For other composers a chunk has one item, `out` is always a separate buffer `[c, H, n]`, and factors are contiguous.
+    `out` is always a separate buffer `[c, H, n]`, and factors are contiguous.
     """
 
     # (out, maps, factors, scratch): writes the composition of `maps`.
@@ -88,7 +69,6 @@ class ChunkComposer(NamedTuple):
     softmax: Callable[[Tensor, Tensor, ChunkVisibility], None]
     # (out, gradient, probs, visibility): writes the gradient of the composed scores.
     softmax_backward: Callable[[Tensor, Tensor, Tensor, ChunkVisibility], None]
-    in_place: bool
 
 
 def split_terms(terms: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:

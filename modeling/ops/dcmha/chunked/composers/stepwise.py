@@ -1,4 +1,4 @@
-"""The composer that needs no compiler, for one item at a time: matrix products for queries, in-place steps for keys."""
+"""The composer that needs no compiler: matrix products for queries, in-place steps for keys."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from .interface import ChunkComposer, ChunkVisibility, StageFactors, split_terms
 
 def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
     """Writes the composition of `maps` `[c, H, n]` to `out` `[c, H, n]`."""
-    factors = factors.of_one_item()
     _mix(out, maps, factors, transpose=False)
     if factors.key is None:
         return
@@ -26,7 +25,6 @@ def compose_backward(
 
     Composition is linear in the maps: its gradient has the same terms with down and up swapped.
     """
-    factors, sums = factors.of_one_item(), sums.of_one_item()
     _mix(out, gradient, factors, transpose=True)
     if factors.query is not None or factors.static is not None:
         pairs = torch.bmm(maps, gradient.transpose(1, 2))  # [c, H in, H out]
@@ -52,7 +50,7 @@ def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, visibility: C
     torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
 
 
-STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward, in_place=False)
+STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward)
 
 
 def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -> None:

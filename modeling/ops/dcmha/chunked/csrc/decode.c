@@ -6,14 +6,15 @@
    Memory bounds the speed, so keys, values and factors are read once, in the order in which they lie. A task is a span
    of an item's keys with all heads, so that composition works in the first-level cache. Spans are joined as in an
    online softmax: each has its own maxima, sums and part of the output. How keys are divided into spans depends on
-   their number alone, so results do not depend on the number of threads. These are PyTorch's OpenMP threads.
+   their number alone, so results do not depend on the number of threads.
 
    Macros from the compiler's command line: LANES (elements of a register that holds heads; it divides the heads of a
    group), WIDTH_LANES (32-bit elements of a register that holds part of a key or value, at most the whole of it),
-   HEADS, KV_HEADS, GROUPS (groups of heads that low-rank terms mix), WIDTH (D, elements of a head), ELEMENT_BYTES
-   (4: float32, 2: bfloat16). */
+   HEADS, KV_HEADS, GROUPS (groups of heads that low-rank terms mix), WIDTH (D, elements of a head), ELEMENT_BYTES (4:
+   float32, 2: bfloat16 or float16), IS_FLOAT16. */
 
-#include "vectors.h"
+#include "elements.h"
+#include "threads.h"
 
 #define BLOCK_KEYS 64 /* their maps stay in the first-level cache */
 #define MAX_SPANS 16  /* of one item */
@@ -41,26 +42,23 @@ typedef unsigned width_bits __attribute__((vector_size(4 * WIDTH_LANES), aligned
 typedef unsigned bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef unsigned short half_bits __attribute__((vector_size(2 * LANES), aligned(2)));
 
-/* Reading and writing elements. A chunk of bfloat16 becomes two registers, of its even and of its odd elements. */
+/* Reading and writing elements. A chunk of 2-byte elements becomes two registers, of its even and of its odd ones. */
 #if ELEMENT_BYTES == 2
 typedef unsigned short element;
 
 INLINE void read_chunk(width_vec *parts, const element *chunk) {
     width_bits pairs = *(const width_bits *)chunk;
-    parts[0] = (width_vec)(pairs << 16);
-    parts[1] = (width_vec)(pairs & 0xffff0000u);
+    parts[0] = IS_FLOAT16 ? (width_vec)WIDEN_FLOAT16(width_vec, width_bits, pairs & 0xffffu) : (width_vec)(pairs << 16);
+    parts[1] = IS_FLOAT16 ? (width_vec)WIDEN_FLOAT16(width_vec, width_bits, pairs >> 16)
+                          : (width_vec)(pairs & 0xffff0000u);
 }
 
 INLINE vec read_heads(const element *heads) {
-    return (vec)(__builtin_convertvector(*(const half_bits *)heads, bits) << 16);
+    bits wider = __builtin_convertvector(*(const half_bits *)heads, bits);
+    return IS_FLOAT16 ? (vec)WIDEN_FLOAT16(vec, bits, wider) : (vec)(wider << 16);
 }
 
-/* Rounds to the nearest bfloat16, and to an even one if two are equally near. */
-INLINE element round_element(float from) {
-    unsigned wider;
-    memcpy(&wider, &from, sizeof(wider));
-    return from != from ? wider >> 16 | 0x40 : (wider + 0x7fff + (wider >> 16 & 1)) >> 16;
-}
+INLINE element round_element(float from) { return IS_FLOAT16 ? to_float16(from) : to_bfloat16(from); }
 #else
 typedef float element;
 
@@ -240,12 +238,6 @@ static void add_mask(float (*maps)[HEADS], const mask *hiding, long item, long s
     }
 }
 
-/* Maxima that can be subtracted from scores: zero instead of minus infinity, which is the maximum of hidden keys. */
-INLINE vec finite_maxima(vec maxima) {
-    int_vec none = maxima == (vec){0} - INFINITY;
-    return (vec)((int_vec)maxima & ~none);
-}
-
 /* Composed and masked scores of `count` keys of an item from `start` on. */
 static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*query)[ROW_VECTORS], long item,
                         long start, long count) {
@@ -343,20 +335,37 @@ static void join_outputs(element *out, workspace work, long item, int h) {
             out[CHUNK_START(c) + i] = round_element(((float *)sums)[UNPACKED_INDEX(c, i)]);
 }
 
+typedef struct {
+    workspace work;
+    const problem *given;
+    element *out;
+    float scaling;
+} step;
+
+/* Tasks: each phase over the spans, or the heads, of all items. */
+static void score_span(const void *context, long index, long thread) {
+    const step *of = context;
+    (void)thread;
+    attend_to_keys(of->work, of->given, of->scaling, index / of->work.spans, index % of->work.spans);
+}
+
+static void add_span(const void *context, long index, long thread) {
+    const step *of = context;
+    (void)thread;
+    attend_to_values(of->work, of->given, index / of->work.spans, index % of->work.spans);
+}
+
+static void join_head(const void *context, long index, long thread) {
+    const step *of = context;
+    (void)thread;
+    join_outputs(of->out + index * WIDTH, of->work, index / HEADS, index % HEADS);
+}
+
 /* Writes the attention output [items, HEADS, WIDTH] to `out`; `memory` has `workspace_size` float32 elements. */
 void attend(element *out, float *memory, const problem *given, float scaling, long threads) {
     long items = given->items;
-    workspace work = divide(memory, items, given->keys);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for collapse(2) schedule(static)
-        for (long item = 0; item < items; item++)
-            for (long span = 0; span < work.spans; span++) attend_to_keys(work, given, scaling, item, span);
-#pragma omp for collapse(2) schedule(static)
-        for (long item = 0; item < items; item++)
-            for (long span = 0; span < work.spans; span++) attend_to_values(work, given, item, span);
-#pragma omp for collapse(2) schedule(static)
-        for (long item = 0; item < items; item++)
-            for (int h = 0; h < HEADS; h++) join_outputs(out + (item * HEADS + h) * WIDTH, work, item, h);
-    }
+    step of = {divide(memory, items, given->keys), given, out, scaling};
+    for_each_task(score_span, &of, items * of.work.spans, threads);
+    for_each_task(add_span, &of, items * of.work.spans, threads);
+    for_each_task(join_head, &of, items * HEADS, threads);
 }

@@ -141,6 +141,34 @@ static void attend_to_value_rows(workspace work, const paged_problem *given, lon
     }
 }
 
+typedef struct {
+    workspace *works; /* [items] */
+    const paged_problem *given;
+    element *out;
+    float scaling;
+} paged_step;
+
+/* Tasks: each phase over the spans, or the heads, of all items. */
+static void score_paged_span(const void *context, long index, long thread) {
+    const paged_step *of = context;
+    long item = index / MAX_SPANS, span = index % MAX_SPANS;
+    (void)thread;
+    if (span < of->works[item].spans) attend_to_key_rows(of->works[item], of->given, of->scaling, item, span);
+}
+
+static void add_paged_span(const void *context, long index, long thread) {
+    const paged_step *of = context;
+    long item = index / MAX_SPANS, span = index % MAX_SPANS;
+    (void)thread;
+    if (span < of->works[item].spans) attend_to_value_rows(of->works[item], of->given, item, span);
+}
+
+static void join_paged_head(const void *context, long index, long thread) {
+    const paged_step *of = context;
+    (void)thread;
+    join_outputs(of->out + index * WIDTH, of->works[index / HEADS], 0, index % HEADS);
+}
+
 /* Writes the attention output [items, HEADS, WIDTH] to `out`; `memory` has `paged_workspace_size` float32 elements. */
 void attend_to_pages(element *out, float *memory, const paged_problem *given, float scaling, long threads) {
     long items = given->items;
@@ -150,18 +178,8 @@ void attend_to_pages(element *out, float *memory, const paged_problem *given, fl
         works[item] = divide(memory, 1, room_of(given, item));
         memory += workspace_size(1, room_of(given, item));
     }
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for collapse(2) schedule(dynamic)
-        for (long item = 0; item < items; item++)
-            for (long span = 0; span < MAX_SPANS; span++)
-                if (span < works[item].spans) attend_to_key_rows(works[item], given, scaling, item, span);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (long item = 0; item < items; item++)
-            for (long span = 0; span < MAX_SPANS; span++)
-                if (span < works[item].spans) attend_to_value_rows(works[item], given, item, span);
-#pragma omp for collapse(2) schedule(static)
-        for (long item = 0; item < items; item++)
-            for (int h = 0; h < HEADS; h++) join_outputs(out + (item * HEADS + h) * WIDTH, works[item], 0, h);
-    }
+    paged_step of = {works, given, out, scaling};
+    for_each_task(score_paged_span, &of, items * MAX_SPANS, threads);
+    for_each_task(add_paged_span, &of, items * MAX_SPANS, threads);
+    for_each_task(join_paged_head, &of, items * HEADS, threads);
 }

@@ -8,19 +8,31 @@ from pathlib import Path
 
 INCLUDE = re.compile(r'#include "(.+)"')
 # Code that travels with a checkpoint has no C files, so these constants travel in place of this module.
-FLAT_CONSTANTS = ("COMPOSE", "DECODE", "PAGED_DECODE")
+FLAT_CONSTANTS = ("COMPOSE", "DECODE", "PAGED_DECODE", "PASSES")
 
 
 def read_source(name: str) -> str:
     """Returns the text of the C file `name`, with the text of each file that it includes in place of the directive."""
+    return _read(name, set())
+
+
+def _read(name: str, included: set[str]) -> str:
+    """The same without the files `included`, to which it adds; a file is needed once."""
+    included.add(name)
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         include = INCLUDE.fullmatch(line)
-        lines += [line] if include is None else [read_source(include[1]) + f'#line {number + 1} "{name}"']
+        if include is None:
+            lines.append(line)
+        elif include[1] not in included:
+            lines.append(_read(include[1], included) + f'#line {number + 1} "{name}"')
+        else:
+            lines.append("")
     return "\n".join(lines) + "\n"
 
 
 COMPOSE = read_source("compose.c")
 DECODE = read_source("decode.c")
 PAGED_DECODE = read_source("paged_decode.c")
+PASSES = read_source("passes.c")

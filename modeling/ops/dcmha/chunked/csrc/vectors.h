@@ -14,17 +14,29 @@
 #define PASTE(name, lanes) name##lanes
 #define FLOATS(lanes) PASTE(floats, lanes)
 #define TOTAL(lanes) PASTE(total, lanes)
+#define LARGEST(lanes) PASTE(largest, lanes)
 #define DEFINE_VECTOR(lanes, half)                                                    \
+    typedef int ints##lanes __attribute__((vector_size(4 * lanes), aligned(4)));      \
     typedef float floats##lanes __attribute__((vector_size(4 * lanes), aligned(4)));  \
     INLINE float total##lanes(floats##lanes vector) {                                 \
         floats##half low, high;                                                       \
         memcpy(&low, &vector, sizeof(low));                                           \
         memcpy(&high, (char *)&vector + sizeof(low), sizeof(high));                   \
         return total##half(low + high);                                               \
+    }                                                                                 \
+    INLINE float largest##lanes(floats##lanes vector) {                               \
+        floats##half low, high;                                                       \
+        memcpy(&low, &vector, sizeof(low));                                           \
+        memcpy(&high, (char *)&vector + sizeof(low), sizeof(high));                   \
+        ints##half greater = low > high;                                              \
+        return largest##half(                                                         \
+            (floats##half)(((ints##half)low & greater) | ((ints##half)high & ~greater))); \
     }
 
 typedef float floats1 __attribute__((vector_size(4), aligned(4)));
+typedef int ints1 __attribute__((vector_size(4), aligned(4)));
 INLINE float total1(floats1 vector) { return vector[0]; }
+INLINE float largest1(floats1 vector) { return vector[0]; }
 DEFINE_VECTOR(2, 1)
 DEFINE_VECTOR(4, 2)
 DEFINE_VECTOR(8, 4)
@@ -54,6 +66,12 @@ INLINE vec exponential(vec x) {
 INLINE vec maximum(vec a, vec b) {
     int_vec greater = a > b;
     return (vec)(((int_vec)a & greater) | ((int_vec)b & ~greater));
+}
+
+/* Maxima that can be subtracted from scores: zero instead of minus infinity, which is the maximum of hidden keys. */
+INLINE vec finite_maxima(vec maxima) {
+    int_vec none = maxima == (vec){0} - INFINITY;
+    return (vec)((int_vec)maxima & ~none);
 }
 
 #endif

@@ -1,0 +1,250 @@
+/* The backward pass, which computes all maps of a chunk again.
+
+   Tasks are the blocks of one chunk of each item, so that what a block of keys adds up, the gradients of keys, values
+   and their factors, belongs to one thread at a time. What a chunk of queries adds up over blocks is added afterwards,
+   in the order of the blocks. So no result depends on the number of threads. */
+
+#ifndef DYNATTN_BACKWARD_H
+#define DYNATTN_BACKWARD_H
+
+#include "softmax.h"
+#include "threads.h"
+
+#define MATRIX_TILE (LANES == 16 ? 4 : 2) /* processors with 16 lanes have twice as many registers */
+
+/* Gradients of all inputs, to which the pass adds; null where an input is absent. */
+typedef struct {
+    float *query;                    /* [items, heads, queries, width], which the pass writes */
+    float *key, *value;              /* [items, kv_heads, blocks, BLOCK_KEYS, padded_width] */
+    float *pre_query, *post_query;   /* [items, queries, terms, heads], which the pass writes */
+    float *pre_key, *post_key;       /* [items, blocks, terms, heads, BLOCK_KEYS] */
+    float *pre_matrix, *post_matrix; /* [items, blocks, heads in, heads out] */
+} gradients;
+
+/* A chunk in the backward pass. */
+typedef struct {
+    chunk of;
+    float *scores, *probs, *grad;              /* tiles [blocks]; `scores` is `probs` without a first stage */
+    float *grad_out;                           /* [heads, rows, width] */
+    float *sums;                               /* statistics [blocks, heads, MAX_CHUNK] */
+    float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], the gradients that each block gives */
+} backward_chunk;
+
+typedef struct {
+    const problem *given;
+    packed_keys packed;
+    long most_blocks; /* of a chunk */
+    gradients to;
+    backward_chunk *chunks; /* [items] */
+    float *memory;          /* of all items, and then of all threads */
+    long item_memory, thread_memory;
+    float scaling;
+    long first; /* query of the chunks that are worked on */
+} backward_pass;
+
+INLINE float *tile_of(const backward_chunk *part, float *tiles, long block) {
+    return tiles + (block - part->of.begin_block) * tile_size(&part->of);
+}
+
+static backward_chunk place_backward_chunk(const problem *given, packed_keys packed, long blocks, long item,
+                                           long first, float **next) {
+    long rows = given->heads * given->chunk, tiles = blocks * rows * BLOCK_KEYS;
+    backward_chunk new = {.of = place_chunk(given, packed, blocks, item, first, next)};
+    new.probs = take(next, tiles), new.grad = take(next, tiles);
+    new.scores = given->pre.compose || given->pre.matrix ? take(next, tiles) : new.probs;
+    new.grad_out = take(next, rows * given->width);
+    new.sums = take(next, blocks * given->heads * MAX_CHUNK);
+    new.pre_query_parts = take(next, blocks * rows * given->pre.query.terms);
+    new.post_query_parts = take(next, blocks * rows * given->post.query.terms);
+    return new;
+}
+
+/* Adds `left` [heads, rows, keys of a block] transposed, times `right` [heads, rows, width], to gradients of a block
+   [kv_heads, blocks, BLOCK_KEYS, padded_width] of an item. */
+static void add_products(const chunk *of, float *sums, float *left, const float *right, long block) {
+    long width = of->given->width, padded = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
+    long head_size = blocks_of(of->given) * BLOCK_KEYS * padded;
+    sums += of->item * of->given->kv_heads * head_size + block * BLOCK_KEYS * padded;
+    for (long h = 0; h < of->given->heads; h++)
+        EACH_PATCH(at, of, block) {
+            long rows = smaller(at.first + at.rows, of->queries) - at.first, whole = width / LANES * LANES;
+            left_matrix transposed = {tile_row(of, left, h, at.first) + at.keys.begin, 1, BLOCK_KEYS};
+            float *out = sums + h / repeats * head_size + at.keys.begin * padded;
+            const float *from = right + (h * of->rows + at.first) * width;
+            multiply(out, padded, transposed, from, width, at.keys.end - at.keys.begin, whole, rows, 1);
+            if (whole == width) continue;
+            float rest[MAX_CHUNK][LANES];
+            memset(rest, 0, sizeof(rest));
+            for (long t = 0; t < rows; t++) memcpy(rest[t], from + t * width + whole, sizeof(float) * (width - whole));
+            multiply(out + whole, padded, transposed, rest[0], LANES, at.keys.end - at.keys.begin, LANES, rows, 1);
+        }
+}
+
+/* Adds maps times their gradients, summed over a tile, to the gradient of a static matrix [heads in, heads out].
+   MATRIX_TILE heads of either side are in registers at a time. */
+static void add_matrix_gradient(const chunk *of, float *sums, float *maps, float *grad, long block) {
+    long heads = of->given->heads;
+    EACH_PATCH(at, of, block)
+        for (long i = 0; i < heads; i += MATRIX_TILE)
+            for (long o = 0; o < heads; o += MATRIX_TILE) {
+                vec parts[MATRIX_TILE][MATRIX_TILE] = {0};
+                for (long t = at.first; t < smaller(at.first + at.rows, of->queries); t++)
+                    for (long s = at.keys.begin; s < at.keys.end; s += LANES)
+                        for (int a = 0; a < MATRIX_TILE; a++) {
+                            vec map = *(vec *)(tile_row(of, maps, smaller(i + a, heads - 1), t) + s);
+                            for (int b = 0; b < MATRIX_TILE; b++)
+                                parts[a][b] += map * *(vec *)(tile_row(of, grad, smaller(o + b, heads - 1), t) + s);
+                        }
+                for (long a = 0; a < smaller(heads - i, MATRIX_TILE); a++)
+                    for (long b = 0; b < smaller(heads - o, MATRIX_TILE); b++)
+                        sums[(i + a) * heads + o + b] += TOTAL(LANES)(parts[a][b]);
+            }
+}
+
+/* Turns `grad` from the gradient of a stage's result into that of `maps`, and adds up the gradients of its factors. */
+static void stage_backward(const chunk *of, float *grad, float *maps, const stage *by, const float *query,
+                           const float *keys, float *query_parts, float *key_sums, float *matrix_sums, float *mixed,
+                           long block) {
+    long query_size = by->query.terms * of->given->heads, index = block_index(of, block);
+    if (query_size) {
+        query_parts += (block - of->begin_block) * of->rows * query_size;
+        memset(query_parts, 0, sizeof(float) * of->rows * query_size);
+    }
+    if (by->matrix)
+        add_matrix_gradient(of, matrix_sums + index * of->given->heads * of->given->heads, maps, grad, block);
+    EACH_PATCH(at, of, block) {
+        map_view up = tile_view(of, grad, at.first);
+        map_view base = mixed_part(mixed, of, up, by->transposed, at);
+        if (by->differentiate)
+            by->differentiate(up, tile_view(of, maps, at.first), base, query + at.first * query_size,
+                              keys + index * key_terms_size(of->given, by), query_parts + at.first * query_size,
+                              key_sums + index * key_terms_size(of->given, by), at.rows, at.keys.begin, at.keys.end);
+        else if (by->matrix)
+            copy_maps(of, up, base, at);
+    }
+}
+
+/* The chunk and the block of a task; no chunk where the block is beyond those of the item. */
+static backward_chunk *find_block(const backward_pass *pass, long index, long *block) {
+    backward_chunk *part = pass->chunks + index % pass->given->items;
+    *block = part->of.begin_block + index / pass->given->items;
+    return *block < part->of.end_block ? part : 0;
+}
+
+INLINE float *scratch_of(const backward_pass *pass, long thread) {
+    return pass->memory + pass->given->items * pass->item_memory + thread * pass->thread_memory;
+}
+
+/* Task: the scores of a block and the powers of the composed ones. */
+static void repeat_scores(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    long block;
+    backward_chunk *part = find_block(pass, index, &block);
+    if (!part) return;
+    float *scores = tile_of(part, part->scores, block), *probs = tile_of(part, part->probs, block);
+    multiply_columns(&part->of, scores, part->of.query, pass->packed.key_columns, block);
+    compose_scores(&part->of, probs, scores, scratch_of(pass, thread), block);
+    take_powers(&part->of, probs, block);
+}
+
+/* Task: from the gradient of the output to that of a block's probabilities, and the gradient of its values. */
+static void differentiate_probs(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    long block;
+    backward_chunk *part = find_block(pass, index, &block);
+    if (!part) return;
+    const chunk *of = &part->of;
+    float *mixed = scratch_of(pass, thread), *composed = mixed + mixed_size(pass->given);
+    float *probs = tile_of(part, part->probs, block), *grad = tile_of(part, part->grad, block);
+    const stage *post = &pass->given->post;
+    normalize(of, probs, block);
+    if (!post->compose && !post->matrix) composed = probs;
+    compose_probs(of, composed, probs, mixed, block);
+    add_products(of, pass->to.value, composed, part->grad_out, block);
+    multiply_columns(of, grad, part->grad_out, pass->packed.value_columns, block);
+    stage_backward(of, grad, probs, post, of->post_query, pass->packed.post_key, part->post_query_parts,
+                   pass->to.post_key, pass->to.post_matrix, mixed, block);
+    sum_gradients(of, part->sums, grad, probs, block);
+}
+
+/* Task: from the gradient of a block's probabilities to that of its scores, and the gradient of its keys. */
+static void differentiate_scores(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    long block;
+    backward_chunk *part = find_block(pass, index, &block);
+    if (!part) return;
+    const chunk *of = &part->of;
+    float *grad = tile_of(part, part->grad, block);
+    softmax_backward(of, grad, tile_of(part, part->probs, block), part->sums, block);
+    add_mask_gradient(of, grad, block);
+    stage_backward(of, grad, tile_of(part, part->scores, block), &pass->given->pre, of->pre_query,
+                   pass->packed.pre_key, part->pre_query_parts, pass->to.pre_key, pass->to.pre_matrix,
+                   scratch_of(pass, thread), block);
+    add_products(of, pass->to.key, grad, of->query, block);
+}
+
+/* Task: what a head's softmax needs from all blocks. */
+static void join_powers(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    (void)thread;
+    find_factors(&pass->chunks[index / pass->given->heads].of, index % pass->given->heads);
+}
+
+static void join_gradients(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    backward_chunk *part = pass->chunks + index / pass->given->heads;
+    (void)thread;
+    join_sums(&part->of, part->sums, index % pass->given->heads);
+}
+
+/* Writes the sums of what the blocks of a chunk give to the gradients of its queries' terms. */
+static void join_query_terms(const chunk *of, float *out, const float *parts, long size) {
+    out += (of->item * of->given->queries + of->first) * size;
+    memset(out, 0, sizeof(float) * of->queries * size);
+    for (long block = of->begin_block; block < of->end_block; block++, parts += of->rows * size)
+        for (long i = 0; i < of->queries * size; i++) out[i] += parts[i];
+}
+
+/* Task: the gradient of a head's queries; with the first head, also those of the queries' terms. */
+static void differentiate_queries(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    const problem *given = pass->given;
+    backward_chunk *part = pass->chunks + index / given->heads;
+    const chunk *of = &part->of;
+    long h = index % given->heads, width = padded_width(given), repeats = given->heads / given->kv_heads;
+    float *out = scratch_of(pass, thread);
+    memset(out, 0, sizeof(float) * of->rows * width);
+    for (long block = of->begin_block; block < of->end_block; block++) {
+        const float *keys = pass->packed.key_rows + block_index(of, block) * rows_size(given);
+        EACH_PATCH(at, of, block) {
+            float *grad = tile_row(of, tile_of(part, part->grad, block), h, at.first);
+            multiply(out + at.first * width, width, (left_matrix){grad + at.keys.begin, BLOCK_KEYS, 1},
+                     keys + (h / repeats * BLOCK_KEYS + at.keys.begin) * width, width, at.rows, width,
+                     at.keys.end - at.keys.begin, 1);
+        }
+    }
+    for (long t = 0; t < of->queries; t++)
+        for (long d = 0; d < given->width; d++)
+            pass->to.query[((of->item * given->heads + h) * given->queries + of->first + t) * given->width + d] =
+                out[t * width + d] * pass->scaling;
+    if (h) return;
+    join_query_terms(of, pass->to.pre_query, part->pre_query_parts, given->pre.query.terms * given->heads);
+    join_query_terms(of, pass->to.post_query, part->post_query_parts, given->post.query.terms * given->heads);
+}
+
+static void pack_for_backward(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    (void)thread;
+    pack_block(pass->given, pass->packed, index);
+}
+
+static void begin_backward_chunk(const void *context, long index, long thread) {
+    const backward_pass *pass = context;
+    float *next = pass->memory + index * pass->item_memory;
+    (void)thread;
+    pass->chunks[index] = place_backward_chunk(pass->given, pass->packed, pass->most_blocks, index, pass->first, &next);
+    read_queries(&pass->chunks[index].of, pass->scaling);
+    read_rows(pass->chunks[index].grad_out, &pass->given->grad_out, &pass->chunks[index].of, 1);
+}
+
+#endif

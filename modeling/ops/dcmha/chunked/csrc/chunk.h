@@ -1,0 +1,233 @@
+/* One chunk: some queries of an item and the keys that they see, up to the composed probabilities.
+
+   The maps of a chunk are tiles, one for each block of keys: [heads, rows, BLOCK_KEYS]. A patch is some rows of a tile
+   with the registers of keys that any of these queries sees; nothing else of a tile is read or written. The softmax is
+   joined from tiles as an online softmax is joined from spans of keys: every tile has maxima and sums of its own. What
+   a tile holds depends on its queries and keys alone, so that results do not depend on how queries are divided into
+   chunks, nor on how tasks are divided among threads. */
+
+#ifndef DYNATTN_CHUNK_H
+#define DYNATTN_CHUNK_H
+
+#include "problem.h"
+#include "products.h"
+
+#define GROUP_QUERIES 12 /* a multiple of what products and compositions take at a time */
+#define MAX_CHUNK 64     /* the most queries of a chunk, and a multiple of LANES */
+#define MAX_GROUPS ((MAX_CHUNK + GROUP_QUERIES - 1) / GROUP_QUERIES)
+
+typedef struct {
+    long begin, end;
+} span;
+
+typedef struct {
+    const problem *given;
+    packed_keys packed;
+    long item, first, queries, rows; /* `rows`: `queries` rounded up to an even number */
+    long groups;
+    span seen[MAX_GROUPS]; /* the keys that each group of queries sees by position */
+    long begin_block, end_block;
+    float *query;                  /* [heads, rows, width], scaled */
+    float *pre_query, *post_query; /* [rows, terms, heads] */
+    float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK], of each tile */
+} chunk;
+
+/* The keys that any of `count` queries of an item sees by position, from `first` on. */
+static span seen_keys(const problem *given, long item, long first, long count) {
+    long position = first + given->offset;
+    span seen = {larger(position - given->behind, 0), smaller(position + count + given->ahead, given->keys)};
+    if (given->first_keys) {
+        long start = given->keys;
+        for (long t = first; t < first + count; t++)
+            start = smaller(start, given->first_keys[item * given->queries + t]);
+        seen.begin = larger(seen.begin, start);
+    }
+    seen.begin = smaller(seen.begin, given->keys);
+    seen.end = larger(seen.end, seen.begin);
+    return seen;
+}
+
+/* The keys of `seen` that lie in a block, counted from its first key. */
+INLINE span in_block(span seen, long block) {
+    long first = block * BLOCK_KEYS;
+    span part = {larger(seen.begin - first, 0), smaller(seen.end - first, BLOCK_KEYS)};
+    return part.begin < part.end ? part : (span){0, 0};
+}
+
+typedef struct {
+    long first, rows;
+    span keys; /* whole registers */
+} patch;
+
+/* The patch of a tile that begins with group `*group`, which is advanced past it: neighbouring groups that see the same
+   registers are one patch. */
+static patch next_patch(const chunk *of, long *group, long block) {
+    patch found = {*group * GROUP_QUERIES, 0, {0, 0}};
+    for (; *group < of->groups; ++*group) {
+        span keys = in_block(of->seen[*group], block);
+        keys.begin = keys.begin / LANES * LANES, keys.end = (keys.end + LANES - 1) / LANES * LANES;
+        if (found.rows && (keys.begin != found.keys.begin || keys.end != found.keys.end)) break;
+        found.keys = keys;
+        found.rows = smaller((*group + 1) * GROUP_QUERIES, of->rows) - found.first;
+    }
+    return found;
+}
+
+/* Every patch of a tile that has any keys. */
+#define EACH_PATCH(at, of, block)                          \
+    for (long group_ = 0; group_ < (of)->groups;)          \
+        for (patch at = next_patch(of, &group_, block), *once_ = &at; once_ && at.keys.begin < at.keys.end; once_ = 0)
+
+INLINE long tile_size(const chunk *of) { return of->given->heads * of->rows * BLOCK_KEYS; }
+INLINE long block_index(const chunk *of, long block) { return of->item * blocks_of(of->given) + block; }
+INLINE float *tile_row(const chunk *of, float *tile, long h, long t) { return tile + (h * of->rows + t) * BLOCK_KEYS; }
+INLINE float *statistic(const chunk *of, float *values, long block, long h) {
+    return values + ((block - of->begin_block) * of->given->heads + h) * MAX_CHUNK;
+}
+INLINE map_view tile_view(const chunk *of, float *tile, long t) {
+    return (map_view){tile_row(of, tile, 0, t), of->rows * BLOCK_KEYS, BLOCK_KEYS};
+}
+
+/* The rows [heads, rows, width] of a chunk, times a factor; rows beyond the queries are zero. */
+static void read_rows(float *to, const heads_tensor *from, const chunk *of, float factor) {
+    long width = of->given->width;
+    for (long h = 0; h < of->given->heads; h++)
+        for (long t = 0; t < of->rows; t++, to += width) {
+            memset(to, 0, sizeof(float) * width);
+            if (t < of->queries) read_head(to, from, of->item, h, of->first + t, width);
+            for (long d = 0; d < width; d++) to[d] *= factor;
+        }
+}
+
+static void read_query_terms(float *to, const terms_tensor *from, const chunk *of) {
+    long heads = of->given->heads;
+    memset(to, 0, sizeof(float) * of->rows * from->terms * heads);
+    for (long t = 0; t < of->queries; t++)
+        for (long term = 0; term < from->terms; term++, to += heads) {
+            long start = of->item * from->item_stride + (of->first + t) * from->token_stride + term * from->term_stride;
+            read_elements(to, from->data, from->type, start, from->head_stride, heads);
+        }
+}
+
+/* The blocks that a chunk sees, and which keys each of its groups sees. */
+static span find_blocks(const problem *given, long item, long first, long rows, span *seen) {
+    span blocks = {blocks_of(given), 0};
+    for (long start = 0; start < rows; start += GROUP_QUERIES) {
+        long count = smaller(smaller(rows - start, GROUP_QUERIES), given->queries - first - start);
+        span keys = *seen++ = seen_keys(given, item, first + start, count);
+        if (keys.begin == keys.end) continue;
+        blocks.begin = smaller(blocks.begin, keys.begin / BLOCK_KEYS);
+        blocks.end = larger(blocks.end, (keys.end + BLOCK_KEYS - 1) / BLOCK_KEYS);
+    }
+    return (span){smaller(blocks.begin, blocks.end), blocks.end};
+}
+
+INLINE long chunks_of(const problem *given) { return (given->queries + given->chunk - 1) / given->chunk; }
+INLINE long rows_of(const problem *given, long first) {
+    return (smaller(given->queries - first, given->chunk) + 1) / 2 * 2;
+}
+
+/* The most blocks that any chunk sees. */
+static long find_most_blocks(const problem *given) {
+    long most = 0;
+    for (long item = 0; item < given->items; item++)
+        for (long first = 0; first < given->queries; first += given->chunk) {
+            span seen[MAX_GROUPS], blocks = find_blocks(given, item, first, rows_of(given, first), seen);
+            most = larger(most, blocks.end - blocks.begin);
+        }
+    return most;
+}
+
+/* A chunk of queries of an item, from `first` on, whose members are taken from the memory at `*next`. */
+static chunk place_chunk(const problem *given, packed_keys packed, long most_blocks, long item, long first,
+                         float **next) {
+    chunk new = {.given = given, .packed = packed, .item = item, .first = first};
+    new.queries = smaller(given->queries - first, given->chunk);
+    new.rows = rows_of(given, first);
+    new.groups = (new.rows + GROUP_QUERIES - 1) / GROUP_QUERIES;
+    span blocks = find_blocks(given, item, first, new.rows, new.seen);
+    new.begin_block = blocks.begin, new.end_block = blocks.end;
+    new.query = take(next, given->heads * given->chunk * given->width);
+    new.pre_query = take(next, given->chunk * given->pre.query.terms * given->heads);
+    new.post_query = take(next, given->chunk * given->post.query.terms * given->heads);
+    new.maxima = take(next, most_blocks * given->heads * MAX_CHUNK);
+    new.sums = take(next, most_blocks * given->heads * MAX_CHUNK);
+    return new;
+}
+
+/* Copies what a chunk reads of its queries. */
+static void read_queries(const chunk *of, float scaling) {
+    read_rows(of->query, &of->given->query, of, scaling);
+    read_query_terms(of->pre_query, &of->given->pre.query, of);
+    read_query_terms(of->post_query, &of->given->post.query, of);
+}
+
+/* tile = rows [heads, rows, width] times the columns of a block, [kv_heads, width, BLOCK_KEYS] for all blocks. */
+static void multiply_columns(const chunk *of, float *tile, const float *rows, const float *columns, long block) {
+    long width = of->given->width, repeats = of->given->heads / of->given->kv_heads;
+    columns += block_index(of, block) * columns_size(of->given);
+    for (long h = 0; h < of->given->heads; h++)
+        EACH_PATCH(at, of, block) {
+            left_matrix left = {rows + (h * of->rows + at.first) * width, width, 1};
+            multiply(tile_row(of, tile, h, at.first) + at.keys.begin, BLOCK_KEYS, left,
+                     columns + h / repeats * width * BLOCK_KEYS + at.keys.begin, BLOCK_KEYS, at.rows,
+                     at.keys.end - at.keys.begin, width, 0);
+        }
+}
+
+/* Products of a matrix [even_heads, heads] with the maps of each query of a patch: [rows, even_heads, BLOCK_KEYS]. */
+static void mix_heads(float *mixed, const chunk *of, map_view maps, const float *matrix, patch at) {
+    long heads = of->given->heads, even = even_heads(of->given);
+    for (long t = 0; t < at.rows; t++)
+        multiply(mixed + t * even * BLOCK_KEYS + at.keys.begin, BLOCK_KEYS, (left_matrix){matrix, heads, 1},
+                 maps.data + t * maps.query_stride + at.keys.begin, maps.head_stride, even,
+                 at.keys.end - at.keys.begin, heads, 0);
+}
+
+/* Copies a patch of maps. */
+static void copy_maps(const chunk *of, map_view to, map_view from, patch at) {
+    for (long h = 0; h < of->given->heads; h++)
+        for (long t = 0; t < at.rows; t++)
+            memcpy(to.data + h * to.head_stride + t * to.query_stride + at.keys.begin,
+                   from.data + h * from.head_stride + t * from.query_stride + at.keys.begin,
+                   sizeof(float) * (at.keys.end - at.keys.begin));
+}
+
+/* How many elements of scratch memory `compose_block` and its gradient need. */
+INLINE long mixed_size(const problem *given) {
+    return given->pre.matrix || given->post.matrix ? MAX_CHUNK * even_heads(given) * BLOCK_KEYS : 0;
+}
+
+/* The part of a composition, or of its gradient, that does not come through terms: `maps`, or their product with a
+   matrix, in `mixed`. */
+static map_view mixed_part(float *mixed, const chunk *of, map_view maps, const float *matrix, patch at) {
+    if (!matrix) return maps;
+    mix_heads(mixed, of, maps, matrix, at);
+    return (map_view){mixed, BLOCK_KEYS, even_heads(of->given) * BLOCK_KEYS};
+}
+
+/* Writes the composition of `tile` to `out`, which may be `tile`. */
+static void compose_block(const chunk *of, float *out, float *tile, const stage *by, const float *query,
+                          const float *keys, float *mixed, long block) {
+    if (!by->compose && !by->matrix && out == tile) return;
+    EACH_PATCH(at, of, block) {
+        map_view to = tile_view(of, out, at.first), maps = tile_view(of, tile, at.first);
+        map_view base = mixed_part(mixed, of, maps, by->matrix, at);
+        if (by->compose)
+            by->compose(to, maps, base, query + at.first * by->query.terms * of->given->heads,
+                        keys + block_index(of, block) * key_terms_size(of->given, by), at.rows, at.keys.begin,
+                        at.keys.end);
+        else
+            copy_maps(of, to, base, at);
+    }
+}
+
+static void compose_scores(const chunk *of, float *out, float *tile, float *mixed, long block) {
+    compose_block(of, out, tile, &of->given->pre, of->pre_query, of->packed.pre_key, mixed, block);
+}
+
+static void compose_probs(const chunk *of, float *out, float *tile, float *mixed, long block) {
+    compose_block(of, out, tile, &of->given->post, of->post_query, of->packed.post_key, mixed, block);
+}
+
+#endif

@@ -1,0 +1,131 @@
+/* The forward and the backward pass of attention with composed heads, each in one call for some items of the batch.
+
+   passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`, and fills `problem`. */
+
+#include "backward.h"
+
+#define ALIGNMENT 16 /* elements; what each thread works on does not share cache lines with another's */
+
+INLINE long aligned(long size) { return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+INLINE long most_rows(const problem *given) { return given->heads * given->chunk; }
+
+typedef struct {
+    const problem *given;
+    packed_keys packed;
+    long most_blocks;   /* of a chunk */
+    float *out;         /* [items, queries, heads, width] */
+    float *memory;      /* of all threads */
+    long thread_memory; /* elements of one */
+    float scaling;
+} forward_pass;
+
+static void pack_for_forward(const void *context, long index, long thread) {
+    const forward_pass *pass = context;
+    (void)thread;
+    pack_block(pass->given, pass->packed, index);
+}
+
+/* Adds what the values of a block give to `out` [heads, rows, padded_width]. */
+static void add_values(const chunk *of, float *out, float *tile, long block) {
+    long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
+    const float *values = of->packed.value_rows + block_index(of, block) * rows_size(of->given);
+    for (long h = 0; h < of->given->heads; h++)
+        EACH_PATCH(at, of, block) {
+            left_matrix left = {tile_row(of, tile, h, at.first) + at.keys.begin, BLOCK_KEYS, 1};
+            multiply(out + (h * of->rows + at.first) * width, width, left,
+                     values + (h / repeats * BLOCK_KEYS + at.keys.begin) * width, width, at.rows, width,
+                     at.keys.end - at.keys.begin, 1);
+        }
+}
+
+/* Task: a chunk of queries, from scores to output, in the memory of one thread. The longest chunks come first. */
+static void attend_chunk(const void *context, long index, long thread) {
+    const forward_pass *pass = context;
+    const problem *given = pass->given;
+    long item = index % given->items, first = (chunks_of(given) - 1 - index / given->items) * given->chunk;
+    float *next = pass->memory + thread * pass->thread_memory;
+    float *out = take(&next, most_rows(given) * padded_width(given)), *mixed = take(&next, mixed_size(given));
+    chunk of = place_chunk(given, pass->packed, pass->most_blocks, item, first, &next);
+    read_queries(&of, pass->scaling);
+    memset(out, 0, sizeof(float) * given->heads * of.rows * padded_width(given));
+    for (long block = of.begin_block; block < of.end_block; block++) {
+        float *tile = next + (block - of.begin_block) * tile_size(&of);
+        multiply_columns(&of, tile, of.query, of.packed.key_columns, block);
+        compose_scores(&of, tile, tile, mixed, block);
+        take_powers(&of, tile, block);
+    }
+    for (long h = 0; h < given->heads; h++) find_factors(&of, h);
+    for (long block = of.begin_block; block < of.end_block; block++) {
+        float *tile = next + (block - of.begin_block) * tile_size(&of);
+        normalize(&of, tile, block);
+        compose_probs(&of, tile, tile, mixed, block);
+        add_values(&of, out, tile, block);
+    }
+    for (long t = 0; t < of.queries; t++)
+        for (long h = 0; h < given->heads; h++)
+            memcpy(pass->out + ((item * given->queries + first + t) * given->heads + h) * given->width,
+                   out + (h * of.rows + t) * padded_width(given), sizeof(float) * given->width);
+}
+
+static forward_pass place_forward(const problem *given, float *memory) {
+    forward_pass pass = {.given = given, .most_blocks = find_most_blocks(given)};
+    pass.packed = place_packed(given, &memory, 0);
+    pass.memory = memory;
+    float *thread = 0;
+    take(&thread, most_rows(given) * padded_width(given) + mixed_size(given));
+    place_chunk(given, pass.packed, pass.most_blocks, 0, 0, &thread);
+    take(&thread, pass.most_blocks * most_rows(given) * BLOCK_KEYS);
+    pass.thread_memory = aligned(taken(thread));
+    return pass;
+}
+
+/* How many float32 elements of memory `forward` needs. */
+long forward_size(const problem *given, long threads) {
+    forward_pass pass = place_forward(given, 0);
+    return taken(pass.memory) + threads * pass.thread_memory;
+}
+
+/* Writes the output [items, queries, heads, width] to `out`; `memory` has `forward_size` elements. */
+void forward(float *out, float *memory, const problem *given, float scaling, long threads) {
+    forward_pass pass = place_forward(given, memory);
+    pass.out = out, pass.scaling = scaling;
+    for_each_task(pack_for_forward, &pass, given->items * blocks_of(given), threads);
+    for_each_task(attend_chunk, &pass, given->items * chunks_of(given), threads);
+}
+
+static backward_pass place_backward(const problem *given, float *memory) {
+    backward_pass pass = {.given = given, .most_blocks = find_most_blocks(given)};
+    pass.chunks = (backward_chunk *)memory;
+    memory += aligned(sizeof(backward_chunk) / sizeof(float) * given->items);
+    pass.packed = place_packed(given, &memory, 1);
+    pass.memory = memory;
+    float *item = 0;
+    place_backward_chunk(given, pass.packed, pass.most_blocks, 0, 0, &item);
+    pass.item_memory = aligned(taken(item));
+    long rows = most_rows(given) * BLOCK_KEYS + given->chunk * padded_width(given);
+    pass.thread_memory = aligned(mixed_size(given) + rows);
+    return pass;
+}
+
+/* How many float32 elements of memory `backward` needs. */
+long backward_size(const problem *given, long threads) {
+    backward_pass pass = place_backward(given, 0);
+    return taken(pass.memory) + given->items * pass.item_memory + threads * pass.thread_memory;
+}
+
+/* Adds to the gradients `to`; `memory` has `backward_size` elements. */
+void backward(const gradients *to, float *memory, const problem *given, float scaling, long threads) {
+    backward_pass pass = place_backward(given, memory);
+    long blocks = given->items * pass.most_blocks, rows = given->items * given->heads;
+    pass.to = *to, pass.scaling = scaling;
+    for_each_task(pack_for_backward, &pass, given->items * blocks_of(given), threads);
+    for (pass.first = 0; pass.first < given->queries; pass.first += given->chunk) {
+        for_each_task(begin_backward_chunk, &pass, given->items, threads);
+        for_each_task(repeat_scores, &pass, blocks, threads);
+        for_each_task(join_powers, &pass, rows, threads);
+        for_each_task(differentiate_probs, &pass, blocks, threads);
+        for_each_task(join_gradients, &pass, rows, threads);
+        for_each_task(differentiate_scores, &pass, blocks, threads);
+        for_each_task(differentiate_queries, &pass, rows, threads);
+    }
+}

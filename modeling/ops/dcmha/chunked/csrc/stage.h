@@ -1,0 +1,19 @@
+/* What passes.c and the libraries that are compiled from compose.c for the stages of a composition share. */
+
+#ifndef DYNATTN_STAGE_H
+#define DYNATTN_STAGE_H
+
+#define BLOCK_KEYS 64
+
+/* A view of maps [heads, queries, keys] that starts at some query and key. */
+typedef struct {
+    float *data;
+    long head_stride, query_stride; /* the stride of keys is 1 */
+} map_view;
+
+/* The types of `compose` and `differentiate`. */
+typedef void compose_function(map_view, map_view, map_view, const float *, const float *, long, long, long);
+typedef void differentiate_function(map_view, map_view, map_view, const float *, const float *, float *, float *, long,
+                                    long, long);
+
+#endif

@@ -1,0 +1,168 @@
+"""The arguments of csrc/passes.c: the C struct `problem` of some items of the batch, and the compiled stages in it."""
+
+import functools
+from array import array
+from ctypes import CDLL, c_void_p, cast
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...masking import split_mask
+from ...native_library import lanes, load_or_warn
+from .arguments import ChunkedInputs, ChunkedSettings
+from .csrc.sources import COMPOSE
+
+# What C code reads, and its numbers for them in elements.h.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The most bytes that a function of compose.c may put on the stack of a thread; stages that need more do without C code.
+LARGEST_STACK = 1 << 20
+# `BLOCK_KEYS` of stage.h, and the larger `BLOCK_QUERIES` of compose.c.
+BLOCK_KEYS, BLOCK_QUERIES = 64, 4
+
+
+class StageShape(NamedTuple):
+    """What compose.c is compiled for."""
+
+    heads: int  # H
+    groups: int
+    query_terms: int
+    key_terms: int
+
+    @property
+    def stack(self) -> int:
+        """How many bytes `differentiate` puts on the stack, two sets of hidden maps."""
+        return torch.float32.itemsize * (self.query_terms + self.key_terms) * BLOCK_QUERIES * BLOCK_KEYS
+
+
+class Stage(NamedTuple):
+    """One stage of all items."""
+
+    query: Tensor | None  # [B, T, terms, H]
+    key: Tensor | None  # [B, S, terms, H]
+    static: Tensor | None  # [H, H], indexed [in, out]
+    groups: int
+
+    @property
+    def shape(self) -> StageShape | None:
+        """What its library is compiled for; None without terms."""
+        present = self.query if self.query is not None else self.key
+        if present is None:
+            return None
+        counts = (0 if terms is None else terms.shape[2] for terms in (self.query, self.key))
+        return StageShape(present.shape[3], self.groups, *counts)
+
+
+def stages_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[Stage, Stage]:
+    """Returns the stages `pre` and `post`."""
+    pre = Stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups)
+    return pre, Stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups)
+
+
+@functools.cache
+def load_stage(shape: StageShape) -> CDLL | None:
+    """Returns compose.c, compiled for a stage; None where it cannot be compiled, or does not fit on the stack."""
+    if shape.stack > LARGEST_STACK:
+        return None
+    macros = {"LANES": lanes(), "HEADS": shape.heads, "GROUPS": shape.groups}
+    macros |= {"QUERY_RANK": shape.query_terms // 2, "QUERY_GATE": shape.query_terms % 2}
+    macros |= {"KEY_RANK": shape.key_terms // 2, "KEY_GATE": shape.key_terms % 2}
+    return load_or_warn(COMPOSE, tuple(macros.items()), ("compose", "differentiate"))
+
+
+class Problem:
+    """The C struct `problem`, and the tensors that it points to."""
+
+    def __init__(
+        self,
+        inputs: ChunkedInputs,
+        settings: ChunkedSettings,
+        chunk: int,
+        grad_output: Tensor | None = None,
+        mask_sums: Tensor | None = None,
+    ) -> None:
+        """Describes `inputs` of some items.
+
+        Args:
+            chunk: how many queries a chunk has.
+            grad_output: `[B, T, H, D]`, for the backward pass.
+            mask_sums: the gradient of the mask in its shape, float32, for the backward pass; None if not needed.
+        """
+        self._kept: list[Tensor | array[int]] = []
+        items, heads, queries, width = inputs.query.shape
+        first_keys = None if inputs.first_keys is None else inputs.first_keys.to("cpu", torch.int64).contiguous()
+        members: list[int] = []
+        for tensor in (*inputs[:3], None if grad_output is None else grad_output.transpose(1, 2)):
+            members += self._heads(tensor)
+        for stage in stages_of(inputs, settings):
+            members += self._stage(stage)
+        members += (*self._mask(_readable(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
+        members += (items, heads, inputs.key.shape[1], width, queries, inputs.key.shape[2])
+        members += (*band_of(inputs, settings), chunk)
+        struct = array("l", members)
+        self._kept.append(struct)
+        self.address = struct.buffer_info()[0]
+
+    def _address(self, tensor: Tensor | None) -> int:
+        """The address of the data, which stays where it is as long as this object."""
+        if tensor is None:
+            return 0
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _heads(self, tensor: Tensor | None) -> tuple[int, ...]:
+        """The members of `heads_tensor`, for `[B, H, T or S, D]`."""
+        if tensor is None:
+            return (0,) * 5
+        if tensor.stride(3) != 1:
+            tensor = tensor.contiguous()
+        return self._address(tensor), TYPES[tensor.dtype], *tensor.stride()[:3]
+
+    def _terms(self, terms: Tensor | None) -> tuple[int, ...]:
+        """The members of `terms_tensor`, for `[B, T or S, terms, H]`."""
+        if terms is None:
+            return (0,) * 7
+        return self._address(terms), TYPES[terms.dtype], *terms.stride(), terms.shape[2]
+
+    def _stage(self, stage: Stage) -> list[int]:
+        """The members of `stage`."""
+        members = [*self._terms(stage.query), *self._terms(stage.key)]
+        matrix = None if stage.static is None else stage.static.float() + torch.eye(len(stage.static))
+        members += (self._matrix(None if matrix is None else matrix.t()), self._matrix(matrix))
+        shape = stage.shape
+        library = None if shape is None else load_stage(shape)
+        if library is None:
+            return [*members, 0, 0]
+        functions = (library.compose, library.differentiate)
+        return members + [cast(function, c_void_p).value or 0 for function in functions]
+
+    def _matrix(self, matrix: Tensor | None) -> int:
+        """The address of `[H, H]` with an even number of rows."""
+        if matrix is None:
+            return 0
+        padded = torch.nn.functional.pad(matrix, (0, 0, 0, len(matrix) % 2))
+        return self._address(padded.contiguous())
+
+    def _mask(self, mask: Tensor | None) -> tuple[int, ...]:
+        """The members of `mask`, for four dimensions that broadcast to `[B, H, T, S]`."""
+        if mask is None:
+            return (0,) * 6
+        strides = (0 if length == 1 else stride for length, stride in zip(mask.shape, mask.stride(), strict=True))
+        return self._address(mask), mask.dtype == torch.bool, *strides
+
+
+def _readable(mask: Tensor | None) -> Tensor | None:
+    """A mask of any dtype as C code reads it: boolean, or float32 with minus infinity for hidden keys."""
+    if mask is None or mask.dtype in (torch.bool, torch.float32):
+        return mask
+    visible, bias = split_mask(mask)
+    assert visible is not None and bias is not None
+    return torch.where(visible, bias.float(), -torch.inf)
+
+
+def band_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[int, int, int]:
+    """Returns (offset, behind, ahead): query `t` sees the keys from `t + offset - behind` to `t + offset + ahead`."""
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    unbounded = queries + keys  # the first of many queries stands far before the last key
+    side = unbounded if settings.sliding_window is None else settings.sliding_window - 1
+    return keys - queries, side, 0 if settings.is_causal else side

@@ -1,0 +1,163 @@
+"""The passes of `dcmha_chunked` on a CPU, each in one call of C code for some items of the batch.
+
+Maps and sums are float32, whatever the dtype of the inputs. Results do not depend on the number of threads.
+"""
+
+import functools
+from array import array
+from collections.abc import Iterator
+from ctypes import CDLL, c_float, c_long, c_void_p
+
+import torch
+from torch import Tensor
+
+from ...native_library import lanes, load_or_warn, usable_threads
+from .arguments import ChunkedInputs, ChunkedSettings
+from .composers.choice import compile_mode
+from .csrc.sources import PASSES
+from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of
+
+# Queries of a chunk: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS` elements,
+# or the last one. They are odd multiples of `GROUP_QUERIES` of chunk.h: multiples, so that the output does not depend
+# on the choice, and odd ones to put the rows of different heads into different sets of the processor's caches.
+CHUNK_QUERIES = (60, 36, 12)
+LARGEST_MAPS = 1 << 23
+# Items share a call while their queries and keys stay within this many elements, which bounds the copies in C code.
+LARGEST_CALL = 1 << 22
+# Each function of passes.c: the types of its arguments and of its result.
+SIGNATURES = {
+    "forward_size": ((c_void_p, c_long), c_long),
+    "forward": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
+    "backward_size": ((c_void_p, c_long), c_long),
+    "backward": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
+}
+
+
+def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
+    """Whether C code takes these arguments; the first time this compiles it."""
+    if compile_mode() == "0":
+        return False
+    stages = stages_of(inputs, settings)
+    tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]
+    if any(not one.is_cpu or one.dtype not in TYPES for one in tensors) or load_passes() is None:
+        return False
+    return all(stage.shape is None or load_stage(stage.shape) is not None for stage in stages)
+
+
+def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
+    """`passes.attend` for arguments that `serves` accepts: returns `[B, T, H, D]`."""
+    library, threads = load_passes(), usable_threads()
+    assert library is not None
+    batch, heads, queries, width = inputs.query.shape
+    output = torch.empty(batch, queries, heads, width)
+    chunk = _chunk_queries(inputs, settings, threads)
+    for span in _item_spans(inputs):
+        problem = Problem(_items(inputs, span), settings, chunk)
+        memory = torch.empty(library.forward_size(problem.address, threads))
+        library.forward(output[span].data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
+    return output.to(inputs.query.dtype)
+
+
+def attend_backward_in_c(
+    grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
+) -> list[Tensor]:
+    """`passes.attend_backward` for arguments that `serves` accepts.
+
+    Args:
+        grad_output: `[B, T, H, D]`.
+    """
+    library = load_passes()
+    assert library is not None
+    # Blocks of keys add to one gradient of a mask, in an order that only one thread keeps.
+    threads = 1 if mask_needs_grad else usable_threads()
+    chunk = _chunk_queries(inputs, settings, 1)
+    sums = _Sums(inputs, settings, mask_needs_grad)
+    for span in _item_spans(inputs):
+        problem = Problem(_items(inputs, span), settings, chunk, grad_output[span], sums.mask_of(span))
+        memory = torch.empty(library.backward_size(problem.address, threads))
+        addresses = array("l", [0 if one is None else one[span].data_ptr() for one in sums.by_item])
+        library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
+    return [tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()]
+
+
+class _Sums:
+    """The gradients that C code writes or adds to, in float32 and in its layouts."""
+
+    def __init__(self, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool) -> None:
+        self.inputs = inputs
+        batch, heads, _, width = inputs.query.shape
+        kv_heads, keys = inputs.key.shape[1:3]
+        blocks, padded = -(-keys // BLOCK_KEYS), -(-width // lanes()) * lanes()
+        self.query = torch.empty(inputs.query.shape)
+        self.key, self.value = (torch.zeros(batch, kv_heads, blocks * BLOCK_KEYS, padded) for _ in range(2))
+        stages = stages_of(inputs, settings)
+        self.query_terms = [None if one.query is None else torch.empty(one.query.shape) for one in stages]
+        self.key_terms = [
+            None if one.key is None else torch.zeros(batch, blocks, *one.key.shape[2:], BLOCK_KEYS) for one in stages
+        ]
+        self.matrices = [None if one.static is None else torch.zeros(batch, blocks, heads, heads) for one in stages]
+        self.mask = None if inputs.mask is None else torch.zeros(inputs.mask.shape if mask_needs_grad else 0)
+        # The members of the struct `gradients` in backward.h.
+        self.by_item = (self.query, self.key, self.value, *self.query_terms, *self.key_terms, *self.matrices)
+
+    def mask_of(self, span: slice) -> Tensor | None:
+        """The gradient of the mask that belongs to the items `span`; None where it is not needed."""
+        if self.mask is None or self.mask.numel() == 0:
+            return None
+        return self.mask[span] if len(self.mask) > 1 else self.mask
+
+    def results(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients of the inputs that are present, by name and in their shapes, without `first_keys`."""
+        keys, width = self.inputs.key.shape[2:]
+        yield from (
+            ("query", self.query),
+            ("key", self.key[..., :keys, :width]),
+            ("value", self.value[..., :keys, :width]),
+        )
+        for name, query, key, matrix in zip(
+            ("pre", "post"), self.query_terms, self.key_terms, self.matrices, strict=True
+        ):
+            if query is not None:
+                yield f"{name}_query", query
+            if key is not None:
+                yield f"{name}_key", key.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :keys]
+            if matrix is not None:
+                yield f"{name}_static", matrix.sum((0, 1))
+        if self.mask is not None:
+            yield "mask", self.mask
+
+
+def _item_spans(inputs: ChunkedInputs) -> list[slice]:
+    """Which items share a call: several where sequences are short, so that threads find enough to do."""
+    batch = inputs.query.shape[0]
+    most = LARGEST_CALL // max(1, inputs.query[0].numel(), inputs.key[0].numel()) if batch else 1
+    count = -(-batch // max(1, min(most, batch)))  # of spans, which share the items evenly
+    return [slice(index * batch // count, (index + 1) * batch // count) for index in range(count)]
+
+
+def _items(inputs: ChunkedInputs, span: slice) -> ChunkedInputs:
+    """The items `span` of the tensors that have one for each."""
+    sliced = {name: tensor[span] for name, tensor in inputs._asdict().items() if tensor is not None and len(tensor) > 1}
+    return inputs._replace(**{name: one for name, one in sliced.items() if not name.endswith("static")})
+
+
+def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: int) -> int:
+    """How many queries a chunk has. Each thread has the maps of one chunk in memory."""
+    _, behind, ahead = band_of(inputs, settings)
+    heads, _, keys = inputs.query.shape[1], *inputs.key.shape[1:3]
+    for queries in CHUNK_QUERIES:
+        if threads * queries * heads * min(keys, queries + behind + ahead) <= LARGEST_MAPS:
+            return queries
+    return CHUNK_QUERIES[-1]
+
+
+@functools.cache
+def load_passes() -> CDLL | None:
+    """Returns passes.c; None where it cannot be compiled."""
+    library = load_or_warn(PASSES, (("LANES", lanes()),), tuple(SIGNATURES))
+    if library is None:
+        return None
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
