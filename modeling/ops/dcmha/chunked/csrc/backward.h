@@ -183,20 +183,6 @@ static void differentiate_scores(const void *context, long index, long thread) {
     add_products(of, pass->to.key, grad, of->query, block);
 }
 
-/* Task: what a head's softmax needs from all blocks. */
-static void join_powers(const void *context, long index, long thread) {
-    const backward_pass *pass = context;
-    (void)thread;
-    find_factors(&pass->chunks[index / pass->given->heads].of, index % pass->given->heads);
-}
-
-static void join_gradients(const void *context, long index, long thread) {
-    const backward_pass *pass = context;
-    backward_chunk *part = pass->chunks + index / pass->given->heads;
-    (void)thread;
-    join_sums(&part->of, part->sums, index % pass->given->heads);
-}
-
 /* Writes the sums of what the blocks of a chunk give to the gradients of its queries' terms. */
 static void join_query_terms(const chunk *of, float *out, const float *parts, long size) {
     out += (of->item * of->given->queries + of->first) * size;
@@ -238,13 +224,26 @@ static void pack_for_backward(const void *context, long index, long thread) {
     pack_block(pass->given, pass->packed, index);
 }
 
-static void begin_backward_chunk(const void *context, long index, long thread) {
-    const backward_pass *pass = context;
-    float *next = pass->memory + index * pass->item_memory;
-    (void)thread;
-    pass->chunks[index] = place_backward_chunk(pass->given, pass->packed, pass->most_blocks, index, pass->first, &next);
-    read_queries(&pass->chunks[index].of, pass->scaling);
-    read_rows(pass->chunks[index].grad_out, &pass->given->grad_out, &pass->chunks[index].of, 1);
+/* Begins the next chunk of every item. This and what joins blocks is too little work to wake threads for. */
+static void begin_chunks(const backward_pass *pass) {
+    for (long item = 0; item < pass->given->items; item++) {
+        float *next = pass->memory + item * pass->item_memory;
+        backward_chunk *part = pass->chunks + item;
+        *part = place_backward_chunk(pass->given, pass->packed, pass->most_blocks, item, pass->first, &next);
+        read_queries(&part->of, pass->scaling);
+        read_rows(part->grad_out, &pass->given->grad_out, &part->of, 1);
+    }
+}
+
+/* What softmax needs from all blocks: the factors of powers, and the sums that its gradient subtracts. */
+static void join_powers(const backward_pass *pass) {
+    for (long item = 0; item < pass->given->items; item++)
+        for (long h = 0; h < pass->given->heads; h++) find_factors(&pass->chunks[item].of, h);
+}
+
+static void join_gradients(const backward_pass *pass) {
+    for (long item = 0; item < pass->given->items; item++)
+        for (long h = 0; h < pass->given->heads; h++) join_sums(&pass->chunks[item].of, pass->chunks[item].sums, h);
 }
 
 #endif

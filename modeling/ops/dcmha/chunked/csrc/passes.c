@@ -116,16 +116,16 @@ long backward_size(const problem *given, long threads) {
 /* Adds to the gradients `to`; `memory` has `backward_size` elements. */
 void backward(const gradients *to, float *memory, const problem *given, float scaling, long threads) {
     backward_pass pass = place_backward(given, memory);
-    long blocks = given->items * pass.most_blocks, rows = given->items * given->heads;
+    long blocks = given->items * pass.most_blocks;
     pass.to = *to, pass.scaling = scaling;
     for_each_task(pack_for_backward, &pass, given->items * blocks_of(given), threads);
     for (pass.first = 0; pass.first < given->queries; pass.first += given->chunk) {
-        for_each_task(begin_backward_chunk, &pass, given->items, threads);
+        begin_chunks(&pass);
         for_each_task(repeat_scores, &pass, blocks, threads);
-        for_each_task(join_powers, &pass, rows, threads);
+        join_powers(&pass);
         for_each_task(differentiate_probs, &pass, blocks, threads);
-        for_each_task(join_gradients, &pass, rows, threads);
+        join_gradients(&pass);
         for_each_task(differentiate_scores, &pass, blocks, threads);
-        for_each_task(differentiate_queries, &pass, rows, threads);
+        for_each_task(differentiate_queries, &pass, given->items * given->heads, threads);
     }
 }
