@@ -61,7 +61,7 @@ def test_a_process_that_dies_is_a_finding_of_its_case_alone(status: int, says: s
 def test_c_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
     """Address and undefined behaviour sanitizers watch the compiled C code."""
     compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$@"\n')
+    compiler.write_text('#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$@" -O1\n')
     compiler.chmod(0o755)
     # The sanitizer catches exceptions of C++ only where it finds the library that throws them.
     libraries = [
