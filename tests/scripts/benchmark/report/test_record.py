@@ -19,7 +19,7 @@ def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(report, "draw_plots", lambda *given: drawn.append(given))
         options = ["--subjects", "long,profile", "--window", "16", "--shapes", "2x8@24,2x8@40", "--quick"]
-        options += ["--implementations", "chunked,chunked-plain,sdpa,chunks"]
+        options += ["--implementations", "chunked,chunked-stepwise,chunked-plain,sdpa,chunks"]
         _, record = run_benchmark(tmp_path / "first", *options)
     again = ["benchmark", "--redraw", str(tmp_path / "first" / "record.json"), "--output", str(tmp_path / "second")]
     assert cli.main(again) == 0

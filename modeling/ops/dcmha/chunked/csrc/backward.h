@@ -185,6 +185,7 @@ static void differentiate_scores(const void *context, long index, long thread) {
 
 /* Writes the sums of what the blocks of a chunk give to the gradients of its queries' terms. */
 static void join_query_terms(const chunk *of, float *out, const float *parts, long size) {
+    if (!size) return;
     out += (of->item * of->given->queries + of->first) * size;
     memset(out, 0, sizeof(float) * of->queries * size);
     for (long block = of->begin_block; block < of->end_block; block++, parts += of->rows * size)
