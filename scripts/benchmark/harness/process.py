@@ -36,8 +36,9 @@ def pinned_threads() -> int:
 
 def source_commit() -> str | None:
     """The commit of this checkout, with the suffix `-dirty` if files differ from it; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], check=False, capture_output=True)
+    source = Path(__file__).resolve()  # an editable installation may link to the checkout
+    git = ["git", "-C", str(source.parent)]
+    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", str(source)], check=False, capture_output=True)
     if tracked.returncode:
         return None
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
