@@ -1,18 +1,47 @@
-"""The code of the guides runs as it stands, from top to bottom."""
+"""What the documentation tells to type works: its Python runs from top to bottom, its commands have these options."""
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases.text import commands_of, fenced_blocks
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.scripts.cli import JOBS
+from dynattn.scripts.completion import following
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "guides"
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
-@pytest.mark.parametrize("name", ["compose_a_detr.md", "mixers.md"])
+@pytest.fixture
+def implementations() -> Iterator[None]:
+    """Those that a guide registers are gone afterwards."""
+    before = dict(COMPOSING), dict(IMPLEMENTATIONS)
+    yield
+    for table, kept in zip((COMPOSING, IMPLEMENTATIONS), before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+@pytest.mark.parametrize("name", ["compose_a_detr.md", "mixers.md", "variants.md"])
+@pytest.mark.usefixtures("implementations")
 def test_every_block_of_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = fenced_blocks((GUIDES / name).read_text(encoding="utf-8"), "python")
     assert blocks
     names: dict[str, object] = {"__name__": name}
     for block in blocks:
         exec(compile(block, name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_has_the_options_that_it_is_given(page: Path) -> None:
+    for words in commands_of(page.read_text(encoding="utf-8")):
+        if words[0] in ("lm-eval", "--version"):
+            continue
+        assert words[0] in JOBS.commands, words
+        known = {option.replace("-", "_") for option in following(words)} | {"__import"}
+        given = [word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+        assert not [option for option in given if option.replace("__no_", "__") not in known and option not in known], words

@@ -1,0 +1,42 @@
+"""Settings of Sphinx for the documentation: `make docs` builds it.
+
+Pages are found from the root of the repository, so that links to cards, records and source hold on the site and in the
+repository alike.
+"""
+
+from sphinx.application import Sphinx
+
+from dynattn import __version__
+
+project = "dynattn"
+author = "The dynattn authors"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+# Docstrings write code in single backticks, as Markdown does.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+
+html_theme = "furo"
+html_title = f"dynattn {release}"
+
+root_doc = "docs/index"
+include_patterns = ["docs/**", "model_cards/**", "modeling/ops/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+exclude_patterns = ["**/.*", ".venv", "build", "runs", "tests"]
+# Tables of records and design notes are linked from the text that tells of them.
+suppress_warnings = ["toc.not_included", "myst.header"]
+
+
+def without_fences(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Examples in docstrings stand in Markdown's fences; their prompts are all that reStructuredText needs."""
+    lines[:] = [line for line in lines if not line.strip().startswith("```")]
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", without_fences)
