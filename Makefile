@@ -20,7 +20,7 @@ FUZZ_SECONDS ?= 1800
 FAULTS ?= 100
 RELEASE := build/release
 
-.PHONY: test test-slow test-vllm fuzz soak lint quickstart release-check clean
+.PHONY: test test-slow test-vllm fuzz soak lint quickstart release-check docs clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -62,6 +62,12 @@ release-check: $(INSTALLED)
 	$(RELEASE)/empty/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(RELEASE)/empty/bin/pip install --quiet $(RELEASE)/dist/*.whl
 	cd $(RELEASE) && empty/bin/python $(CURDIR)/tests/package/release.py $(CURDIR)/README.md
+
+# The documentation as a site; extra packages go into the same environment.
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -b html . build/docs
+	@echo "open build/docs/docs/index.html"
 
 quickstart: $(INSTALLED)
 	$(BIN)/dynattn quickstart

@@ -31,6 +31,9 @@ compdef _dynattn dynattn""",
 complete -c dynattn -a "(dynattn completion --words (commandline -opc)[2..])\"""",
 }
 
+# Commands of other packages, whose help takes seconds.
+OTHERS = ("lm-eval", "serve")
+
 
 def main(argv: Sequence[str]) -> int:
     """Prints the function for a shell or, for `--words WORD ...`, what can follow these words.
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 def following(words: Sequence[str]) -> list[str]:
     """The names of commands, or else of options, that the help of the command in `words` lists."""
     command = [word for word in words if not word.startswith("-")]
-    if command[:1] == ["lm-eval"]:  # its help takes seconds, and it has a completion of its own
+    if command and command[0] in OTHERS:
         return []
     for length in (2, 1, 0):  # of the words that may name the command; the others are arguments
         text = help_text(command[:length]) if length <= len(command) else None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,5 +109,6 @@ def head_similarity(maps: Tensor, visible: Tensor) -> float:
 
 def without_term(stage: Composition, term: str) -> Composition | None:
     """The composition without one of `TERMS`; None if nothing is left."""
-    rest = replace(stage, **dict.fromkeys(TERMS[term]))
+    absent: dict[str, Any] = dict.fromkeys(TERMS[term])
+    rest = replace(stage, **absent)
     return rest if rest.tensors() else None

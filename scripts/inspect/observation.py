@@ -91,15 +91,17 @@ def attention_through(
         """Queries `[1, H, T, D]`, keys and values `[1, H_kv, T, D]`; returns the output `[1, T, H, D]`."""
         given = {stage: options[stage] for stage in STAGES if options.get(stage) is not None}
         stages = change(module.layer_idx, given)
+        masking: Any = mask_arguments(attention_mask, sliding_window)
         output, maps = dcmha_attention(
             query,
             key,
             value,
+            pre=stages.get("pre"),
+            post=stages.get("post"),
             scaling=scaling,
             first_keys=first_keys,
             return_maps=AttentionMaps._fields,
-            **stages,
-            **mask_arguments(attention_mask, sliding_window),
+            **masking,
         )
         keep(module.layer_idx, stages, AttentionMaps(*(part.float() for part in maps)))
         return output, None

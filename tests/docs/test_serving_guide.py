@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 from cases.models import make_model
 from cases.serving import free_port, running_server, save_with_tokenizer
+from cases.text import fenced_blocks
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/serving.md").read_text(encoding="utf-8")
 TRANSFORMERS = GUIDE.partition("## Transformers")[2].partition("## An HTTP server")[0]
 SERVER = GUIDE.partition("## An HTTP server")[2].partition("\n## ")[0]
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
 def test_python_blocks_run_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    for block in blocks(TRANSFORMERS, "python"):
+    for block in fenced_blocks(TRANSFORMERS, "python"):
         exec(block, names)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[5, 17, 42] [") and lines[1].startswith("[7, 8, 9, 10, 11] [")
@@ -35,7 +32,7 @@ def test_commands_serve_a_client(tmp_path: Path) -> None:
     save_with_tokenizer(
         make_model(max_position_embeddings=2048, eos_token_id=1, pad_token_id=0), tmp_path / "my-dcformer"
     )
-    start, ask = blocks(SERVER, "bash")
+    start, ask = fenced_blocks(SERVER, "bash")
     (words,) = re.findall(r"^dynattn (.*--port) 8000$", start, re.MULTILINE)
     port = free_port()
     with running_server([sys.executable, "-m", "dynattn.scripts.cli", *words.split(), str(port)], port, tmp_path):
