@@ -31,6 +31,7 @@ POSITIVE = (
     "save_every",
     "shuffle_buffer",
     "spike_threshold",
+    "price_per_gpu_hour",
 )
 NOT_NEGATIVE = (
     "freeze_parent_steps",
@@ -221,6 +222,14 @@ class PretrainArguments:
     trackers: list[Tracker] = field(
         default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
     )
+    dry_run: bool = field(
+        default=False, metadata={"help": "print parameters, operations, memory, time and cost of the run, and end"}
+    )
+    on: str = field(default="h100:1", metadata={"help": "GPU and their number that a dry run is about, like h100:64"})
+    price_per_gpu_hour: float | None = field(
+        default=None, metadata={"help": "what an hour of one GPU costs, for the sum that a dry run prints"}
+    )
+
     log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
     eval_every: int = field(
         default=100, metadata={"help": "updates between two validations; the last update is always validated"}

@@ -29,6 +29,11 @@ def main(argv: Sequence[str]) -> int:
         arguments = parse_arguments(
             PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION
         )
+        if arguments.dry_run:
+            from .planning.dry_run import dry_run
+
+            print(dry_run(arguments))
+            return 0
         from .job import pretrain  # here, because it imports torch, and help and mistyped options need to be fast
 
         result = pretrain(arguments)

@@ -76,8 +76,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
     """
     try:
         model = _load_or_initialize(arguments, config, on_meta)
-        if arguments.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
+        save_activations(model, arguments)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         source = arguments.init_from or config.model_type
         raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
@@ -89,6 +88,23 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         )
     model.train()
     return model
+
+
+def save_activations(model: PreTrainedModel, arguments: PretrainArguments) -> None:
+    """Lets the model keep fewer activations for its backward pass, if the arguments ask for that."""
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
+
+
+def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
+    """The configuration that the arguments describe, without a tokenizer: its vocabulary is the architecture's own.
+
+    Raises:
+        UserError: as `build_config`.
+    """
+    if arguments.init_from:
+        return _load_config(arguments.init_from)
+    return _new_config(arguments, dict(arguments.config_overrides))
 
 
 def loss_options(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What a run would need, before it begins: operations, memory, time and cost."""

@@ -1,0 +1,157 @@
+"""`dynattn pretrain RECIPE --dry_run --on h100:64`: what the run would need, without data, weights or GPUs."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ...common.flops import ModelFlops
+from ..arguments import PretrainArguments
+from ..model import ParameterCounts, count_parameters, plan_config, save_activations
+from .hardware import Gpu, parse_cluster
+from .memory import EngineMemory, engine_memory, rehearse
+
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
+# What a plain model is assumed to reach of the rate of matrix products; no GPU was measured.
+ASSUMED_MFU = 0.40
+# A composed training step as a multiple of the plain one with the same weights: `chunked` without C code against SDPA,
+# 16 heads x 64 and 2,048 tokens: the row `chunked-stepwise` of model_cards/records/benchmark-cpu/training-2048, whose
+# steps a GPU without kernels of ours would make, too. On GPUs it may be another.
+RECORDED_RATIO = 1.68
+# Queries of a chunk of the composed op, and maps of a chunk that a backward pass holds.
+CHUNK_QUERIES, CHUNK_MAPS = 64, 5
+HOURS_A_DAY = 24
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would need.
+
+    Attributes:
+        parameters: of the model.
+        flops: of a token in a training step, on average over a sequence of one document.
+        composition_share: of these FLOPs.
+        memory: of a process, by engine.
+        tokens_per_second: of all GPUs together, estimated.
+        tokens_per_update: of all processes.
+        updates: None if the arguments leave that to the data.
+    """
+
+    parameters: ParameterCounts
+    flops: float
+    composition_share: float
+    memory: dict[str, EngineMemory]
+    tokens_per_second: float
+    tokens_per_update: int
+    updates: int | None
+
+    @property
+    def days(self) -> float | None:
+        """Of training alone, without validation and saving."""
+        if self.updates is None:
+            return None
+        return self.updates * self.tokens_per_update / self.tokens_per_second / 3600 / HOURS_A_DAY
+
+
+def dry_run(arguments: PretrainArguments) -> str:
+    """The estimate as text for the terminal; nothing is written and nothing downloaded, but for `init_from`.
+
+    Raises:
+        UserError: the arguments name no model or GPU that is known.
+    """
+    gpu, count = parse_cluster(arguments.on)
+    return describe(estimate(arguments, gpu, count), arguments, gpu, count)
+
+
+def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
+    """Counts operations, rehearses an update for its memory, and divides by rates."""
+    config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
+    model = _shapes_of(config)
+    length = arguments.sequence_length
+    flops, plain = (_token_flops(one, length) for one in (model, _shapes_of(without_composing(config))))
+    workspace = chunk_bytes(config, length)
+    rehearsal = rehearse(
+        lambda: _build(config, arguments), arguments.batch_size, length, bf16=bf16, workspace=workspace
+    )
+    memory = {name: engine_memory(name, rehearsal, count, gpu.node, bf16=bf16) for name in ENGINES}
+    rate = count * gpu.flops_per_second * ASSUMED_MFU / plain
+    tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
+    return Estimate(
+        parameters=count_parameters(model),
+        flops=flops,
+        composition_share=1 - plain / flops,
+        memory=memory,
+        tokens_per_second=rate / (RECORDED_RATIO if composes(config) else 1.0),
+        tokens_per_update=tokens_per_update,
+        updates=arguments.max_steps,
+    )
+
+
+def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int) -> str:
+    """The estimate as text."""
+    lines = [
+        f"model: {found.parameters.total:,} parameters, {found.parameters.non_embedding:,} of them not embeddings",
+        f"operations: {found.flops / 1e9:,.2f} GFLOPs a token and update, {found.composition_share:.1%} of them for "
+        "composition",
+        f"update: {found.tokens_per_update:,} tokens on {count} x {gpu.name}",
+        f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
+        f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
+        *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
+        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {ASSUMED_MFU:.0%} of the GPU's matrix products "
+        f"for a plain model, composition at {RECORDED_RATIO} times its time as on a CPU; not measured on a GPU)",
+        *_time_lines(found, arguments, count),
+    ]
+    return "\n".join(lines)
+
+
+def chunk_bytes(config: PreTrainedConfig, length: int) -> int:
+    """What the composed op holds inside itself in a backward pass, in float32."""
+    return CHUNK_MAPS * config.num_attention_heads * min(CHUNK_QUERIES, length) * length * 4 if composes(config) else 0
+
+
+def composes(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration composes heads."""
+    return bool(getattr(config, "composes", False))
+
+
+def without_composing(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same model without composition."""
+    plain = copy.deepcopy(config)
+    if composes(config):
+        plain.compose_pre = plain.compose_post = False
+    return plain
+
+
+def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_activations(model, arguments)
+    return model
+
+
+def _token_flops(model: PreTrainedModel, length: int) -> float:
+    return ModelFlops.of(model).training(torch.arange(length)) / length
+
+
+def _memory_line(name: str, memory: EngineMemory, gpu: Gpu) -> str:
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations, memory.total)
+    widths = (9, 11, 11, 9, 13, 8)
+    cells = "".join(f"{part / 2**30:>{width}.1f}" for part, width in zip(parts, widths, strict=True))
+    return f"  {name:8}{cells}{'' if memory.total < gpu.gib * 2**30 else '  does not fit'}"
+
+
+def _time_lines(found: Estimate, arguments: PretrainArguments, count: int) -> list[str]:
+    if found.days is None or found.updates is None:
+        return ["time: give max_steps, for without the data its length is not known"]
+    tokens, hours = found.updates * found.tokens_per_update, found.days * HOURS_A_DAY
+    lines = [f"time: {tokens:,} tokens in {found.updates:,} updates take {found.days:,.2f} days (estimated)"]
+    if arguments.price_per_gpu_hour is None:
+        return [*lines, f"cost: {hours * count:,.0f} GPU hours; give price_per_gpu_hour for a sum"]
+    cost = hours * count * arguments.price_per_gpu_hour
+    price = arguments.price_per_gpu_hour
+    return [*lines, f"cost: {hours * count:,.0f} GPU hours at {price:g} are {cost:,.0f} (estimated)"]
