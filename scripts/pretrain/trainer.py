@@ -43,9 +43,9 @@ Batch = dict[str, Tensor]
 class Trainer:
     """Trains from the update at which `progress` stands to the end of the schedule.
 
-    `engine` has prepared `model` and `optimizer`. The loss of an update is the mean over all target
-    tokens of all its forward passes on all processes, so that gradient accumulation, processes and batch size only
-    matter through their product.
+    `engine` has prepared `model` and `optimizer`. The loss of an update is the mean over all target tokens of all its
+    forward passes on all processes, so that gradient accumulation, processes and batch size only matter through their
+    product.
 
     Attributes:
         stop_requested: whether a process had been asked to stop when the last update was made, which all of them know.
