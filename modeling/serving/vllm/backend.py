@@ -125,7 +125,8 @@ class ComposedPages(nn.Module, AttentionLayerBase):
         if batch is None:
             none = self.kv_cache.new_empty(0)
             return LayerRows(none, none, lambda key, value: None, RequestRows([], none, none))
-        rows = self.kv_cache.transpose(1, 2).flatten(0, 1)  # [rows, H_kv, 2 * width], a view
+        pages = self.kv_cache.transpose(1, 2)
+        rows = pages.view(-1, *pages.shape[2:])  # [rows, H_kv, 2 * width]; never a copy, whose new rows would be lost
         requests = batch[self.name].rows(self.kv_cache.shape[2], self.sliding_window)
         kept = rows.split(self.layout.width, dim=-1)
 
