@@ -33,7 +33,9 @@ from dynattn.modeling.ops.dcmha.triton.decode import (
 )
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.ops.dcmha.triton.tuning import (
+    FUSED_HEADS,
     block_of,
+    fused_tiles_for,
     matrix_tiles_for,
     most_turns,
     tile_of_matrices,
@@ -45,10 +47,12 @@ from dynattn.modeling.ops.dcmha.triton.tuning import (
 from .kernel_configurations import (
     Configuration,
     DecodeConfiguration,
+    FusedConfiguration,
     HeadByHeadConfiguration,
     TensorCoreConfiguration,
     WindowConfiguration,
 )
+from .kernel_traffic import Traffic, fused_traffic, tensor_core_traffic
 
 # Kinds of arguments that Triton compiles in: those that are absent, and integers that are one.
 CONSTANTS = {"none": None, "one": 1}
@@ -71,6 +75,8 @@ TENSOR_CORES = {
 }
 # Terms of each side of a tensor core configuration: rank 2 and a gate.
 TERMS = 5
+# Keys that a program of a fused pass goes through.
+FUSED_KEYS = 2048
 
 
 class Compiled(NamedTuple):
@@ -79,6 +85,7 @@ class Compiled(NamedTuple):
     kernel: Any
     entries: float = 0  # of a thread in each turn of the loop
     turns: int = 1
+    traffic: Traffic | None = None
 
 
 @triton.jit
@@ -108,6 +115,8 @@ def compile_configuration(configuration: Configuration, capability: int) -> dict
             return _compile_head_by_head(configuration, capability)
         case TensorCoreConfiguration():
             return _compile_tensor_cores(configuration, capability)
+        case FusedConfiguration():
+            return _compile_fused(configuration, capability)
         case WindowConfiguration():
             return _compile_window(configuration, capability)
         case DecodeConfiguration():
@@ -143,7 +152,8 @@ def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any
 
 def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
     heads, padded, turns = configuration.heads, configuration.padded, most_turns()
-    common = _tensor_core_arguments(configuration)
+    masks = _masks(configuration.has_mask, configuration.is_window)
+    common = (_matrices(configuration.sides), SIZES, masks)
     constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS}
     compiled = {}
     for name, own in TENSOR_CORES.items():
@@ -154,20 +164,24 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
         tile = constants | {"block_t": block_t, "block_s": block_s, "loads_ahead": stages > 1}
         tile |= {"query_count": TERMS if has_query else 0, "key_count": TERMS if has_key else 0}
         kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
-        compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns)
+        traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
+        compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns, traffic)
     block, warps = tile_of_matrices()
     name, kinds = "dcmha_matrices", ("*fp16", f"*{configuration.dtype_of_terms}", "*fp32", "i32")
     kernel = compile_kernel(name, kinds, constants | {"block": block}, capability, set(), num_warps=warps)
     return compiled | {name: Compiled(kernel)}
 
 
-def _tensor_core_arguments(configuration: TensorCoreConfiguration) -> tuple[Any, ...]:
-    """Kinds of the arguments that all of these kernels take."""
-    has_mask = configuration.has_mask
+def _matrices(sides: tuple[bool, ...]) -> Matrices:
+    """Kinds of the matrices of these sides."""
+    kinds: Any = ("*fp16" if side else "none" for side in sides)
+    return Matrices(*kinds)
+
+
+def _masks(has_mask: bool, is_window: bool) -> Any:
+    """Kinds of `Visibility` with every kind of mask, or with none."""
     masks = ("*u8" if has_mask else "none", *MASK_STRIDES, "*fp32" if has_mask else "none", *MASK_STRIDES)
-    matrices: Any = ("*fp16" if side else "none" for side in configuration.sides)
-    where = _visibility(masks, "*i32" if has_mask else "none", is_window=configuration.is_window)
-    return Matrices(*matrices), SIZES, where
+    return _visibility(masks, "*i32" if has_mask else "none", is_window=is_window)
 
 
 def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool, has_key: bool) -> dict[str, Any]:
@@ -180,6 +194,22 @@ def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool,
     return {"partial": TermGradients(*gradients), "terms": StageTerms(*terms), "map": f"*{dtype}"}
 
 
+def _compile_fused(configuration: FusedConfiguration, capability: int) -> dict[str, Compiled]:
+    heads, width, dtype, share, sides, has_mask = configuration
+    constants = {"heads": heads, "share": share, "width": width, "padded": FUSED_HEADS}
+    compiled = {}
+    for name, (block_t, block_s, warps, stages) in fused_tiles_for(capability).items():
+        rows = 4 if name == "dcmha_fused_output" else 2  # query, key, value and output, or query and key
+        kinds = (*(f"*{dtype}",) * rows, "*fp32", _matrices(sides), *(STRIDES,) * rows, SIZES)
+        tile = constants | {"block_t": block_t, "block_s": block_s}
+        arguments = (*kinds, _masks(has_mask, is_window=False), "fp32")
+        kernel = compile_kernel(name, arguments, tile, capability, {len(kinds)}, num_warps=warps, num_stages=stages)
+        traffic = fused_traffic(configuration, name, FUSED_HEADS, block_t, FUSED_KEYS)
+        entries = FUSED_HEADS * block_t * block_s / (32 * warps)
+        compiled[name] = Compiled(kernel, entries, FUSED_KEYS // block_s, traffic)
+    return compiled
+
+
 def _compile_window(configuration: WindowConfiguration, capability: int) -> dict[str, Compiled]:
     width, dtype, share, is_added, window = configuration
     block_t, block_s, warps = tile_of_window(torch.float32 if dtype == "fp32" else torch.bfloat16)
@@ -189,9 +219,9 @@ def _compile_window(configuration: WindowConfiguration, capability: int) -> dict
     where = _visibility(("none", *STRIDES, "none", *STRIDES), "none", is_window=True)
     common = (STRIDES, STRIDES, SIZES, where, "fp32")
     tensors = {
-        "dcmha_band_maps": (*(f"*{dtype}",) * 2, f"*{_dtype_of_scores(dtype)}"),
-        "dcmha_band_queries": (f"*{dtype}",) * 3,
-        "dcmha_band_keys": (*(f"*{dtype}",) * 2, "*fp32" if is_added else f"*{dtype}"),
+        "dcmha_window_maps": (*(f"*{dtype}",) * 2, f"*{_dtype_of_scores(dtype)}"),
+        "dcmha_window_queries": (f"*{dtype}",) * 3,
+        "dcmha_window_keys": (*(f"*{dtype}",) * 2, "*fp32" if is_added else f"*{dtype}"),
     }
     return {
         name: Compiled(compile_kernel(name, (*own, *common), constants, capability, {6}, num_warps=warps))

@@ -23,7 +23,7 @@ import triton
 
 from ..common.environment import versions
 from .harness.process import source_commit
-from .kernel_compilation import Compiled, compile_axpy, compile_configuration
+from .kernel_compilation import FUSED_KEYS, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
 from .sass import disassemble, parse
 
@@ -32,12 +32,15 @@ MODULE = "dynattn.scripts.benchmark.kernel_report"
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled": "spilled, bytes"}
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}
+COLUMNS |= {"maps": "bytes of maps", "cached": "bytes of rows and matrices"}
 HEADING = f"""`python -m {MODULE} model_cards/records/triton-compiled`
 
 Compiled ahead of time, not run: commit {{commit}}, triton {{triton}}, torch {{torch}}.
 
-Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads or turns, instructions
-for each (head, query, key) in that loop and outside of it. Of a program: shared memory.
+Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads, turns or keys,
+instructions for each (head, query, key) in that loop and outside of it. Of a program: shared memory. On paper, for the
+kernels on the tensor cores: bytes for each (head, query, key) of maps, and of rows and matrices, which many programs
+read and the second-level cache serves. The fused kernels are counted with {{keys}} keys.
 """
 # The name of a kernel that tests the counting of instructions.
 AXPY = "axpy"
@@ -103,7 +106,7 @@ def compile_elsewhere(capability: int, *names: str) -> dict[str, Any]:
 
 def as_markdown(record: dict[str, Any]) -> str:
     """Returns the tables of a record."""
-    parts = [HEADING.format(commit=record["commit"], **record["versions"])]
+    parts = [HEADING.format(commit=record["commit"], keys=FUSED_KEYS, **record["versions"])]
     for capability, configurations in record["capabilities"].items():
         parts.append(f"\n**{capability}**\n\n| configuration | kernel | {' | '.join(COLUMNS.values())} |")
         parts.append(f"|{'---|' * (2 + len(COLUMNS))}")
@@ -115,9 +118,10 @@ def as_markdown(record: dict[str, Any]) -> str:
 
 
 def resources(compiled: Compiled, capability: int) -> dict[str, Any]:
-    """Returns bytes of shared memory, registers of a thread, bytes that it spills and, of a loop, instructions."""
+    """Returns shared memory, registers of a thread, bytes that it spills, instructions of a loop, and traffic."""
     taken = {"shared": compiled.kernel.metadata.shared, **_assembler_report(compiled.kernel.asm["ptx"], capability)}
-    return taken | (_instructions(compiled) if compiled.entries else {})
+    traffic = {} if compiled.traffic is None else compiled.traffic._asdict()
+    return taken | (_instructions(compiled) if compiled.entries else {}) | traffic
 
 
 def _instructions(compiled: Compiled) -> dict[str, Any]:

@@ -136,3 +136,13 @@ class CublasMatmuls(Matmuls):
 def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
     """Sets `out = left @ right * scaling`, scaled before it is rounded: `[b, i, k]`, `[b, k, j]` to `[b, i, j]`."""
     torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
+
+
+def in_place(rows: Tensor) -> Tensor:
+    """`[B, H, T, D]` with contiguous rows, as kernels read them; a copy only if they are not."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def row_strides(rows: Tensor) -> tuple[int, ...]:
+    """The strides of `[B, H, T, D]` between items, heads and positions."""
+    return rows.stride()[:3]

@@ -1,4 +1,7 @@
-"""The forward and the backward pass of `dcmha_triton`: matrix products with composition between them."""
+"""The forward and the backward pass of `dcmha_triton`: matrix products with composition between them.
+
+A forward pass may also be fused (`fused.py`).
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from .arguments import MapInputs, MapSettings
 from .composers.head_by_head import HeadByHeadComposer
 from .composers.interface import KernelComposer
 from .composers.tensor_cores import TensorCoreComposer
+from .fused import attend_fused, is_fused
 from .matmuls import CublasMatmuls, Matmuls
 from .tuning import composes_on_tensor_cores
 from .window_matmuls import WindowMatmuls
@@ -16,6 +20,8 @@ from .workspace import Workspace, padded
 def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
     kind = choose_composer(inputs, settings)
+    if kind is TensorCoreComposer and is_fused(inputs):
+        return attend_fused(inputs, settings)
     work = Workspace(inputs, settings, ("scores", *kind.maps(inputs, backward=False)), kind.patch_of(inputs))
     composer, matmuls = kind(work, inputs, backward=False), choose_matmuls(work)(work, inputs)
     lse = torch.zeros(work.batch, work.heads, work.queries, device=work.device)

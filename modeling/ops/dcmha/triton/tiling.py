@@ -9,7 +9,7 @@ gradients: keys in it are hidden, and the gradients of the output of queries in 
 chunk" and "Windows", has the reasons.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -111,6 +111,22 @@ class WindowTiling:
         """The keys that blocks from `start` up to `stop` reach."""
         first = self._first + self.before
         return slice(first + start * self.step, first + (stop - 1) * self.step + self.reach)
+
+
+Tiler = Callable[[MapInputs, MapSettings, tuple[int, int]], RowTiling | WindowTiling]
+
+
+def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling:
+    """Returns the tiling for kernels that keep no maps: one chunk of all queries and keys, or none if there are none.
+
+    Args:
+        inputs: tensors of which only the shapes count.
+        settings: the op's other arguments, which no tiling for such kernels depends on.
+        patch: the numbers of queries and of keys that the chunk has multiples of.
+    """
+    lengths = aligned(inputs.query.shape[2], patch[0]), aligned(inputs.key.shape[2], patch[1])
+    spans = ((slice(0, lengths[0]), slice(0, lengths[1])),) if all(lengths) else ()
+    return RowTiling(*lengths, lengths[0], spans)
 
 
 def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:

@@ -38,6 +38,14 @@ MATRIX_TILES_32 = {
     "dcmha_matrix_backward_post": (16, 16, 8, 1),
     "dcmha_matrix_backward_pre": (16, 16, 8, 1),
 }
+# Whether forward passes are fused, where the tensor cores compose. A program holds the output of some queries, which
+# bounds heads and channels, and there have to be enough queries of all items for many programs.
+FUSES_FORWARD = False
+FUSED_HEADS, FUSED_WIDTH, FEWEST_QUERIES = 16, 64, 8192
+# Queries and keys of a patch, warps and stages of loading in the kernels of a fused forward pass: for devices with the
+# shared memory of compute capability 9.0, and for others.
+FUSED_TILES_90 = {"dcmha_fused_statistics": (32, 32, 8, 2), "dcmha_fused_output": (32, 16, 8, 2)}
+FUSED_TILES_80 = {"dcmha_fused_statistics": (32, 16, 8, 2), "dcmha_fused_output": (32, 16, 8, 1)}
 # The largest number of blocks of queries that a program goes through: a power of two.
 TURNS = 8
 # Queries of a program of `dcmha_merge`, and its warps.
@@ -94,6 +102,16 @@ def tiles_for(term_counts: tuple[int, ...], *, wide_static: bool) -> dict[str, t
 def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
     """Returns the patch, the warps and the stages of each kernel that holds all heads, `padded` of them."""
     return MATRIX_TILES_16 if padded == 16 else MATRIX_TILES_32
+
+
+def fuses_forward(heads: int, width: int, queries: int) -> bool:
+    """Whether a forward pass on the tensor cores is fused, by the heads of an item and the queries of all items."""
+    return FUSES_FORWARD and heads <= FUSED_HEADS and width <= FUSED_WIDTH and queries >= FEWEST_QUERIES
+
+
+def fused_tiles_for(capability: int) -> dict[str, tuple[int, int, int, int]]:
+    """Returns the patch, the warps and the stages of each kernel of a fused pass, for a compute capability as in 90."""
+    return FUSED_TILES_90 if capability in (90, 100, 103) else FUSED_TILES_80
 
 
 def most_turns() -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import MapChunk, MapInputs
-from .matmuls import Matmuls
+from .matmuls import Matmuls, in_place, row_strides
 from .tiling import WindowTiling
 from .tuning import tile_of_window
 from .workspace import Workspace
@@ -19,7 +19,7 @@ class WindowMatmuls(Matmuls):
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         assert isinstance(work.tiling, WindowTiling)
         self.work, self.tiling = work, work.tiling
-        self.query, self.key, self.value = map(_in_place, (inputs.query, inputs.key, inputs.value))
+        self.query, self.key, self.value = map(in_place, (inputs.query, inputs.key, inputs.value))
         block_t, block_s, self.warps = tile_of_window(work.dtype)
         # A block and the keys that it reaches are made of whole tiles.
         self.tile = math.gcd(self.tiling.step, block_t), math.gcd(self.tiling.step, self.tiling.reach, block_s)
@@ -29,7 +29,7 @@ class WindowMatmuls(Matmuls):
             batch, heads, queries, width = self.query.shape
             self.output = self.query.new_empty(batch, queries, heads, width)
         else:
-            self.grad_output = _in_place(grad_output.transpose(1, 2))
+            self.grad_output = in_place(grad_output.transpose(1, 2))
             self.grad_query = torch.empty_like(self.query)
             dtype = torch.float32 if self.is_added else work.dtype
             self.grad_key, self.grad_value = (
@@ -68,7 +68,9 @@ class WindowMatmuls(Matmuls):
         block_t, block_s = self.tile
         items, queries, keys = chunk.counts
         grid = keys // block_s, queries // block_t, items * self.work.heads
-        self._launch("dcmha_band_maps", grid, chunk, left, right, maps, _strides(left), _strides(right), scaling)
+        self._launch(
+            "dcmha_window_maps", grid, chunk, left, right, maps, row_strides(left), row_strides(right), scaling
+        )
         return maps
 
     def _queries(self, chunk: MapChunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
@@ -78,8 +80,8 @@ class WindowMatmuls(Matmuls):
         """
         right, rows = right[chunk.items], rows[chunk.items, :, chunk.queries]
         grid = chunk.counts[1] // self.tile[0], chunk.counts[0] * self.work.heads
-        tensors = maps, right, rows, _strides(right), _strides(rows)
-        self._launch("dcmha_band_queries", grid, chunk, *tensors, scaling, reach=self.tiling.reach)
+        tensors = maps, right, rows, row_strides(right), row_strides(rows)
+        self._launch("dcmha_window_queries", grid, chunk, *tensors, scaling, reach=self.tiling.reach)
 
     def _keys(self, chunk: MapChunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
         """Adds sums over queries to the chunk's keys in `rows` `[B, H_kv, S, D]`.
@@ -90,8 +92,8 @@ class WindowMatmuls(Matmuls):
         keys = chunk.keys.stop - chunk.keys.start
         grid = keys // self.tile[1], chunk.counts[0] * rows.shape[1]
         constants = {"step": self.tiling.step, "reach": self.tiling.reach, "is_added": self.is_added}
-        tensors = maps, left, rows, _strides(left), _strides(rows)
-        self._launch("dcmha_band_keys", grid, chunk, *tensors, scaling, **constants)
+        tensors = maps, left, rows, row_strides(left), row_strides(rows)
+        self._launch("dcmha_window_keys", grid, chunk, *tensors, scaling, **constants)
 
     def _launch(self, name: str, grid: tuple[int, ...], chunk: MapChunk, *arguments: Any, **constants: int) -> None:
         """Runs a kernel with its own arguments, the last of which is the scaling, and those that all kernels take."""
@@ -110,13 +112,3 @@ class WindowMatmuls(Matmuls):
             block_s=block_s,
             num_warps=self.warps,
         )
-
-
-def _in_place(rows: Tensor) -> Tensor:
-    """`[B, H, T, D]` with contiguous rows, as kernels read them; a copy only if they are not."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _strides(rows: Tensor) -> tuple[int, ...]:
-    """The strides of `[B, H, T, D]` between items, heads and positions."""
-    return rows.stride()[:3]

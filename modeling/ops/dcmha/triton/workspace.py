@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ...masking import Structure, split_mask
 from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import add_blocks, choose_tiling
+from .tiling import Tiler, add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
 # A distance that no two positions have.
@@ -31,25 +31,33 @@ class Workspace:
     Args:
         inputs: the op's tensors.
         settings: the op's other arguments.
-        maps: the names of the buffers.
+        maps: the names of the buffers. Without any, a chunk has all items.
         patch: the numbers of queries and of keys that a chunk has multiples of.
+        tile: makes the tiling of the inputs.
     """
 
-    def __init__(self, inputs: MapInputs, settings: MapSettings, maps: tuple[str, ...], patch: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        inputs: MapInputs,
+        settings: MapSettings,
+        maps: tuple[str, ...],
+        patch: tuple[int, int],
+        tile: Tiler = choose_tiling,
+    ) -> None:
         self.batch, self.heads, queries, _ = inputs.query.shape
         self.kernels = load_kernels(inputs.query.device)
         self.structure = Structure(queries, inputs.key.shape[2], settings.is_causal, settings.sliding_window)
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
-        self.tiling = choose_tiling(inputs, settings, patch)
+        self.tiling = tile(inputs, settings, patch)
         self.queries, self.keys = self.tiling.queries, self.tiling.keys
         self.mask, self.bias = self._masks(inputs.mask)
         self.first_keys = None
         if inputs.first_keys is not None:
             first_keys = inputs.first_keys.to(self.device, torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
-        elements = self.heads * self.tiling.largest  # of an item's map
+        elements = self.heads * self.tiling.largest if maps else 0  # of an item's map
         rows = max(1, min(self.batch // self.groups, items_of_a_chunk(elements * self.groups)))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * elements), strict=True))

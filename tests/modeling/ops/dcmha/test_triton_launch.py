@@ -1,6 +1,6 @@
 """The kernels that the Triton path launches, compiled for absent GPUs from the arguments of the launches.
 
-`python tests/modeling/ops/dcmha/test_triton_launch.py 90 bfloat16 0 3` does so for some of the cases of `test_triton`.
+`python tests/modeling/ops/dcmha/test_triton_launch.py sm_90 bfloat16 0 3` does so for some cases of `test_triton`.
 """
 
 import json
@@ -18,8 +18,8 @@ triton = pytest.importorskip("triton")
 
 TENSOR_CORES = {f"dcmha_matrix_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre")}
 TENSOR_CORES |= {"dcmha_matrices", "dcmha_merge"}
-BACKWARD = {"dcmha_matrix_backward_post", "dcmha_matrix_backward_pre", "dcmha_band_keys"}
-WINDOW = {f"dcmha_band_{name}" for name in ("maps", "queries", "keys")}
+BACKWARD = {"dcmha_matrix_backward_post", "dcmha_matrix_backward_pre", "dcmha_window_keys"}
+WINDOW = {f"dcmha_window_{name}" for name in ("maps", "queries", "keys")}
 HEAD_BY_HEAD = {f"dcmha_{name}" for name in ("statistics", "probs", "backward_post", "backward_pre", "merge")}
 DECODING = {f"dcmha_decode_{name}" for name in ("scores", "outputs", "sum")}
 
@@ -39,11 +39,12 @@ class Warming(NamedTuple):
 class Absent:
     """The part of a GPU's driver that Triton's compiler asks for."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, architecture: str) -> None:
+        kind, capability = ("hip", architecture) if architecture.startswith("gfx") else ("cuda", int(architecture[3:]))
+        self.target = triton.backends.compiler.GPUTarget(kind, capability, 64 if kind == "hip" else 32)
 
     def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -52,25 +53,25 @@ class Absent:
         return 0
 
 
-def compile_elsewhere(capability: int, dtype: str, *cases: int) -> list[set[str]]:
+def compile_elsewhere(architecture: str, dtype: str, *cases: int) -> list[set[str]]:
     """Returns the names of the kernels that were compiled for each case."""
-    return [set(names) for names in run_elsewhere(capability, dtype, *cases)]
+    return [set(names) for names in run_elsewhere(architecture, dtype, *cases)]
 
 
-def run_elsewhere(capability: int, dtype: str, *cases: int | str) -> list[Any]:
+def run_elsewhere(architecture: str, dtype: str, *cases: int | str) -> list[Any]:
     """Returns what this module prints in a process of its own, since one that interprets kernels cannot compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(capability), dtype, *map(str, cases)]
+    command = [sys.executable, __file__, architecture, dtype, *map(str, cases)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return list(map(json.loads, result.stdout.splitlines()))
 
 
 def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
-    assert compile_elsewhere(90, "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
+    assert compile_elsewhere("sm_90", "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
 
 
 def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
-    variants, of_decoding = run_elsewhere(90, "bfloat16", "variants")
+    variants, of_decoding = run_elsewhere("sm_90", "bfloat16", "variants")
     # Chunks with one, two, four or eight turns, and windows with padding before the first key or without.
     assert set(variants) == (TENSOR_CORES | WINDOW) - BACKWARD
     assert max(variants.values()) <= 4 + 2
@@ -80,10 +81,15 @@ def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+def test_the_same_compiles_for_gpus_of_amd() -> None:
+    assert compile_elsewhere("gfx942", "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_launched_in_all_large_cases_compiles(capability: int, dtype: str) -> None:
-    launched = compile_elsewhere(capability, dtype)
+def test_what_is_launched_in_all_large_cases_compiles(architecture: str, dtype: str) -> None:
+    launched = compile_elsewhere(architecture, dtype)
     assert {frozenset(names) for names in launched} == (
         {frozenset(kernels) for kernels in (HEAD_BY_HEAD, HEAD_BY_HEAD | WINDOW, DECODING)}
         if dtype == "float32"
@@ -117,7 +123,7 @@ def print_variants(dtype: str) -> None:
         names.clear()
 
 
-def main(capability: int, dtype: str, *chosen: str) -> None:
+def main(architecture: str, dtype: str, *chosen: str) -> None:
     """Prints the kernels that each chosen case of `test_triton` launches, or `variants`."""
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
@@ -131,7 +137,7 @@ def main(capability: int, dtype: str, *chosen: str) -> None:
     }
     for module in (workspace, decode):
         module.load_kernels = lambda device: kernels
-    triton.runtime.driver.set_active(Absent(capability))
+    triton.runtime.driver.set_active(Absent(architecture))
     cases = [*LARGE, *LARGE_DECODING]
     if chosen == ("variants",):
         print_variants(dtype)
@@ -148,4 +154,4 @@ def main(capability: int, dtype: str, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(*sys.argv[1:])

@@ -18,8 +18,16 @@ from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cas
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
-FORWARD = ["band_maps", "statistics", "merge", "probs", "band_queries"]
-BACKWARD = ["band_maps", "band_maps", "backward_post", "band_keys", "backward_pre", "band_queries", "band_keys"]
+FORWARD = ["window_maps", "statistics", "merge", "probs", "window_queries"]
+BACKWARD = [
+    "window_maps",
+    "window_maps",
+    "backward_post",
+    "window_keys",
+    "backward_pre",
+    "window_queries",
+    "window_keys",
+]
 CASES = [
     Case(48, 48, heads=(2, 1), window=5),
     Case(33, 33, window=8, batch=2, mask="padding", rank=1),

@@ -1,7 +1,7 @@
 """Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query and one for each key.
 
-All terms of a stage become matrices before the other kernels run, in work and memory that grow with the number of
-tokens. The kernels write partial sums of the terms' gradients. `DESIGN.md`, "On the tensor cores", has the reasons.
+All terms of a stage become matrices (`matrices.py`) before the other kernels run, which write partial sums of the
+terms' gradients. `DESIGN.md`, "On the tensor cores", has the reasons.
 """
 
 import functools
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Factors, MapChunk, MapInputs, Matrices, StageTerms, TermGradients
-from ..tuning import matrix_tiles_for, most_turns, tile_of_matrices
+from ..arguments import MapChunk, MapInputs, Matrices, StageTerms, TermGradients
+from ..matrices import count_terms, filled_up, make_matrices, padded_terms
+from ..tuning import matrix_tiles_for, most_turns
 from ..workspace import Workspace
 from .interface import KernelComposer
 
@@ -22,7 +23,7 @@ class TensorCoreComposer(KernelComposer):
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        tiles = matrix_tiles_for(_filled_up(inputs.query.shape[1])).values()
+        tiles = matrix_tiles_for(filled_up(inputs.query.shape[1])).values()
         queries, keys, *_ = map(max, zip(*tiles, strict=True))
         return queries, keys
 
@@ -31,15 +32,11 @@ class TensorCoreComposer(KernelComposer):
         return []
 
     def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
-        self.work, self.padded = work, _filled_up(work.heads)
+        self.work, self.padded = work, filled_up(work.heads)
         self.tiles = matrix_tiles_for(self.padded)
-        named = dict(zip(Factors._fields, inputs.terms, strict=True))
-        self.terms = {
-            name: None if terms is None else work.with_padding(terms, 1, of_keys="key" in name).contiguous()
-            for name, terms in named.items()
-        }
+        self.terms = padded_terms(work, inputs)
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
-        self.matrices = Matrices(*self._matrices("pre"), *self._matrices("post"))
+        self.matrices = make_matrices(work, inputs, self.terms)
         self.sums = self._sums() if backward else {}
 
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
@@ -80,44 +77,6 @@ class TensorCoreComposer(KernelComposer):
         statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
         return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
 
-    def _matrices(self, stage: str) -> tuple[Tensor | None, Tensor | None]:
-        """A stage's matrices of all queries and of all keys, `[B, length, padded, padded]` or None.
-
-        The identity and the static matrix are part of the queries' matrices, or of the keys' if only these exist.
-        """
-        static, (query, key) = self.statics[stage], (self.terms[f"{stage}_{side}"] for side in ("query", "key"))
-        constant = torch.eye(self.work.heads, device=self.work.device)
-        of_queries = of_keys = None
-        if static is not None:
-            constant += static.t()
-        if query is not None or static is not None:
-            of_queries = self._side(query, constant, self.work.queries)
-        if key is not None:
-            of_keys = self._side(key, constant if of_queries is None else None, self.work.keys)
-        return of_queries, of_keys
-
-    def _side(self, terms: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
-        """Matrices `[B, length, padded, padded]` in the dtype of the scores.
-
-        They are made of terms `[B, length, terms, H]` and of a matrix `[H, H]` that all positions share.
-        """
-        work = self.work
-        shape = work.batch, length, self.padded, self.padded
-        matrices = torch.empty(shape, dtype=work.score_dtype, device=work.device)
-        block, warps = tile_of_matrices()
-        work.kernels["dcmha_matrices"][length // block, work.batch](
-            matrices,
-            terms,
-            constant,
-            length,
-            heads=work.heads,
-            padded=self.padded,
-            count=_count(terms),
-            block=block,
-            num_warps=warps,
-        )
-        return matrices
-
     def _launch(self, name: str, chunk: MapChunk, *arguments: Any, **constants: int) -> None:
         """Runs a kernel on all patches of a chunk, with its own arguments and those that all kernels take."""
         block_t, block_s, warps, stages = self.tiles[name]
@@ -150,7 +109,7 @@ class TensorCoreComposer(KernelComposer):
         sides = ("query", chunk.queries), ("key", chunk.keys)
         terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
-        constants = {"query_count": _count(terms.query), "key_count": _count(terms.key)}
+        constants = {"query_count": count_terms(terms.query), "key_count": count_terms(terms.key)}
         self._launch(name, chunk, *maps, partial, terms, lse, **constants)
         if partial.query is not None:
             self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
@@ -178,16 +137,6 @@ class TensorCoreComposer(KernelComposer):
         )
 
 
-def _count(terms: Tensor | None) -> int:
-    """The number of terms in `[B, length, terms, H]`, 0 for None."""
-    return 0 if terms is None else terms.shape[2]
-
-
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:
     """A chunk's part of `[B, length, ..]`; None stays None."""
     return None if terms is None else terms[items, positions]
-
-
-def _filled_up(heads: int) -> int:
-    """The number of heads that a program holds: 16 or 32."""
-    return 16 if heads <= 16 else 32

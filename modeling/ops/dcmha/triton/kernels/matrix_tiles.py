@@ -38,11 +38,11 @@ def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, bloc
 
 
 @triton.jit
-def load_matrices(matrices, positions, length, padded: tl.constexpr):
+def load_matrices(matrices, item, positions, length, padded: tl.constexpr):
     """Loads `[block, padded, padded]` from a side's matrices `[items, length, padded, padded]`; None if it has none."""
     found = None
     if matrices is not None:
-        first = matrices + tl.program_id(2).to(tl.int64) * length * (padded * padded)
+        first = matrices + item * length * (padded * padded)
         found = tl.load(first + _entries(positions, padded))
     return found
 

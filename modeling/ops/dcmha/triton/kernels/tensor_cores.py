@@ -80,12 +80,12 @@ def dcmha_matrix_statistics(
 ):
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
             exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
             reference = finite(tl.max(exponent, axis=2))
             total = tl.sum(exp2(exponent - reference[:, :, None]), axis=2)
@@ -113,14 +113,14 @@ def dcmha_matrix_probs(
 ):
     """Replaces scores by composed probabilities."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
+    pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.item, here.s + here.shift, sizes.all_keys, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
-            post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
+            pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
+            post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
             # Probabilities overwrite scores safely: each thread stores what depends on its load from the same place.
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
@@ -154,15 +154,15 @@ def dcmha_matrix_backward_post(
     """First pass backward: composed probabilities, gradients of the probabilities and of the post terms."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
-    post_key = load_matrices(matrices.post_key, here.s + here.shift, sizes.all_keys, padded)
+    pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)
+    post_key = load_matrices(matrices.post_key, here.item, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(terms.key, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
-            post_query = load_matrices(matrices.post_query, patch.t, sizes.all_queries, padded)
+            pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
+            post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
             store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
             grad = load(grad_composed, patch, padded)
@@ -210,13 +210,13 @@ def dcmha_matrix_backward_pre(
     """Second pass backward: gradients of the scores and of the pre terms."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_matrices(matrices.pre_key, here.s + here.shift, sizes.all_keys, padded)
+    pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)
     grad_key = no_gradients(terms.key, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first) if loads_ahead else 0, bound(last) if loads_ahead else turns):
         if loads_ahead or ((first <= turn) & (turn < last)):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
-            pre_query = load_matrices(matrices.pre_query, patch.t, sizes.all_queries, padded)
+            pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
             score = load(scores, patch, padded)
             prob = probabilities(score, pre_query, pre_key, lse, where, patch, padded)
             mean = load_of_queries(delta, patch, padded, 0.0)

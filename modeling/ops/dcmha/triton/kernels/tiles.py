@@ -14,6 +14,7 @@ from ..arguments import PANEL as PANEL_LENGTH
 try:
     import triton
     import triton.language as tl
+    from triton.language.target_info import is_hip
 except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
@@ -217,8 +218,8 @@ def product(left, right):
 
 @triton.jit
 def exp2(exponent):
-    """Two to a power by the one instruction that a GPU has for it; zero below 2^-126."""
-    if INTERPRETED:
+    """Two to a power by the one instruction that a GPU has for it; zero below 2^-126 where that is one of NVIDIA's."""
+    if INTERPRETED or is_hip():
         power = tl.exp2(exponent)
     else:
         power = tl.inline_asm_elementwise(

@@ -2,12 +2,12 @@
 
 Column `s` of row `t` of a map is key `s + t // step * step`, counted from the chunk's first key (`WindowTiling`).
 
-    dcmha_band_maps     z[t, s] = x[t] . y[key(t, s)]              scores, gradients of composed probabilities
-    dcmha_band_queries  x[t] = sum_s z[t, s] y[key(t, s)]          output, gradients of queries
-    dcmha_band_keys     y[k] = sum_{key(t, s) = k} z[t, s] x[t]    gradients of values and of keys
+    dcmha_window_maps     z[t, s] = x[t] . y[key(t, s)]              scores, gradients of composed probabilities
+    dcmha_window_queries  x[t] = sum_s z[t, s] y[key(t, s)]          output, gradients of queries
+    dcmha_window_keys     y[k] = sum_{key(t, s) = k} z[t, s] x[t]    gradients of values and of keys
 
 Rows are read in place, and tiles of maps that none of their queries can see are skipped. Heads that share keys and
-values add up in `dcmha_band_keys`. The number of channels is filled up to a power of two.
+values add up in `dcmha_window_keys`. The number of channels is filled up to a power of two.
 
 All three take strides between items, heads and positions, `sizes` (`Sizes`) and `where` (`Visibility`). `DESIGN.md`,
 "Windows", tells why they are not products of cuBLAS, and not one kernel with the composition.
@@ -61,7 +61,7 @@ def tile_of(maps, plane, t, s, sizes):
 
 
 @triton.jit
-def dcmha_band_maps(
+def dcmha_window_maps(
     left,  # [items, H, c of T, D]
     right,  # [items, H_kv, S, D]
     maps,  # [items, H, c, n], written
@@ -87,7 +87,7 @@ def dcmha_band_maps(
 
 
 @triton.jit
-def dcmha_band_queries(
+def dcmha_window_queries(
     maps,  # [items, H, c, n]
     right,  # [items, H_kv, S, D]
     rows,  # [items, H, c of T, D], written
@@ -118,7 +118,7 @@ def dcmha_band_queries(
 
 
 @triton.jit
-def dcmha_band_keys(
+def dcmha_window_keys(
     maps,  # [items, H, c, n]
     left,  # [items, H, c of T, D]
     rows,  # [items, H_kv, S, D], written, or added to
@@ -164,7 +164,7 @@ def dcmha_band_keys(
 
 
 WINDOW_KERNELS = {
-    "dcmha_band_maps": dcmha_band_maps,
-    "dcmha_band_queries": dcmha_band_queries,
-    "dcmha_band_keys": dcmha_band_keys,
+    "dcmha_window_maps": dcmha_window_maps,
+    "dcmha_window_queries": dcmha_window_queries,
+    "dcmha_window_keys": dcmha_window_keys,
 }

@@ -1,0 +1,74 @@
+"""A forward pass that keeps no maps (`kernels.fused`): one kernel for the log-sum-exp of all rows, one for the output.
+
+It needs neither the buffers of a chunk nor launches for each, and serves heads whose output of some queries fits into
+registers together. `DESIGN.md`, "Without maps", has the reasons.
+"""
+
+import torch
+from torch import Tensor
+
+from .arguments import MapChunk, MapInputs, MapSettings, Matrices
+from .matmuls import in_place, row_strides
+from .matrices import filled_up, make_matrices, padded_terms
+from .tiling import whole_tiling
+from .tuning import fused_tiles_for, fuses_forward
+from .workspace import Workspace
+
+
+def is_fused(inputs: MapInputs) -> bool:
+    """Whether these kernels serve the forward pass of queries `[B, H, T, D]` whose heads the tensor cores compose."""
+    batch, heads, queries, width = inputs.query.shape
+    return fuses_forward(heads, width, batch * queries)
+
+
+def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
+    """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
+    tiles = fused_tiles_for(_capability(inputs.query.device))
+    queries, keys, *_ = map(max, zip(*tiles.values(), strict=True))
+    work = Workspace(inputs, settings, (), (queries, keys), whole_tiling)
+    matrices = make_matrices(work, inputs, padded_terms(work, inputs))
+    batch, heads, length, width = inputs.query.shape
+    output = inputs.value.new_zeros(batch, length, heads, width)
+    lse = torch.zeros(batch, heads, work.queries, device=work.device)
+    query, key, value = map(in_place, (inputs.query, inputs.key, inputs.value))
+    for chunk in work.chunks():
+        _launch(work, "dcmha_fused_statistics", tiles, chunk, matrices, (query, key), lse)
+        _launch(work, "dcmha_fused_output", tiles, chunk, matrices, (query, key, value, output.transpose(1, 2)), lse)
+    return output, lse[..., :length].contiguous()
+
+
+def _launch(
+    work: Workspace,
+    name: str,
+    tiles: dict[str, tuple[int, int, int, int]],
+    chunk: MapChunk,
+    matrices: Matrices,
+    rows: tuple[Tensor, ...],
+    lse: Tensor,
+) -> None:
+    """Runs a kernel on all queries, with its rows `[B, H or H_kv, T or S, D]` and what both kernels take."""
+    block_t, block_s, warps, stages = tiles[name]
+    query, key, *_ = rows
+    work.kernels[name][chunk.sizes.queries // block_t, work.batch](
+        *rows,
+        lse,
+        matrices,
+        *map(row_strides, rows),
+        chunk.sizes,
+        chunk.where,
+        work.scaling,
+        heads=work.heads,
+        share=work.heads // key.shape[1],
+        width=query.shape[3],
+        padded=filled_up(work.heads),
+        block_t=block_t,
+        block_s=block_s,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def _capability(device: torch.device) -> int:
+    """The compute capability as in 90; 80, with the smaller tiles, for a CPU that interprets the kernels."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
