@@ -54,12 +54,15 @@ class BenchmarkArguments:
     )
     preset: Literal["gpu"] | None = field(
         default=None,
-        metadata={"help": "gpu: tune the Triton path and make a GPU's whole record within ten minutes."},
+        metadata={"help": "gpu: tune the Triton path and make a GPU's whole record, ten minutes at a time (--resume)."},
     )
     quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
     seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
     output: str = field(default="runs/benchmark", metadata={"help": "Folder for record.json, table.md and the plots."})
     overwrite: bool = field(default=False, metadata={"help": "Replace the record that is in --output."})
+    resume: bool = field(
+        default=False, metadata={"help": "Go on with the record in --output: measure only the cases that it lacks."}
+    )
     redraw: str | None = field(
         default=None, metadata={"help": "A record.json: write its table and plots to --output again; measure nothing."}
     )
@@ -71,6 +74,8 @@ class BenchmarkArguments:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"budget must be more than 0 seconds, not {self.budget:g}")
+        if self.resume and self.overwrite:
+            raise UserError("--resume goes on with the record that --overwrite would replace; choose one of them")
         for shape in split_at_commas(self.shapes or []):
             parse_shape(shape)
 

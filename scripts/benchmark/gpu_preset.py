@@ -1,7 +1,8 @@
-"""`--preset gpu`: everything that a record of a GPU needs, within ten minutes.
+"""`--preset gpu`: everything that a record of a GPU needs, in commands of at most ten minutes.
 
 Correctness comes first. Then the constants of the Triton path are tuned, and everything else is measured with the best
-of them. Parts for which there is no time are left out by name; the most important parts come first.
+of them. Parts for which there is no time are left out by name; the most important parts come first. The same command
+with `--resume` measures what is left out, with the constants that were found.
 """
 
 import json
@@ -18,16 +19,18 @@ import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
+from ..common.atomic_file import write_whole
 from ..common.errors import UserError
 from ..common.measuring import sample
 from .arguments import BenchmarkArguments
 from .harness.accuracy import judge
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
-from .harness.tuning import TunableConstant, Tuning, override_constants, tune
+from .harness.tuning import TunableConstant, Tuning, override_constants, read_tuning, tune
 from .subjects.attention import candidates, cases
 
-SECONDS, TUNING_SECONDS = 570.0, 170.0
+# No case begins after so many seconds, so that the last one ends before ten minutes are over.
+SECONDS, TUNING_SECONDS = 480.0, 170.0
 # Shapes and windows to tune for, forward and backward: long sequences of both head widths, and a window.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
 TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
@@ -111,8 +114,10 @@ GPU = (
     ),
 )
 
-# Which kernels serve: with this value the head-by-head kernels, for any number of heads.
+# Which kernels serve: with this value the head-by-head kernels, for any number of heads; and whether a forward pass on
+# the tensor cores is fused.
 FAMILY = TunableConstant("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
+FUSED = TunableConstant("FUSES_FORWARD", (True,))
 TILING = (
     TunableConstant("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
     TunableConstant("ROWS", (64, 256, 512)),
@@ -128,6 +133,10 @@ TENSOR_CORE_CONSTANTS = (
         for name in kernel_tuning.MATRIX_TILES_16
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),
+)
+FUSED_CONSTANTS = (
+    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 2), (32, 16, 8, 1)), "dcmha_fused_statistics"),
+    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)), "dcmha_fused_output"),
 )
 
 
@@ -156,6 +165,8 @@ def run_preset(
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
+    With `arguments.resume`, constants that an earlier command found in `folder` are not tuned again.
+
     Args:
         run: measures what the arguments say into a folder, beginning no case after a time on the clock; returns
             whether everything is right.
@@ -170,12 +181,16 @@ def run_preset(
                 continue
             is_right &= run(options_of(part, arguments), folder / part.name, end)
             if part is parts[0]:
-                tuning = (find or find_constants)(options_of(part, arguments), min(end, clock() + TUNING_SECONDS))
-                (folder / "tuning.json").write_text(json.dumps(tuning.as_record(), indent=1) + "\n", encoding="utf-8")
+                file = folder / "tuning.json"
+                if arguments.resume and file.exists():
+                    tuning = read_tuning(json.loads(file.read_text(encoding="utf-8")))
+                else:
+                    tuning = (find or find_constants)(options_of(part, arguments), min(end, clock() + TUNING_SECONDS))
+                    write_whole(file, json.dumps(tuning.as_record(), indent=1) + "\n")
                 print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
                 tuned.enter_context(override_constants(module, tuning.best))
     if left_out:
-        print(f"\nleft out because {SECONDS:.0f} seconds are over: {', '.join(left_out)}")
+        print(f"\nleft out because {SECONDS:.0f} seconds are over: {', '.join(left_out)}; --resume measures them")
     return is_right
 
 
@@ -186,9 +201,11 @@ def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
 
 
 def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
-    """Finds the faster kind of kernels, and the best constants of that kind."""
-    family = tune(kernel_tuning, (FAMILY,), trial, has_time)
+    """Finds the fastest kind of kernels, and the best constants of that kind."""
+    family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time)
     constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
+    if family.best[FUSED]:
+        constants = FUSED_CONSTANTS + constants
     with override_constants(kernel_tuning, family.best):
         rest = tune(kernel_tuning, constants, trial, has_time)
     return Tuning(family.best | rest.best, family.trials + rest.trials, rest.finished)

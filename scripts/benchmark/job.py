@@ -21,7 +21,7 @@ from .harness.metadata import run_metadata
 from .harness.process import pinned_threads
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import Shape
-from .report.record import RECORD, TABLE, make_output, save_record, write_record
+from .report.record import RECORD, TABLE, is_complete, make_output, read_earlier, save_record, write_record
 from .report.tables import case_title, format_case
 from .subjects.profile import PROFILE, add_profiles, pass_rate
 from .subjects.selection import Selection, select, shapes_of
@@ -37,10 +37,10 @@ def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> bool:
     folder = Path(arguments.output)
     if arguments.preset is not None:
         check_gpu()
-        make_output(folder, folder / GPU[0].name / RECORD, arguments.overwrite)
+        make_output(folder, folder / GPU[0].name / RECORD, arguments)
         return run_preset(arguments, folder, partial(measure_to_folder, argv))
     select(arguments, read_settings(arguments))
-    make_output(folder, folder / RECORD, arguments.overwrite)
+    make_output(folder, folder / RECORD, arguments)
     return measure_to_folder(argv, arguments, folder)
 
 
@@ -51,14 +51,22 @@ def measure_to_folder(
 
     Returns:
         Whether nothing in the record is wrong.
+
+    Raises:
+        UserError: the arguments name what does not exist, or want to go on with a record that this run does not fit.
     """
     settings = replace(read_settings(arguments), end=end)
     selection, left_out = select(arguments, settings)
     folder.mkdir(exist_ok=True)
     metadata = run_metadata(argv, settings.device) | {"left_out": left_out}
-    record = measure(selection, settings, metadata, partial(save_record, folder=folder))
-    write_record(record, folder)
-    print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
+    record = read_earlier(folder, metadata) if arguments.resume else None
+    if record is None or not is_complete(record):
+        if record is not None:
+            before = [*record.get("started_before", []), record["started"]]
+            metadata |= {"cases": record["cases"], "started_before": before}
+        record = measure(selection, settings, metadata, partial(save_record, folder=folder))
+        write_record(record, folder)
+        print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
     return not any(is_fault(row) for case in record["cases"] for row in case["rows"])
 
 
@@ -68,16 +76,21 @@ def measure(
     metadata: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Runs all cases and returns the record; calls `save` with the unfinished record after each case."""
+    """Runs all cases but those in `metadata["cases"]`, and returns the record.
+
+    It calls `save` with the unfinished record after each case.
+    """
     machine = measure_machine(settings)
     print(f"$ {shlex.join(metadata['command'])}")
     print(f"{metadata['hardware']}, {metadata['threads']} threads, {metadata['allocator']}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
-    record = {**metadata, "error_multiples": limits, "machine": machine, "cases": [], "cases_left_out": []}
+    record = {"cases": [], **metadata, "error_multiples": limits, "machine": machine, "cases_left_out": []}
     for subject, candidates in selection:
         for shape in shapes_of(subject, settings):
             for case in subject.cases(shape, settings):
                 entry = describe_case(subject, shape, case, settings)
+                if any(entry.items() <= one.items() for one in record["cases"]):
+                    continue
                 if settings.end is not None and time.monotonic() > settings.end:
                     record["cases_left_out"].append(case_title(entry))
                     continue

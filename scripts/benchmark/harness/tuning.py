@@ -61,6 +61,15 @@ class Tuning:
         return {"best": best, "finished": self.finished, "trials": self.trials}
 
 
+def read_tuning(record: Mapping[str, Any]) -> Tuning:
+    """The outcome whose `as_record` is given."""
+    best = {}
+    for label, value in record["best"].items():
+        name, _, entry = label.removesuffix("]").partition("[")
+        best[TunableConstant(name, (), entry or None)] = tuple(value) if isinstance(value, list) else value
+    return Tuning(best, record["trials"], record["finished"])
+
+
 def override_constants(module: ModuleType, values: Mapping[TunableConstant, Any]) -> AbstractContextManager[None]:
     """Sets constants of `module`, and restores the original ones at the end."""
     attributes: dict[str, Any] = {}

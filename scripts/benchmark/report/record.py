@@ -20,18 +20,18 @@ def redraw(arguments: BenchmarkArguments) -> None:
     """
     record = read_record(str(arguments.redraw))
     folder = Path(arguments.output)
-    make_output(folder, folder / RECORD, arguments.overwrite)
+    make_output(folder, folder / RECORD, arguments)
     write_record(record, folder)
 
 
-def make_output(folder: Path, record: Path, overwrite: bool) -> None:
+def make_output(folder: Path, record: Path, arguments: BenchmarkArguments) -> None:
     """Makes the output folder, in which `record` is the first file to be written.
 
     Raises:
-        UserError: the record exists already, or the folder cannot be made.
+        UserError: the record exists and is neither to be replaced nor gone on with, or the folder cannot be made.
     """
-    if record.exists() and not overwrite:
-        raise UserError(f"{record} exists; choose another --output or pass --overwrite")
+    if record.exists() and not (arguments.overwrite or arguments.resume):
+        raise UserError(f"{record} exists; choose another --output, or pass --resume or --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -51,6 +51,28 @@ def read_record(path: str) -> dict[str, Any]:
     if not isinstance(record, dict) or "cases" not in record:
         raise UserError(f"{path} is not the {RECORD} of a benchmark")
     return record
+
+
+def read_earlier(folder: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
+    """The record in a folder that a run with this metadata may go on with; None if there is none.
+
+    Raises:
+        UserError: the record cannot be read, or was made by other code or on another machine.
+    """
+    if not (folder / RECORD).exists():
+        return None
+    record = read_record(str(folder / RECORD))
+    for name in ("commit", "versions", "hardware", "threads"):
+        before, now = record.get(name), json.loads(json.dumps(metadata[name]))
+        if before != now:
+            made = f"{folder / RECORD} was made with {name} {before}, not {now}"
+            raise UserError(f"{made}; choose another --output, or pass --overwrite")
+    return record
+
+
+def is_complete(record: dict[str, Any]) -> bool:
+    """Whether the run that made a record came to its end and had time for all cases."""
+    return "load_average_after" in record and not record["cases_left_out"]
 
 
 def save_record(record: dict[str, Any], folder: Path) -> None:

@@ -18,24 +18,32 @@ from dynattn.scripts.benchmark.harness.tuning import TunableConstant, Tuning, tu
 from dynattn.scripts.benchmark.subjects.selection import select
 
 
-@pytest.mark.parametrize("constants", [preset.HEAD_BY_HEAD_CONSTANTS, preset.TENSOR_CORE_CONSTANTS])
+@pytest.mark.parametrize(
+    "constants", [preset.HEAD_BY_HEAD_CONSTANTS, preset.TENSOR_CORE_CONSTANTS, preset.FUSED_CONSTANTS]
+)
 def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableConstant, ...]) -> None:
-    for constant in (preset.FAMILY, *constants):
+    for constant in (preset.FAMILY, preset.FUSED, *constants):
         value = constant.current(kernel_tuning)
         assert all(type(value) is type(candidate) for candidate in constant.values)
-        assert not isinstance(value, tuple) or value in constant.values
+        assert not isinstance(value, tuple) or value in constant.values or constant in preset.FUSED_CONSTANTS
 
 
+@pytest.mark.parametrize("of_fused", [0.9, 1.1])
 @pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
-def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> None:
+def test_only_the_fastest_kernels_are_tuned(of_loops: float, of_fused: float, expected: str) -> None:
     def trial() -> float:
-        return of_loops if kernel_tuning.FEWEST_HEADS > 32 else 1.0
+        if kernel_tuning.FEWEST_HEADS > 32:
+            return of_loops
+        return of_fused if kernel_tuning.FUSES_FORWARD else 1.0
 
     tuning = preset.tune_the_faster(trial, lambda: True)
+    is_fused = of_fused < 1 < of_loops
     assert tuning.finished and (tuning.best[preset.FAMILY] > 32) == (of_loops < 1)
+    assert tuning.best[preset.FUSED] is is_fused
     tried = {one["constant"] for one in tuning.trials}
     assert expected in tried
     assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
+    assert ("FUSED_TILES_90[dcmha_fused_output]" in tried) is is_fused
 
 
 def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(
@@ -99,6 +107,27 @@ def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path:
     assert seen == [("first", "float32", None, 32, end), ("second", "bfloat16", 5, 64, end)]
     assert module.BLOCK == 32
     assert json.loads((tmp_path / "tuning.json").read_text()) == {"best": {"BLOCK": 64}, "finished": True, "trials": []}
+
+
+def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tmp_path: Path) -> None:
+    clock, module = Clock(), SimpleNamespace(BLOCK=32, TILES={"probs": (1, 2)})
+    best = {TunableConstant("BLOCK", (64,)): 64, TunableConstant("TILES", (), "probs"): (3, 4)}
+    seen = []
+
+    def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
+        clock.now += 0 if arguments.resume else preset.SECONDS
+        seen.append((folder.name, module.BLOCK, module.TILES["probs"]))
+        return True
+
+    def find(arguments: BenchmarkArguments, end: float) -> Tuning:
+        assert not arguments.resume
+        return Tuning(best, [], finished=False)
+
+    parts = (PresetPart("first", {}), PresetPart("second", {}))
+    for resume in (False, True):
+        arguments = BenchmarkArguments(preset="gpu", resume=resume)
+        run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module, clock=clock)
+    assert seen == [("first", 32, (1, 2)), ("first", 32, (1, 2)), ("second", 64, (3, 4))]
 
 
 def test_the_plan_covers_what_a_record_of_a_gpu_needs() -> None:

@@ -37,6 +37,39 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: 
     assert {case["shape"]["length"] for case in record["cases"]} == {16}
 
 
+@pytest.mark.usefixtures("no_plots", "known_machine")
+def test_a_second_command_measures_only_what_the_record_lacks(
+    tmp_path: Path, register: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths: list[int] = []
+    is_killed = [True]
+
+    def attend(query: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if query.shape[2] == 24 and is_killed:
+            raise KeyboardInterrupt
+        lengths.append(query.shape[2])
+        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+
+    register("brittle", attend)
+    options = ("--quick", "--subjects", "attention", "--shapes", "2x8@16", "2x8@24", "--implementations", "brittle")
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(tmp_path, *options, "sdpa", "--resume")
+    before = json.loads((tmp_path / "record.json").read_text())
+    is_killed.clear()
+    lengths.clear()
+    status, record = run_benchmark(tmp_path, *options, "sdpa", "--resume")
+    assert status == 0 and set(lengths) == {24}
+    assert [case["shape"]["length"] for case in record["cases"]] == [16, 16, 24, 24]
+    assert record["cases"][:2] == before["cases"]
+    assert record["started_before"] == [before["started"]]
+    lengths.clear()
+    assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
+    (tmp_path / "record.json").write_text(json.dumps(record | {"commit": "another"}))
+    assert run_benchmark(tmp_path, *options, "sdpa", "--resume")[0] == 2
+    assert "was made with commit another, not" in capsys.readouterr().err
+    assert not lengths
+
+
 @pytest.mark.usefixtures("no_plots")
 def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ from dynattn.scripts.common.errors import UserError
         (["--window", "4"], "--window is not for the subject relative; name other --subjects"),
         (["--device", "tpu"], "device 'tpu' cannot be measured; choose cpu or cuda"),
         (["--device", "cuda:77"], r"device 'cuda:77' is not there \(\d+ CUDA devices found\); use cpu"),
+        (["--resume", "--overwrite"], "--resume goes on with the record that --overwrite would replace"),
         (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
         (["--budget", "0"], "budget must be more than 0 seconds, not 0"),
         (["--threads", "0"], "threads must be at least 1, not 0"),
@@ -46,6 +47,6 @@ def test_mistakes_are_told(
 def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "record.json").write_text("{}")
     assert cli.main(["benchmark", "--output", str(tmp_path)]) == 2
-    assert "record.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+    assert "record.json exists; choose another --output, or pass --resume or --overwrite" in capsys.readouterr().err
     assert cli.main(["benchmark", "--redraw", str(tmp_path / "record.json"), "--output", str(tmp_path / "o")]) == 2
     assert "is not the record.json of a benchmark" in capsys.readouterr().err
