@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dynattn.modeling.ops.dcmha.attention import default_implementation
+
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
 from .gpu_preset import GPU, check_gpu, run_preset
@@ -83,6 +85,8 @@ def measure(
     machine = measure_machine(settings)
     print(f"$ {shlex.join(metadata['command'])}")
     print(f"{metadata['hardware']}, {metadata['threads']} threads, {metadata['allocator']}")
+    default = default_implementation(settings.device)
+    print(f"by default heads are composed by {default.name}: {default.reason}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
     record = {"cases": [], **metadata, "error_multiples": limits, "machine": machine, "cases_left_out": []}
     for subject, candidates in selection:

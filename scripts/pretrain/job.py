@@ -33,6 +33,7 @@ from .card import write_card
 from .data.preparation import prepare
 from .engines.choice import LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
 from .engines.interface import Engine
+from .model import choose_attention
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
@@ -82,6 +83,7 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     plan = make_plan(engine, arguments, run, resume_from)
     on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))
+    accelerator.print(choose_attention(plan.model, arguments, accelerator.device))
     trainer = build_trainer(engine, arguments, run, plan, resume_from, signals)
     try:
         with plan.order.feeding(accelerator.is_main_process):

@@ -22,6 +22,7 @@ from dynattn.configuration.composed_config import ComposedConfig
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
+from dynattn.modeling.ops.dcmha.attention import default_implementation
 
 from ..common.errors import UserError
 from ..common.segment_memory import check_memory
@@ -105,6 +106,22 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
     if arguments.init_from:
         return _load_config(arguments.init_from)
     return _new_config(arguments, dict(arguments.config_overrides))
+
+
+def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, device: torch.device) -> str:
+    """Gives a model that composes heads the default implementation of a device, unless one was asked for.
+
+    Returns:
+        A line that tells which one, and why.
+    """
+    if arguments.attn_implementation is not None:
+        return f"attention: {arguments.attn_implementation}, as asked for"
+    if not getattr(model.config, "composes", False):
+        return f"attention: {model.config._attn_implementation}"
+    name, reason = default_implementation(device)
+    if name != model.config._attn_implementation:
+        model.set_attn_implementation(name)
+    return f"attention: {name} ({reason})"
 
 
 def loss_options(model: nn.Module) -> dict[str, Any]:

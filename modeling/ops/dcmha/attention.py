@@ -11,21 +11,27 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
 from .composition import Composition
 from .eager import AttentionMaps, dcmha_eager
-from .triton.attention import dcmha_triton
+from .triton.attention import dcmha_triton, why_unsupported
 from .validation import check_composed_call
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked, "triton": dcmha_triton}
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
+# Compute capabilities of CUDA devices on which `triton` is the default: those of which a record in
+# `model_cards/records/benchmark-gpu` shows that it is the fastest, as in (9, 0).
+TRITON_CAPABILITIES: frozenset[tuple[int, int]] = frozenset()
+HAS_TRITON = find_spec("triton") is not None
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -134,7 +140,9 @@ def dcmha_attention(
         maps: dict[str, Tensor] = {}
         output, _ = dcmha_eager(query, key, value, **options, hook=lambda name, map_: maps.setdefault(name, map_))
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
-    name = resolve_implementation(implementation, composed=pre is not None or post is not None)
+    name = resolve_implementation(implementation, composed=pre is not None or post is not None, device=query.device)
+    if implementation is None and name == "triton" and why_unsupported(query, attention_mask) is not None:
+        name = "chunked"
     output, _ = IMPLEMENTATIONS[name](query, key, value, **options)
     return output
 
@@ -148,16 +156,43 @@ def check_maps(names: Sequence[str], implementation: str | None) -> None:
         raise ValueError(f"implementation={implementation!r} keeps no maps to return; use 'eager', or None")
 
 
-def resolve_implementation(name: str | None, *, composed: bool) -> str:
+class DefaultImplementation(NamedTuple):
+    """The implementation that composes heads where none is asked for."""
+
+    name: str
+    reason: str
+
+
+def default_implementation(device: torch.device) -> DefaultImplementation:
+    """Returns the implementation that composes heads on a device by default, and the reason for it."""
+    if device.type != "cuda":
+        return DefaultImplementation("chunked", f"'triton' needs a CUDA device, not {device.type!r}")
+    if not HAS_TRITON:
+        return DefaultImplementation("chunked", "'triton' needs Triton: pip install dynattn[gpu]")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) not in TRITON_CAPABILITIES:
+        unmeasured = f"no record shows that 'triton' is faster on compute capability {major}.{minor}"
+        return DefaultImplementation("chunked", f"{unmeasured}; attn_implementation='triton' chooses it")
+    return DefaultImplementation("triton", f"the fastest on record on compute capability {major}.{minor}")
+
+
+def resolve_implementation(name: str | None, *, composed: bool, device: torch.device | None = None) -> str:
     """Returns the implementation that serves a call: `name` or, for `None`, the fastest one that supports it.
 
     Without composition the op is plain attention and goes to PyTorch's SDPA, so that a baseline is never handicapped.
+
+    Args:
+        name: one of `IMPLEMENTATIONS`, or None.
+        composed: whether the call composes heads.
+        device: where it runs; None if that is not known yet, as when a model is made.
 
     Raises:
         ValueError: the name is unknown, or it cannot compose heads.
     """
     if name is None:
-        return "chunked" if composed else "sdpa"
+        if not composed:
+            return "sdpa"
+        return "chunked" if device is None else default_implementation(device).name
     if composed and name not in COMPOSING:
         usable = " or ".join(map(repr, COMPOSING))
         raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")

@@ -61,7 +61,9 @@ def dcmha_triton(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    _check_supported(query, attention_mask)
+    refusal = why_unsupported(query, attention_mask)
+    if refusal is not None:
+        raise ValueError(refusal)
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] > 1:
@@ -84,17 +86,16 @@ def dcmha_triton(
     )
 
 
-def _check_supported(query: Tensor, attention_mask: Tensor | None) -> None:
-    """Raises ValueError for a query `[B, H, T, D]` or a mask `[.., T, S]` that the kernels do not support."""
+def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
+    """Returns what the kernels do not support of a query `[B, H, T, D]` or a mask `[.., T, S]`, None if they do."""
     if query.dtype not in DTYPES:
-        raise ValueError(f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'")
+        return f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'"
     if attention_mask is not None and attention_mask.requires_grad:
-        raise ValueError("implementation='triton' has no gradient for attention_mask; detach it, or use 'chunked'")
+        return "implementation='triton' has no gradient for attention_mask; detach it, or use 'chunked'"
     if attention_mask is not None and attention_mask.ndim > 2 and attention_mask.shape[-3] != 1:
-        raise ValueError(
-            "implementation='triton' takes masks that all heads share, [B, 1, T, S], not "
-            f"{tuple(attention_mask.shape)}; use 'chunked'"
-        )
+        shape = tuple(attention_mask.shape)
+        return f"implementation='triton' takes masks that all heads share, [B, 1, T, S], not {shape}; use 'chunked'"
+    return None
 
 
 def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -> bool:

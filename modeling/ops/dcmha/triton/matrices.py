@@ -43,8 +43,10 @@ def _of_stage(
     They are made of terms `[B, length, terms, H]` and of `static` `[H, H]`. The identity and the static matrix are part
     of the queries' matrices, or of the keys' if only these exist.
     """
-    constant = torch.eye(work.heads, device=work.device)
     of_queries = of_keys = None
+    if query is None and key is None and static is None:
+        return None, None
+    constant = torch.eye(work.heads, device=work.device)
     if static is not None:
         constant += static.t()
     if query is not None or static is not None:

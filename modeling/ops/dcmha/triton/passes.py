@@ -59,12 +59,14 @@ def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, setting
 def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
     """Returns the tensor cores' composer if they take these heads and no static matrix mixes heads across groups.
 
-    The heads are those of the query `[B, H, T, D]`.
+    The heads are those of the query `[B, H, T, D]`; what mixes them is a static matrix, or a side with low-rank terms.
     """
-    is_static_across_groups = settings.groups > 1 and (inputs.pre_static, inputs.post_static) != (None, None)
-    has_composition = any(part is not None for part in (*inputs.terms, inputs.pre_static, inputs.post_static))
-    fits_tensor_cores = composes_on_tensor_cores(inputs.query.shape[1], inputs.query.dtype)
-    if has_composition and fits_tensor_cores and not is_static_across_groups:
+    statics = [static for static in (inputs.pre_static, inputs.post_static) if static is not None]
+    terms = [terms for terms in inputs.terms if terms is not None]
+    mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)
+    _, heads, _, _ = inputs.query.shape
+    fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, mixes_heads=mixes_heads)
+    if (terms or statics) and fits_tensor_cores and not (statics and settings.groups > 1):
         return TensorCoreComposer
     return HeadByHeadComposer
 

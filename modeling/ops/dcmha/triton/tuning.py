@@ -84,9 +84,9 @@ def tile_of_window(dtype: torch.dtype) -> tuple[int, int, int]:
     return WINDOW_TILE_OF_FLOAT32 if dtype == torch.float32 else WINDOW_TILE
 
 
-def composes_on_tensor_cores(heads: int, dtype: torch.dtype) -> bool:
-    """Whether the tensor cores compose so many heads of an item."""
-    return dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
+def composes_on_tensor_cores(heads: int, dtype: torch.dtype, *, mixes_heads: bool) -> bool:
+    """Whether the tensor cores compose so many heads of an item; gates alone mix none, and are cheaper without."""
+    return mixes_heads and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
 def tiles_for(term_counts: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:

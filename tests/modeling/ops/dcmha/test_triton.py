@@ -201,7 +201,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
 @pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels that compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
     return str(request.param)
 
 
@@ -222,7 +222,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, 18])
 def test_the_shipped_tensor_core_patches_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
 
 
@@ -299,6 +299,7 @@ def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: to
         (HeadByHeadComposer, torch.bfloat16, 64, 1, {"pre_key"}),
         (HeadByHeadComposer, torch.bfloat16, 16, 2, {"pre_key", "pre_static"}),
         (HeadByHeadComposer, torch.bfloat16, 16, 1, set()),
+        (HeadByHeadComposer, torch.bfloat16, 16, 1, {"pre_query gate", "post_key gate"}),
     ],
 )
 def test_tensor_cores_compose_what_they_can(
@@ -306,7 +307,8 @@ def test_tensor_cores_compose_what_they_can(
 ) -> None:
     rows = torch.empty(2, heads, 9, 4, dtype=dtype)
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
-    inputs = inputs._replace(**{part: torch.empty(1) for part in parts})
+    given = {part.split()[0]: torch.empty(2, 9, 1 if "gate" in part else 3, heads) for part in parts}
+    inputs = inputs._replace(**given)
     assert choose_composer(inputs, MapSettings(1.0, True, None, groups)) is expected
 
 

@@ -52,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launch(work, name, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused, "_launch", note)
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: True)
     monkeypatch.setattr(tuning, "FUSES_FORWARD", True)
     monkeypatch.setattr(tuning, "FEWEST_QUERIES", 1)
     torch.use_deterministic_algorithms(True)

@@ -93,7 +93,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(params=["head by head", "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels that compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_: request.param == "tensor cores")
+    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
     return str(request.param)
 
 
