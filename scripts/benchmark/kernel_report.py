@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from ..common.environment import versions
 from .harness.process import source_commit
@@ -137,11 +138,12 @@ def _instructions(compiled: Compiled) -> dict[str, Any]:
 
 def _assembler_report(ptx: str, capability: int) -> dict[str, int]:
     """The registers of a thread and the bytes that it spills, as the assembler reports them."""
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    # Triton has an assembler for some architectures that reads newer PTX than the one for others.
+    assembler = get_ptxas(capability).path
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [str(assembler), "-v", f"-arch=sm_{capability}{'a' if capability >= 90 else ''}", str(source)]
+        command = [assembler, "-v", f"-arch=sm_{capability}{'a' if capability >= 90 else ''}", str(source)]
         told = subprocess.run([*command, "-o", str(cubin)], capture_output=True, text=True, check=True).stderr
     found = {name: re.search(pattern, told) for name, pattern in PATTERNS.items()}
     return {name: int(match[1]) for name, match in found.items() if match}
