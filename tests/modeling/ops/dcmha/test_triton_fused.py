@@ -39,11 +39,8 @@ LARGE = [
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the fused kernels that ran; every forward pass that the tensor cores could serve is fused.
-
-    Buffers start as NaN.
-    """
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the fused kernels that ran; every forward pass that the tensor cores could serve is fused."""
     names: list[str] = []
     launch = fused._launch
 
@@ -55,16 +52,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: True)
     monkeypatch.setattr(tuning, "FUSES_FORWARD", True)
     monkeypatch.setattr(tuning, "FEWEST_QUERIES", 1)
-    torch.use_deterministic_algorithms(True)
-    yield names
-    torch.use_deterministic_algorithms(False)
+    return names
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small patches, so that a few tokens have several."""
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small patches, so that a few tokens have several; buffers start as NaN."""
     for name in ("FUSED_TILES_80", "FUSED_TILES_90"):
         monkeypatch.setattr(tuning, name, dict.fromkeys(tuning.FUSED_TILES_80, (8, 16, 4, 1)))
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def attend(case: Case, **others: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +132,6 @@ def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case) -> No
 
 
 @interpreted
-@pytest.mark.usefixtures("small")
 @torch.no_grad()
 def test_heads_may_lie_farther_apart_than_32_bits_count() -> None:
     tensors, keywords = cast(*random_inputs(Case(17, 17, heads=(3, 3), rank=1)), torch.bfloat16)
