@@ -12,6 +12,7 @@ Precision = Literal["no", "bf16"]
 EngineName = Literal["ddp", "fsdp2", "hsdp"]
 Packing = Literal["concatenate", "best_fit"]
 BadUpdateChoice = Literal["stop", "skip", "rollback"]
+Schedule = Literal["cosine", "wsd"]
 Tracker = Literal["wandb", "trackio"]
 
 POSITIVE = (
@@ -45,7 +46,7 @@ NOT_NEGATIVE = (
 )
 # Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
 SMALLEST_EPSILON = 1e-37
-FRACTIONS = ("min_learning_rate_ratio", "adam_beta1", "adam_beta2")
+FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2")
 # Adam never forgets with a decay of 1.
 BELOW_ONE = ("adam_beta1", "adam_beta2")
 # A norm of infinity clips nothing.
@@ -165,8 +166,15 @@ class PretrainArguments:
     freeze_parent_steps: int = field(
         default=0, metadata={"help": "first updates in which only the weights that compose heads learn"}
     )
+    schedule: Schedule = field(
+        default="cosine",
+        metadata={"help": "how the learning rate falls: cosine, or wsd: stable, then down in the last decay_share"},
+    )
+    decay_share: float = field(
+        default=0.2, metadata={"help": "share of the updates in which the schedule wsd lowers the learning rate"}
+    )
     min_learning_rate_ratio: float = field(
-        default=0.1, metadata={"help": "end of the cosine, as a fraction of the peak"}
+        default=0.1, metadata={"help": "end of the schedule, as a fraction of the peak"}
     )
     warmup_steps: int | None = field(
         default=None,
@@ -304,6 +312,7 @@ class PretrainArguments:
         for name, kind in {
             "mixed_precision": Precision,
             "packing": Packing,
+            "schedule": Schedule,
             "on_bad_update": BadUpdateChoice,
             "engine": EngineName,
         }.items():

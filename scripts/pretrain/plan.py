@@ -21,7 +21,7 @@ from .engines.interface import Engine
 from .model import build_config, build_model, count_parameters
 from .outputs.checkpoint import Fingerprint, describe_changes
 from .outputs.run_folder import RunFolder
-from .schedule import CosineSchedule, build_schedule
+from .schedule import RateSchedule, build_schedule
 
 # Settings that decide the loss curve: a run resumes only with the ones that it began with.
 FIXED_SETTINGS = (
@@ -57,7 +57,7 @@ class Plan:
     validation_sequences: Sequences
     order: TrainingOrder
     memory: CarriedMemory
-    schedule: CosineSchedule
+    schedule: RateSchedule
     fingerprint: Fingerprint
 
 
@@ -109,7 +109,7 @@ def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segment
 
 
 def build_fingerprint(
-    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: CosineSchedule, global_batch: int
+    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: RateSchedule, global_batch: int
 ) -> Fingerprint:
     """What must not change between saving a checkpoint and resuming from it, in values that survive JSON."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}

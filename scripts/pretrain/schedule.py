@@ -11,10 +11,13 @@ from .arguments import PretrainArguments
 
 
 @dataclass(frozen=True)
-class CosineSchedule:
-    """Linear warmup to `peak`, then a cosine to `peak * min_ratio` at the last of `max_steps` updates.
+class RateSchedule:
+    """Linear warmup to `peak`, then down to `peak * min_ratio` at the last of `max_steps` updates, in one of two ways.
 
-    Weights that learn from update `first_step` on follow the same cosine, after a warmup of their own: Adam has no
+    `cosine` begins to fall at once. `wsd` (warmup, stable, decay; MiniCPM, arXiv 2404.06395) stays at the peak until
+    the last `decay_share` of the updates, in which it falls in a straight line.
+
+    Weights that learn from update `first_step` on follow the same curve, after a warmup of their own: Adam has no
     moments of them yet, and full steps in the direction of their first gradients would undo what they have learned.
     """
 
@@ -23,19 +26,27 @@ class CosineSchedule:
     max_steps: int
     min_ratio: float
     first_step: int = 0
+    shape: str = "cosine"
+    decay_share: float = 0.2
 
     def __call__(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0; 0 before `first_step`."""
         if step < self.first_step:
             return 0.0
-        progress = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
-        cosine = (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
-        rate = self.peak * (self.min_ratio + (1 - self.min_ratio) * cosine)
+        rate = self.peak * (self.min_ratio + (1 - self.min_ratio) * self._height(step))
         learned = step - self.first_step + 1
         return rate * learned / self.warmup_steps if learned < self.warmup_steps else rate
 
+    def _height(self, step: int) -> float:
+        """Where the curve stands at `step`, without warmup: 1 at the peak, 0 at the end."""
+        if self.shape == "wsd":
+            falling = max(1, round(self.decay_share * self.max_steps))
+            return min(1.0, (self.max_steps - 1 - step) / falling)
+        progress = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
+        return (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
 
-def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> CosineSchedule:
+
+def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> RateSchedule:
     """The schedule over `max_steps`, or over the updates that `epochs` passes over the sequences take.
 
     Raises:
@@ -47,12 +58,18 @@ def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: i
     for name, steps in {"warmup_steps": warmup_steps, "freeze_parent_steps": frozen_steps}.items():
         if steps >= max_steps:
             raise UserError(f"{name}={steps} must be below the {max_steps} updates of the run; lower it")
-    return CosineSchedule(
-        arguments.learning_rate, warmup_steps, max_steps, arguments.min_learning_rate_ratio, frozen_steps
+    return RateSchedule(
+        arguments.learning_rate,
+        warmup_steps,
+        max_steps,
+        arguments.min_learning_rate_ratio,
+        frozen_steps,
+        arguments.schedule,
+        arguments.decay_share,
     )
 
 
-def group_schedules(schedule: CosineSchedule, arguments: PretrainArguments) -> list[CosineSchedule]:
+def group_schedules(schedule: RateSchedule, arguments: PretrainArguments) -> list[RateSchedule]:
     """The schedule of each group of `build_optimizer`; that of the composition has its own peak and is never frozen."""
     if not arguments.treats_composition_apart:
         return [schedule, schedule]
@@ -60,7 +77,7 @@ def group_schedules(schedule: CosineSchedule, arguments: PretrainArguments) -> l
     return [schedule, schedule, replace(schedule, peak=peak, first_step=0)]
 
 
-def prepare_update(optimizer: torch.optim.Optimizer, schedules: Sequence[CosineSchedule], step: int) -> None:
+def prepare_update(optimizer: torch.optim.Optimizer, schedules: Sequence[RateSchedule], step: int) -> None:
     """Sets the learning rates of update `step`, between its backward pass and the clipping of its gradients.
 
     Groups that do not learn yet lose their gradients: AdamW skips a weight without a gradient, so neither decay nor

@@ -21,7 +21,7 @@ from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.data.packing import StreamSegments
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.optimizer import build_optimizer
-from dynattn.scripts.pretrain.schedule import CosineSchedule
+from dynattn.scripts.pretrain.schedule import RateSchedule
 
 STREAMS, SEGMENT = 4, 16
 MODEL: dict[str, Any] = {
@@ -93,7 +93,7 @@ def losses_by_hand(result: Result, *, carry: bool) -> list[float]:
     """The training of `result` as a plain loop over parts of the token stream."""
     model = fresh_model(result).train()
     arguments = PretrainArguments(output="x", max_steps=14, learning_rate=1e-2)
-    optimizer, schedule = build_optimizer(model, arguments), CosineSchedule(1e-2, 2, 14, 0.1)
+    optimizer, schedule = build_optimizer(model, arguments), RateSchedule(1e-2, 2, 14, 0.1)
     tokens, targets = read_stream(result, "train")
     length = (len(tokens) - 1) // STREAMS
     segments = math.ceil(length / SEGMENT)

@@ -4,15 +4,23 @@ import math
 
 import pytest
 
-from dynattn.scripts.pretrain.schedule import CosineSchedule
+from dynattn.scripts.pretrain.schedule import RateSchedule
 
 
 def test_schedule_has_the_values_of_the_formula():
-    schedule = CosineSchedule(peak=2.0, warmup_steps=4, max_steps=15, min_ratio=0.1)
+    schedule = RateSchedule(peak=2.0, warmup_steps=4, max_steps=15, min_ratio=0.1)
     assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
     assert schedule(4) == 2.0
     assert schedule(9) == pytest.approx(0.2 + 1.8 / 2)
     assert schedule(14) == pytest.approx(0.2)
     quarter = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 0.3)) / 2)
     assert schedule(7) == pytest.approx(quarter)
-    assert CosineSchedule(peak=1.0, warmup_steps=0, max_steps=1, min_ratio=0.1)(0) == 1.0
+    assert RateSchedule(peak=1.0, warmup_steps=0, max_steps=1, min_ratio=0.1)(0) == 1.0
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_a_straight_line():
+    schedule = RateSchedule(2.0, warmup_steps=2, max_steps=21, min_ratio=0.1, shape="wsd", decay_share=0.5)
+    rates = [schedule(step) for step in range(21)]
+    assert rates[:2] == [1.0, 2.0]
+    assert set(rates[1:11]) == {2.0}
+    assert rates[11:] == pytest.approx([0.2 + 1.8 * left / 10 for left in range(9, -1, -1)])

@@ -18,7 +18,7 @@ from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.model import composition_weights
 from dynattn.scripts.pretrain.optimizer import build_optimizer
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
-from dynattn.scripts.pretrain.schedule import CosineSchedule, group_schedules, prepare_update
+from dynattn.scripts.pretrain.schedule import RateSchedule, group_schedules, prepare_update
 
 NEOX_CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 RUN: dict[str, Any] = {
@@ -162,7 +162,7 @@ def test_each_weight_moves_by_its_own_rate(upcycled: Path, corpus: Path, tmp_pat
 def test_freezing_is_two_optimizers_of_which_one_begins_later(upcycled: Path):
     """Against AdamW as it is: over the composition alone at first, and a new one over the parent's weights later."""
     arguments = PretrainArguments(output="x", freeze_parent_steps=2, composition_learning_rate=3e-3, warmup_steps=0)
-    schedule = CosineSchedule(1e-3, warmup_steps=0, max_steps=4, min_ratio=1.0, first_step=2)
+    schedule = RateSchedule(1e-3, warmup_steps=0, max_steps=4, min_ratio=1.0, first_step=2)
     model = AutoModelForCausalLM.from_pretrained(upcycled)
     twin = copy.deepcopy(model)
     optimizer, schedules = build_optimizer(model, arguments), group_schedules(schedule, arguments)
