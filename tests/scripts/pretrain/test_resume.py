@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.training import curve, earlier_format, killed_run, run, without_timing
+from cases.training import LLAMA, curve, earlier_format, killed_run, run, run_forked, without_timing
 from safetensors.torch import load_file
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import Result
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.stopping import StoppedError
+
+# New processes have no random state to restore, so dropout would differ.
+WITHOUT_DROPOUT = {**LLAMA, "attention_dropout": 0.0}
 
 
 def is_same(output: Path, finished: Result) -> bool:
@@ -36,6 +39,17 @@ def test_checkpoints_of_an_earlier_version_resume_bit_for_bit(finished: Result, 
     assert {path.name for path in saved.iterdir()} >= {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
     run(tmp_path / "run", corpus)
     assert is_same(tmp_path / "run", finished)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_an_earlier_version_resume_in_shards(corpus: Path, tmp_path: Path):
+    output, sharded = tmp_path / "run", {"engine": "fsdp2", "batch_size": 2}
+    killed_run(tmp_path / "new", corpus, 7, model_config=WITHOUT_DROPOUT)
+    with earlier_format():
+        killed_run(output, corpus, 7, model_config=WITHOUT_DROPOUT)
+    for folder in (output, tmp_path / "new"):
+        run_forked(2, folder, corpus, **sharded, model_config=WITHOUT_DROPOUT)
+    assert without_timing(output) == without_timing(tmp_path / "new")
 
 
 def test_resume_intact_falls_back_and_says_what_it_skips(
