@@ -103,7 +103,7 @@ def attention_through(
             return_maps=AttentionMaps._fields,
             **masking,
         )
-        keep(module.layer_idx, stages, AttentionMaps(*(part.float() for part in maps)))
+        keep(module.layer_idx, stages, AttentionMaps(*(part.float() for part in maps if part is not None)))
         return output, None
 
     AttentionInterface.register(IMPLEMENTATION, attend)

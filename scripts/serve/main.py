@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: packages of the server are missing, or this version of Transformers is not served.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__)
+        print(f"usage: dynattn serve CHECKPOINT [options]\n\n{__doc__}")
         return 0 if argv else 2
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise UserError(f"the server needs {', '.join(missing)}; pip install 'dynattn[serving]'")

@@ -128,11 +128,11 @@ class ComposedPages(nn.Module, AttentionLayerBase):
         pages = self.kv_cache.transpose(1, 2)
         rows = pages.view(-1, *pages.shape[2:])  # [rows, H_kv, 2 * width]; never a copy, whose new rows would be lost
         requests = batch[self.name].rows(self.kv_cache.shape[2], self.sliding_window)
-        kept = rows.split(self.layout.width, dim=-1)
+        keys, values = rows.split(self.layout.width, dim=-1)
 
         def write(*new: Tensor) -> None:
             """Writes the rows of keys and of values, each `[T, H_kv, width]`; the batch may end with padding."""
-            for cache, states in zip(kept, new, strict=True):
+            for cache, states in zip((keys, values), new, strict=True):
                 cache[requests.new_rows] = states[: len(requests.new_rows)]
 
-        return LayerRows(*kept, write, requests)
+        return LayerRows(keys, values, write, requests)
