@@ -110,8 +110,9 @@ def compare(straight: Path, disturbed: Path, *, alone: bool) -> dict[str, Any]:
     """Whether both runs ended in the same way: bit for bit in one process, up to 1e-6 of the losses otherwise."""
     one, two = summary(straight), summary(disturbed)
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(one["curve"], two["curve"], strict=True)]
+    relative = [difference / line["loss"] for difference, line in zip(differences, one["curve"], strict=True)]
     steps = [[(line["step"], line["split"]) for line in found["curve"]] for found in (one, two)]
-    is_same = one == two if alone else steps[0] == steps[1] and max(differences) < 1e-6
+    is_same = one == two if alone else steps[0] == steps[1] and max(relative) < 1e-6
     return {"largest difference of a loss": max(differences), "bit for bit": one == two, "same": is_same}
 
 
