@@ -10,6 +10,7 @@ from dynattn import __version__
 
 project = "dynattn"
 author = "The dynattn authors"
+project_copyright = "2026, The dynattn authors"
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
@@ -29,7 +30,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "model_cards/**", "modeling/ops/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = ["**/.*", ".venv", "build", "runs", "tests"]
 # Tables of records and design notes are linked from the text that tells of them.
-suppress_warnings = ["toc.not_included", "myst.header"]
+suppress_warnings = ["toc.not_included", "myst.header", "misc.highlighting_failure"]
 
 
 def without_fences(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
