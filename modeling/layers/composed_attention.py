@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
+from ..ops.dcmha.composition import Composition
 from ..positions.rotary import rotate
 from .attention_interface import attention_function, chunked_mask
 from .differential_heads import DifferentialHeads
@@ -95,11 +96,7 @@ class ComposedAttention(nn.Module):
             key, (value, factors["key"]) = past_key_values.update(key, value, self.layer_idx, factors["key"])
         elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        stages = {}
-        if self.composition is not None:
-            stages["pre"], stages["post"] = self.composition.assemble(factors)
-        if self.differential is not None:
-            stages["post"] = self.differential.subtract(stages["post"])
+        stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or self.config._attn_implementation, eager_attention_forward
         )
@@ -117,6 +114,12 @@ class ComposedAttention(nn.Module):
         if self.differential is not None:
             output = self.differential(output)
         return self.o_proj(output.flatten(2)), weights
+
+    def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) of packed factors as `DynamicComposition.assemble` does, differential heads included."""
+        assert self.composition is not None
+        pre, post = self.composition.assemble(factors)
+        return pre, post if self.differential is None else self.differential.subtract(post)
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]

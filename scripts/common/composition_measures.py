@@ -71,7 +71,7 @@ def term_sizes(composition: Composition) -> dict[str, float]:
             squares[f"{side}_gate"] = gate.float().square().sum(-1)
     if composition.static is not None:
         squares["static"] = composition.static.float().square().sum()
-    heads = next(iter(composition.tensors().values())).shape[-1]
+    heads = next((tensor.shape[-1] for tensor in composition.tensors().values()), 1)
     return {name: (value.mean() / heads).sqrt().item() for name, value in squares.items()}
 
 

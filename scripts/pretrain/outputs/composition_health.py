@@ -56,7 +56,7 @@ def _look(found: dict[str, float], layer: ComposedAttention, args: Any, kwargs: 
     positions = args[1] if len(args) > 1 else kwargs["position_embeddings"]
     assert layer.composition is not None
     query, key, _value = layer._project(hidden, positions)
-    pre, post = layer.composition.assemble(layer.composition(hidden))
+    pre, post = layer.assemble(layer.composition(hidden))
     length = hidden.shape[1]
     visible = visible_keys(length, length, is_causal=True, sliding_window=layer.sliding_window, device=hidden.device)
     assert visible is not None  # causal attention hides something

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,16 @@ def signal_after(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> Non
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Trainer, "_show", show)
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    """As in a terminal: a shell starts what runs in the background with signals ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    earlier = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
 
 
 def handlers() -> list[Any]:
