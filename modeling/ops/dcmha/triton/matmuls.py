@@ -135,7 +135,10 @@ class CublasMatmuls(Matmuls):
 
 def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
     """Sets `out = left @ right * scaling`, scaled before it is rounded: `[b, i, k]`, `[b, k, j]` to `[b, i, j]`."""
-    torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
+    if scaling == 0:  # on a CPU PyTorch 2.13 leaves what bfloat16 results held before
+        torch.bmm(left, right, out=out).mul_(scaling)
+    else:
+        torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
 
 
 def in_place(rows: Tensor) -> Tensor:

@@ -254,6 +254,14 @@ def test_queries_with_one_key_give_no_gradient_to_scores(dtype: torch.dtype) -> 
 
 
 @interpreted
+@pytest.mark.usefixtures("poisoned")
+def test_scores_scaled_by_zero_have_no_gradient() -> None:
+    tensors, keywords = cast(*random_inputs(Case(33, 33, width=16, rank=1)), torch.bfloat16)
+    _, query, key, *_ = run(dcmha_triton, tensors, {**keywords, "scaling": 0.0})
+    assert not query.any() and not key.any()
+
+
+@interpreted
 @pytest.mark.usefixtures("small", "family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_that_cancel_are_bounded(dtype: torch.dtype) -> None:
