@@ -49,7 +49,7 @@ def stage_figures(
     return {
         "terms": (
             draw_terms(record["layers"], stage),
-            "Mean Frobenius norm of each term's matrix, divided by that of the identity.",
+            "The Frobenius norm of each term's matrix, in units of the identity's: root mean square over tokens.",
         ),
         "similarity": (
             draw_similarity(record["layers"], stage),
