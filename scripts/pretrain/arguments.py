@@ -340,6 +340,12 @@ class PretrainArguments:
     def _check_combinations(self) -> None:
         if self.max_steps is not None and self.epochs is not None:
             raise UserError(f"max_steps={self.max_steps} and epochs={self.epochs} exclude each other; give one")
+        rate = max(self.learning_rate, self.composition_learning_rate or 0.0)
+        if rate * self.weight_decay >= 1:
+            raise UserError(
+                f"weight_decay={self.weight_decay} times the learning rate {rate} must be below 1: an update would "
+                "take more from a weight than it has; lower one of them"
+            )
         fresh = [name for name in ("model_type", "model_size", "model_config") if getattr(self, name)]
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")

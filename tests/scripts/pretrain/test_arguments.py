@@ -40,6 +40,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--batch_size 99999999999", "batch_size=99999999999 must be at most 2147483647"),
         ("--dataloader_workers 100000", "dataloader_workers=100000 must be at most 1024"),
         ("--max_steps 3 --epochs 1", "exclude each other"),
+        ("--weight_decay 1e20", "weight_decay=1e+20 times the learning rate 0.001 must be below 1"),
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
         ("--init_from a --model_type llama", "already fixes the model"),
         ("--model_config {a", "is not JSON"),
