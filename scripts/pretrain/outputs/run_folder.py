@@ -1,6 +1,7 @@
 """The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,7 +139,9 @@ class RunFolder:
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""
-        return chosen.resolve().parent == self.checkpoints.resolve()
+        # Unlike `Path.resolve`, this does not raise for links in a circle, which are refused where they are read.
+        parent, own = (os.path.realpath(path) for path in (chosen.parent, self.checkpoints))
+        return parent == own
 
     def _own_paths(self) -> tuple[Path, ...]:
         """All that a run leaves in its folder, but for the marker."""

@@ -151,7 +151,9 @@ def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Te
     """`out[h] = left[h] @ right[h // repeats] * scaling`: `[H, a, b]` by `[H_kv, b, d]`, without repeating `right`."""
     repeats = left.shape[0] // right.shape[0]
     for rows, product in zip(_every(left, repeats), _every(out, repeats), strict=True):
-        torch.baddbmm(product, rows, right, beta=0, alpha=scaling, out=product)
+        torch.baddbmm(product, rows, right, beta=0, alpha=scaling or 1.0, out=product)
+        if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
+            product.mul_(scaling)
 
 
 def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:

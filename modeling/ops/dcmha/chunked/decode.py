@@ -142,7 +142,9 @@ def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tenso
     """
     (batch, heads, inner), kv_heads = rows.shape, cached.shape[1]
     grouped = rows.reshape(batch * kv_heads, heads // kv_heads, inner)
-    product = torch.baddbmm(rows.new_zeros(1), grouped, cached.flatten(0, 1), beta=0, alpha=scaling)
+    product = torch.baddbmm(rows.new_zeros(1), grouped, cached.flatten(0, 1), beta=0, alpha=scaling or 1.0)
+    if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
+        product = product * scaling
     return product.view(batch, heads, cached.shape[-1])
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from dynattn import (
+    Composition,
     DCFormerConfig,
     DCFormerForCausalLM,
     DCPythiaConfig,
@@ -305,3 +306,19 @@ def test_first_keys_save_the_work_of_other_documents() -> None:
             attend(inputs._replace(first_keys=starts), ChunkedSettings(1.0, True, None, 1, 1))
         sizes.append(largest.elements)
     assert sizes[0] < 0.5 * sizes[1]  # chunks of up to 60 queries reach over two documents at most
+
+
+@pytest.mark.parametrize(("dtype", "queries"), [(torch.bfloat16, 1), (torch.bfloat16, 5), (torch.float32, 5)])
+def test_a_scaling_of_zero_makes_all_visible_keys_equal(
+    dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without C code too, where PyTorch's products leave results unset for a factor of zero."""
+    monkeypatch.setenv("DYNATTN_COMPILE", "0")
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 4, length, 8, dtype=dtype) for length in (queries, 9, 9))
+    gate = Composition(query_gate=torch.randn(1, queries, 4, dtype=dtype))
+    value = value.transpose(2, 3).contiguous().transpose(2, 3)  # strides that C code does not decode with
+    found, expected = (
+        dcmha_attention(query, key, value, pre=gate, scaling=0.0, implementation=name) for name in ("chunked", "eager")
+    )
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
