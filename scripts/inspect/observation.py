@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from dynattn.modeling.layers.attention_interface import chunked_mask, mask_arguments
-from dynattn.modeling.ops.dcmha.attention import dcmha_attention
+from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.dcmha.eager import AttentionMaps
+from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
 
 IMPLEMENTATION = "observed"
 STAGES = ("pre", "post")
@@ -77,33 +77,14 @@ def attention_through(
 ) -> Iterator[None]:
     """Lets the layers of `model` attend by the reference implementation, with changed compositions, and keeps maps."""
 
-    def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float,
-        sliding_window: int | None = None,
-        first_keys: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Queries `[1, H, T, D]`, keys and values `[1, H_kv, T, D]`; returns the output `[1, T, H, D]`."""
-        given = {stage: options[stage] for stage in STAGES if options.get(stage) is not None}
-        stages = change(module.layer_idx, given)
-        masking: Any = mask_arguments(attention_mask, sliding_window)
-        output, maps = dcmha_attention(
-            query,
-            key,
-            value,
-            pre=stages.get("pre"),
-            post=stages.get("post"),
-            scaling=scaling,
-            first_keys=first_keys,
-            return_maps=AttentionMaps._fields,
-            **masking,
-        )
-        keep(module.layer_idx, stages, AttentionMaps(*(part.float() for part in maps if part is not None)))
+    def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        """A function of Transformers' attention interface; see `attention_function`."""
+        given = {stage: options.pop(stage, None) for stage in STAGES}
+        stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one is not None})
+        maps: dict[str, Tensor] = {}
+        observed = attention_function(partial(dcmha_eager, hook=maps.setdefault))
+        output, _ = observed(module, *args, **options, **stages)
+        keep(module.layer_idx, stages, AttentionMaps(**{name: part.float() for name, part in maps.items()}))
         return output, None
 
     AttentionInterface.register(IMPLEMENTATION, attend)

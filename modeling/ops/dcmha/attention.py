@@ -138,7 +138,7 @@ def dcmha_attention(
     if return_maps is not None:
         check_maps(return_maps, implementation)
         maps: dict[str, Tensor] = {}
-        output, _ = dcmha_eager(query, key, value, **options, hook=lambda name, map_: maps.setdefault(name, map_))
+        output, _ = dcmha_eager(query, key, value, **options, hook=maps.setdefault)
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     name = resolve_implementation(implementation, composed=pre is not None or post is not None, device=query.device)
     if implementation is None and name == "triton" and why_unsupported(query, attention_mask) is not None:
