@@ -1,6 +1,6 @@
 """Cases of the composed op, and how tests run them: inputs in float64, casts, outputs with all gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ CASES = [
 
 
 def random_composition(
-    terms: frozenset[str], batch: int, queries: int, keys: int, heads: int, rank: int = 2, **other: Any
+    terms: Set[str], batch: int, queries: int, keys: int, heads: int, rank: int = 2, **other: Any
 ) -> Composition:
     def factor(*shape: int) -> Tensor:
         return (torch.randn(*shape, dtype=torch.float64) * 0.4).requires_grad_()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.composed_op import random_composition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,22 +19,6 @@ from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Att
 from dynattn.modeling.ops.dcmha.composition import from_list, list_tensors, pack_factors, unpack_factors
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
-
-
-def random_composition(terms: set[str], batch: int, queries: int, keys: int, heads: int, rank: int) -> Composition:
-    def factor(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64) * 0.5
-
-    given: dict[str, Tensor] = {}
-    for side, length in (("query", queries), ("key", keys)):
-        if f"{side}_low_rank" in terms:
-            given[f"{side}_down"] = factor(batch, length, rank, heads)
-            given[f"{side}_up"] = factor(batch, length, rank, heads)
-        if f"{side}_gate" in terms:
-            given[f"{side}_gate"] = factor(batch, length, heads)
-    if "static" in terms:
-        given["static"] = factor(heads, heads)
-    return Composition(**given)
 
 
 def mixing_matrix(c: Composition, b: int, t: int, s: int, heads: int) -> Tensor:
