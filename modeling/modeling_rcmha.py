@@ -16,7 +16,7 @@ from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .layers.headwise_conv import HeadwiseCausalConv, init_conv
+from .layers.headwise_conv import HeadwiseConv, init_conv
 from .layers.relative_attention import RCMHAAttention
 from .ops.relative.attention import resolve_relative
 from .positions.rotary import RotaryEmbedding
@@ -83,7 +83,7 @@ class RCMHAPreTrainedModel(DecoderPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, HeadwiseCausalConv):
+        if isinstance(module, HeadwiseConv):
             init_conv(module, std)
         elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
             for table in (module.position_embeddings, module.position_bias, module.content_bias):

@@ -13,7 +13,7 @@ from ..ops.relative.attention import RELATIVE
 from ..positions.alibi import alibi_bias
 from ..positions.rotary import rotate
 from .attention_interface import chunked_mask
-from .headwise_conv import HeadwiseCausalConv
+from .headwise_conv import HeadwiseConv
 
 # Transformers looks masks up by the name of the implementation; it has its own for `eager` and `sdpa`.
 AttentionMaskInterface.register("chunked", chunked_mask)
@@ -34,7 +34,7 @@ class RCMHAAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, size)
         self.o_proj = nn.Linear(size, config.hidden_size)
         for name in ("q_conv", "k_conv", "v_conv"):
-            conv = HeadwiseCausalConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
+            conv = HeadwiseConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
             self.register_module(name, conv)
         for name in ("position_embeddings", "position_bias", "content_bias"):
             self.register_parameter(name, None)
@@ -102,6 +102,6 @@ class RCMHAAttention(nn.Module):
         if streaming is not None:
             projected = streaming.layers[self.layer_idx].extend(name, projected)  # type: ignore[union-attr]
         else:
-            projected = nn.functional.pad(projected, (0, 0, conv.context_length, 0))
+            projected = conv.pad(projected)
         projected = projected.unflatten(-1, (-1, self.head_dim))
         return conv(projected, segment.document_positions).transpose(1, 2)

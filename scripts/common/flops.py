@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dynattn.families import FAMILIES
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.layers.headwise_conv import HeadwiseCausalConv
+from dynattn.modeling.layers.headwise_conv import HeadwiseConv
 
 # A backward pass has two products for each one of the forward pass.
 TRAINING = 3
@@ -77,7 +77,7 @@ def projection_flops(model: nn.Module) -> int:
 
 def convolution_flops(model: PreTrainedModel) -> int:
     """Forward FLOPs of a token in all convolutions, whose kernels the heads share."""
-    kernels = sum(part.weight.numel() for part in model.modules() if isinstance(part, HeadwiseCausalConv))
+    kernels = sum(part.weight.numel() for part in model.modules() if isinstance(part, HeadwiseConv))
     return 2 * kernels * model.config.num_attention_heads
 
 

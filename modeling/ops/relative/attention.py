@@ -5,9 +5,10 @@ It is the attention of Transformer-XL (arXiv 1901.02860) with learned tables ins
     score[t, s] = ((q_t + u) . k_s + q_t . r[d] + b[d]) * scaling,   d = distance from key s to query t
     output      = softmax(score over the visible keys) V                             [B, T, H, D]
 
-`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance; `u` is a content
-bias. Each of the three may be absent; without all three the op is plain multi-head attention. Dimension letters are
-those of the package, and `L` is the length of the tables.
+`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance, which is negative
+for the later keys that attention without causality sees; `u` is a content bias. Each of the three may be absent; without
+all three the op is plain multi-head attention. Dimension letters are those of the package, and `L` is the length of the
+tables.
 """
 
 import functools
@@ -61,24 +62,27 @@ def relative_attention(
     sliding_window: int | None = None,
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
+    later_rows: int = 0,
     implementation: str | None = None,
 ) -> Tensor:
-    """Causal multi-head attention whose scores depend on the distance between query and key.
+    """Multi-head attention, causal by default, whose scores depend on the distance between query and key.
 
     Args:
         query: `[B, H, T, D]`, floating point.
         key, value: `[B, H, S, D]`, same dtype as `query`.
-        position_embeddings: `[L, H, D]`, row `d` for the key `d` tokens before the query; dtype of `query`.
+        position_embeddings: `[L, H, D]`, row `d + later_rows` for the key `d` tokens before the query; dtype of
+            `query`.
         position_bias: `[L, H]`.
         content_bias: `[H, D]`, added to the queries for their products with keys, not for those with positions.
         scaling: factor on the whole score, position terms included; default `D ** -0.5`.
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
             causal and the window mask.
-        is_causal: a query sees no later key. Tables have rows for earlier keys only, so that they need it.
+        is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
         offset: position of the first query among the keys, default `S - T`. It differs in a preallocated cache, whose
             keys after the last query are hidden by `is_causal`.
         dropout: probability of dropping an attention probability, from 0 to 1.
+        later_rows: rows of the tables, their first, that belong to later keys. Without causality tables need them.
         implementation: a name in `RELATIVE`; by default `chunked`, or `sdpa` without any of the three terms.
 
     Returns:
@@ -86,12 +90,12 @@ def relative_attention(
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit, tables that are shorter than the distances that queries
-            reach, or tables without causality.
+            reach, or tables without causality and without rows for later keys.
     """
     # A layer's mask may hide the keys beyond its tables, so that implementations check lengths only without a mask.
     if attention_mask is not None and query.ndim == key.ndim == 4:
         tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
-        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset)
+        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
     relative = any(term is not None for term in (position_embeddings, position_bias, content_bias))
     attend = RELATIVE[resolve_relative(implementation, relative=relative)]
     output, _ = attend(
@@ -107,6 +111,7 @@ def relative_attention(
         sliding_window=sliding_window,
         offset=offset,
         dropout=dropout,
+        later_rows=later_rows,
     )
     return output
 

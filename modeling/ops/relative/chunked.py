@@ -49,6 +49,7 @@ def relative_chunked(
     sliding_window: int | None,
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
+    later_rows: int = 0,
 ) -> tuple[Tensor, None]:
     """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
 
@@ -56,7 +57,7 @@ def relative_chunked(
 
     Queries before the first key see nothing; they are left out, and their rows of the output are zero. A single query,
     and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding, where its
-    memory is linear too.
+    memory is linear too. So do calls without causality, whose memory is not: `sdpa` has one map less.
     """
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1 or offset is not None or not is_causal:
@@ -73,18 +74,19 @@ def relative_chunked(
             sliding_window=sliding_window,
             offset=offset,
             dropout=dropout,
+            later_rows=later_rows,
         )
         return output, None
     unseeing = max(queries - keys, 0)
     if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask[..., unseeing:, :]
-    reach = keys if sliding_window is None else min(keys, sliding_window)
+    rows = slice(later_rows, later_rows + (keys if sliding_window is None else min(keys, sliding_window)))
     tensors = [
         query[:, :, unseeing:],
         key,
         value,
-        None if position_embeddings is None else position_embeddings[:reach],
-        None if position_bias is None else position_bias[:reach],
+        None if position_embeddings is None else position_embeddings[rows],
+        None if position_bias is None else position_bias[rows],
         content_bias,
     ]
     if torch.is_autocast_enabled(query.device.type):

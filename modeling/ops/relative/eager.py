@@ -21,6 +21,7 @@ def relative_eager(
     sliding_window: int | None,
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
+    later_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`relative_attention` by definition, with the softmax in at least float32.
 
@@ -30,7 +31,7 @@ def relative_eager(
     distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
     content_query = query if content_bias is None else query + content_bias[:, None]
     scores = content_query @ key.transpose(-1, -2)  # [B, H, T, S]
-    positions = position_scores(query, position_embeddings, position_bias, distance)
+    positions = position_scores(query, position_embeddings, position_bias, distance + later_rows)
     scores = (scores if positions is None else scores + positions) * scaling
     given, bias = split_mask(attention_mask)
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
@@ -57,13 +58,14 @@ def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int 
     return visible
 
 
-def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | None, distance: Tensor) -> Tensor | None:
+def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor | None:
     """The terms of the score that read the position tables, before scaling.
 
     Args:
         query: `[B, H, T, D]`.
         embeddings, bias: `[L, H, D]` and `[L, H]`, either may be None.
-        distance: `[T, S]`. Distances outside the tables read the nearest row; the caller must hide these keys.
+        rows: `[T, S]`, the row of each distance. Those outside the tables read the nearest row; the caller must hide
+            these keys.
 
     Returns:
         Broadcastable to `[B, H, T, S]`; None without tables.
@@ -71,9 +73,9 @@ def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | Non
     scores: Tensor | None = None
     if embeddings is not None:
         by_distance = torch.einsum("bhtd,lhd->bhtl", query, embeddings)
-        rows = distance.clamp(0, embeddings.shape[0] - 1).expand(*query.shape[:3], -1)
-        scores = by_distance.gather(-1, rows)
+        index = rows.clamp(0, embeddings.shape[0] - 1).expand(*query.shape[:3], -1)
+        scores = by_distance.gather(-1, index)
     if bias is not None:
-        by_distance = bias[distance.clamp(0, bias.shape[0] - 1)].permute(2, 0, 1)  # [H, T, S]
+        by_distance = bias[rows.clamp(0, bias.shape[0] - 1)].permute(2, 0, 1)  # [H, T, S]
         scores = by_distance if scores is None else scores + by_distance
     return scores

@@ -23,6 +23,7 @@ def relative_sdpa(
     sliding_window: int | None,
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
+    later_rows: int = 0,
 ) -> tuple[Tensor, None]:
     """`relative_attention` with one `[B, H, T, S]` mask in memory.
 
@@ -31,7 +32,7 @@ def relative_sdpa(
     """
     content_query = query if content_bias is None else query + content_bias[:, None]
     distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
-    positions = position_scores(query, position_embeddings, position_bias, distance)
+    positions = position_scores(query, position_embeddings, position_bias, distance + later_rows)
     if positions is None and offset is None and not dropout:
         return plain_attention(
             content_query,

@@ -22,6 +22,7 @@ def check_relative_call(
     sliding_window: int | None,
     offset: int | Tensor | None = None,
     dropout: float = 0.0,
+    later_rows: int = 0,
 ) -> None:
     """Checks numbers, shapes and dtypes, and reads no contents; arguments are those of `relative_attention`.
 
@@ -43,11 +44,14 @@ def check_relative_call(
     check_offset(offset)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ValueError(f"dropout must be a probability, from 0 to 1, not {dropout!r}")
-    _check_table("position_embeddings", position_embeddings, (heads, width), query, is_causal=is_causal)
-    _check_table("position_bias", position_bias, (heads,), query, is_causal=is_causal)
+    if not (is_integer(later_rows) and later_rows >= 0):
+        raise ValueError(f"later_rows must be the number of rows for later keys, at least 0, not {later_rows!r}")
+    has_later_rows = is_causal or later_rows > 0
+    _check_table("position_embeddings", position_embeddings, (heads, width), query, has_later_rows=has_later_rows)
+    _check_table("position_bias", position_bias, (heads,), query, has_later_rows=has_later_rows)
     if attention_mask is None:
         tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
-        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset)
+        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
     if content_bias is None:
         return
     if content_bias.shape != (heads, width):
@@ -65,37 +69,50 @@ def check_offset(offset: Any) -> None:
 
 
 def check_table_lengths(
-    tables: dict[str, Tensor | None], queries: int, keys: int, sliding_window: int | None, offset: int | Tensor | None
+    tables: dict[str, Tensor | None],
+    queries: int,
+    keys: int,
+    sliding_window: int | None,
+    offset: int | Tensor | None,
+    later_rows: int = 0,
+    is_causal: bool = True,
 ) -> None:
     """Checks that position tables `[L, ..]` have a row for every distance that positions alone allow.
 
     A mask may hide the far keys, as between packed documents; layers with a mask check what their queries really
     reach. An offset that is a tensor is not read.
 
+    Args:
+        later_rows: rows of the tables that belong to later keys; the first query reaches the farthest of those.
+
     Raises:
         ValueError: a table is too short; the text names it.
     """
     reach = keys if offset is None or isinstance(offset, Tensor) else max(keys, queries + offset)
     rows = reach if sliding_window is None else min(reach, sliding_window)
+    first = keys - queries if offset is None or isinstance(offset, Tensor) else offset
+    later = 0 if is_causal else max(keys - 1 - first, 0)
+    later = later if sliding_window is None else min(later, sliding_window - 1)
     for name, table in tables.items():
-        if table is not None and table.ndim > 0 and table.shape[0] < rows:
+        if table is not None and table.ndim > 0 and (table.shape[0] - later_rows < rows or later_rows < later):
+            beyond = f", and {later} keys ahead, for which it has {later_rows}" if later else ""
             raise ValueError(
-                f"{name} has {table.shape[0]} rows, but queries reach over {rows} keys; use fewer keys, a sliding "
-                "window or a longer table"
+                f"{name} has {table.shape[0] - later_rows} rows, but queries reach over {rows} keys{beyond}; use fewer "
+                "keys, a sliding window or a longer table"
             )
 
 
 def _check_table(
-    name: str, table: Tensor | None, row_shape: tuple[int, ...], query: Tensor, *, is_causal: bool
+    name: str, table: Tensor | None, row_shape: tuple[int, ...], query: Tensor, *, has_later_rows: bool
 ) -> None:
     """Checks a position table `[L, *row_shape]` against the query `[B, H, T, D]`."""
     if table is None:
         return
     if table.ndim == 0 or table.shape[1:] != row_shape:
         raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {', '.join(map(str, row_shape))}]")
-    if not is_causal:
+    if not has_later_rows:
         raise ValueError(
-            f"is_causal=False does not go with {name}: distances to later keys have no row; use is_causal=True, or no "
-            "table and an additive attention_mask"
+            f"is_causal=False does not go with {name}: distances to later keys have no row; use is_causal=True, or a "
+            "table whose first later_rows rows are theirs"
         )
     check_dtype(name, table, query)

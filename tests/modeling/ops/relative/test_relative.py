@@ -231,6 +231,51 @@ def test_chunked_allocates_nothing_of_queries_times_keys(monkeypatch: pytest.Mon
         assert largest.numel <= limit < 512 * 512
 
 
+def test_later_keys_have_the_first_rows_of_the_tables() -> None:
+    """Query by query and key by key, in plain loops, with a window on both sides and without."""
+    given = inputs(3, 5)
+    query, key, value, _, _, content = given.values()
+    table, bias = random(5 + 3, HEADS, WIDTH), random(5 + 3, HEADS)
+    for window in (None, 2):
+        output = relative_attention(
+            query,  # type: ignore[arg-type]
+            key,  # type: ignore[arg-type]
+            value,  # type: ignore[arg-type]
+            position_embeddings=table,
+            position_bias=bias,
+            content_bias=content,
+            is_causal=False,
+            sliding_window=window,
+            later_rows=3,
+            implementation="eager",
+        )
+        for b, h, t in itertools.product(range(BATCH), range(HEADS), range(3)):
+            seen = [s for s in range(5) if window is None or abs(t + 2 - s) < window]
+            rows = [t + 2 - s + 3 for s in seen]
+            products = (query[b, h, t] + content[h]) @ key[b, h, seen].T  # type: ignore[index]
+            scores = (products + table[rows, h] @ query[b, h, t] + bias[rows, h]) * WIDTH**-0.5  # type: ignore[index]
+            torch.testing.assert_close(output[b, t, h], scores.softmax(0) @ value[b, h, seen], atol=1e-12, rtol=0)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (20, 33), (33, 20), (1, 7)])
+def test_tables_of_both_directions_give_the_outputs_and_gradients_of_the_definition(
+    implementation: str, is_causal: bool, window: int | None, queries: int, keys: int
+) -> None:
+    given = inputs(queries, keys) | {
+        "position_embeddings": random(keys + queries, HEADS, WIDTH),
+        "position_bias": random(keys + queries, HEADS),
+    }
+    options: dict[str, Any] = {"is_causal": is_causal, "sliding_window": window, "later_rows": queries}
+    expected, expected_grads = run(given, "eager", **options)
+    output, grads = run(given, implementation, **options)
+    torch.testing.assert_close(output, expected, atol=1e-11, rtol=0)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"query": random(2, 4, 3)}, r"query must be \[B, H, T, D\]"),
     ({"key": random(2, 1, 6, 4), "value": random(2, 1, 6, 4)}, "does not fit query"),
@@ -247,6 +292,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dropout": float("nan")}, "dropout must be a probability, from 0 to 1, not nan"),
     ({"is_causal": False}, "is_causal=False does not go with position_embeddings: distances to later keys have no row"),
     ({"is_causal": False, "position_embeddings": None}, "is_causal=False does not go with position_bias"),
+    (
+        {"is_causal": False, "later_rows": 2},
+        "position_embeddings has 6 rows, but queries reach over 6 keys, and 3 keys ahead, for which it has 2",
+    ),
+    ({"later_rows": -1}, "later_rows must be the number of rows for later keys, at least 0, not -1"),
+    ({"later_rows": 3}, "position_embeddings has 5 rows, but queries reach over 6 keys; use fewer keys"),
     ({"position_bias": random(8, 3).long()}, "position_bias is torch.int64; cast it to torch.float64"),
     ({"position_embeddings": torch.tensor(1.0)}, r"position_embeddings of shape \(\) must be \[L, 3, 4\]"),
     ({"attention_mask": torch.ones(4, dtype=torch.bool)}, r"attention_mask \(4,\) does not broadcast to"),
