@@ -5,10 +5,10 @@ It is the attention of Transformer-XL (arXiv 1901.02860) with learned tables ins
     score[t, s] = ((q_t + u) . k_s + q_t . r[d] + b[d]) * scaling,   d = distance from key s to query t
     output      = softmax(score over the visible keys) V                             [B, T, H, D]
 
-`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance, which is negative
-for the later keys that attention without causality sees; `u` is a content bias. Each of the three may be absent; without
-all three the op is plain multi-head attention. Dimension letters are those of the package, and `L` is the length of the
-tables.
+`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance, which is
+negative for the later keys that attention without causality sees; `u` is a content bias. Each of the three may be
+absent; without all three the op is plain multi-head attention. Dimension letters are those of the package, and `L` is
+the length of the tables.
 """
 
 import functools

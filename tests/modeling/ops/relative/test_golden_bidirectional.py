@@ -11,9 +11,7 @@ from dynattn.modeling.layers.headwise_conv import HeadwiseConv
 
 def projected(weights: dict[str, Tensor], name: str, x: Tensor, heads: int) -> Tensor:
     """Queries, keys or values `[B, H, T, D]` of `x` `[B, T, E]`, convolved if the case has kernels for them."""
-    linear = next(
-        key.removesuffix(".weight") for key in weights if key.startswith(name) and key.endswith("linear.weight")
-    )
+    linear = f"{name}.linear" if f"{name}.linear.weight" in weights else f"{name}.0.linear"
     x = torch.nn.functional.linear(x, weights[f"{linear}.weight"], weights.get(f"{linear}.bias"))
     kernel = weights.get(f"{name}.1.conv.weight")
     if kernel is None:
