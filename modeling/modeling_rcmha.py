@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -17,23 +16,10 @@ from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.headwise_conv import HeadwiseConv, init_conv
+from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
 from .ops.relative.attention import resolve_relative
 from .positions.rotary import RotaryEmbedding
-
-
-class RCMHAMLP(nn.Module):
-    """Two projections with an activation between them."""
-
-    def __init__(self, config: RCMHAConfig) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
 class RCMHADecoderLayer(GradientCheckpointingLayer):
@@ -43,7 +29,7 @@ class RCMHADecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.self_attn = RCMHAAttention(config, layer_idx)
-        self.mlp = RCMHAMLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
