@@ -9,39 +9,42 @@ from torch import Tensor
 class Structure(NamedTuple):
     """Causality and the sliding window: which of `keys` keys each of `queries` queries sees by its position.
 
-    Queries are aligned to the end of the keys: query `t` stands at position `t + S - T`. It sees no later key if
-    `is_causal`, and only the nearest `sliding_window` keys, itself included.
+    Query `t` stands at position `t + offset`; without an offset, queries are aligned to the end of the keys, so that it
+    is `S - T`. A query sees no later key if `is_causal`, and only the nearest `sliding_window` keys, itself included.
     """
 
     queries: int
     keys: int
     is_causal: bool
     sliding_window: int | None
+    offset: int | None = None
+
+    @property
+    def first_query(self) -> int:
+        """The position of the first query among the keys."""
+        return self.keys - self.queries if self.offset is None else self.offset
 
     def reach(self, queries: slice) -> slice:
         """Returns the keys that any of these queries sees; empty where there are none."""
-        offset, first, last = self.keys - self.queries, 0, self.keys
+        offset, first, last = self.first_query, 0, self.keys
         if self.sliding_window is not None:
             first = max(0, queries.start + offset - self.sliding_window + 1)
             last = min(last, queries.stop + offset + self.sliding_window - 1)
         if self.is_causal:
             last = min(last, queries.stop + offset)
+        first = min(first, self.keys)
         return slice(first, max(first, last))
 
     def visible(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """Returns `[c, n]` for `c` queries and `n` keys, True where a query sees a key."""
-        position = torch.arange(queries.start, queries.stop, device=device) + (self.keys - self.queries)
+        position = torch.arange(queries.start, queries.stop, device=device) + self.first_query
         distance = position[:, None] - torch.arange(keys.start, keys.stop, device=device)
-        visible = torch.ones_like(distance, dtype=torch.bool)
-        if self.is_causal:
-            visible &= distance >= 0
-        if self.sliding_window is not None:
-            visible &= distance.abs() < self.sliding_window
-        return visible
+        visible = visible_distances(distance, is_causal=self.is_causal, sliding_window=self.sliding_window)
+        return torch.ones_like(distance, dtype=torch.bool) if visible is None else visible
 
     def edges(self, queries: slice, keys: slice) -> list[slice]:
         """Returns the parts of `keys`, the reach of `queries`, that some of `queries` do not see."""
-        offset, edges = self.keys - self.queries, []
+        offset, edges = self.first_query, []
         if self.sliding_window is not None:
             edges.append(slice(keys.start, min(keys.stop, queries.stop + offset - self.sliding_window)))
         ahead = 1 if self.is_causal else self.sliding_window
@@ -50,14 +53,42 @@ class Structure(NamedTuple):
         return [edge for edge in edges if edge.start < edge.stop]
 
 
-def visible_keys(
-    queries: int, keys: int, *, is_causal: bool, sliding_window: int | None, device: torch.device
-) -> Tensor | None:
-    """Returns `Structure.visible` for all queries and keys, `[T, S]`, or None where every query sees every key."""
+def key_distances(queries: int, keys: int, offset: int | Tensor | None, device: torch.device) -> Tensor:
+    """How many tokens each key stands before each query, `[T, S]`; negative for later keys.
+
+    Args:
+        offset: position of the first query among the keys, an integer or `[]`; None aligns the last query to the end.
+    """
+    first = keys - queries if offset is None else offset
+    return (torch.arange(queries, device=device) + first)[:, None] - torch.arange(keys, device=device)
+
+
+def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int | None) -> Tensor | None:
+    """True where a query sees the key at a distance of `[T, S]`, same shape; None if it sees all keys."""
     if not is_causal and sliding_window is None:
         return None
-    structure = Structure(queries, keys, is_causal, sliding_window)
-    return structure.visible(slice(0, queries), slice(0, keys), device)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if is_causal:
+        visible &= distance >= 0
+    if sliding_window is not None:
+        visible &= distance.abs() < sliding_window
+    return visible
+
+
+def visible_keys(
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool,
+    sliding_window: int | None,
+    device: torch.device,
+    offset: int | Tensor | None = None,
+) -> Tensor | None:
+    """Which keys each query sees by position, `[T, S]`; None where every query sees every key."""
+    if not is_causal and sliding_window is None:
+        return None
+    distance = key_distances(queries, keys, offset, device)
+    return visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window)
 
 
 def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

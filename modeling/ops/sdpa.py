@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .masking import both, split_mask, visible_keys, with_first_keys
+from .distance_tables import NO_TABLES, DistanceTables, at_distances
+from .masking import both, key_distances, split_mask, visible_keys, with_first_keys
 
 
 def plain_attention(
@@ -19,25 +20,45 @@ def plain_attention(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
+    tables: DistanceTables = NO_TABLES,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Plain multi-head or grouped-query attention. Returns the output `[B, T, H, D]`, and no attention maps.
 
     The arguments are those of `dcmha_attention`, which comes here if `pre` and `post` are None. Queries are aligned to
-    the end of the keys, and a query that sees no key gives zeros.
+    the end of the keys, and a query that sees no key gives zeros. A bias by distance becomes a mask of all pairs.
+
+    Raises:
+        ValueError: there is a gain, for which SDPA has no place, or a bias in half precision, to which SDPA would round
+            it.
     """
+    if tables.gain is not None:
+        raise ValueError("implementation='sdpa' cannot multiply probabilities (position_gain); use 'chunked'")
+    if tables.bias is not None and query.dtype.itemsize < 4:
+        raise ValueError(f"implementation='sdpa' would round position_bias to {query.dtype}; use 'chunked'")
     queries, keys = query.shape[-2], key.shape[-2]
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
     # SDPA aligns its own causal mask to the start of the keys, which is the same only for as many queries as keys.
-    builtin_causal = is_causal and queries == keys and sliding_window is None and attention_mask is None
+    aligned = queries == keys and tables.offset is None
+    builtin_causal = is_causal and aligned and sliding_window is None and attention_mask is None and tables.bias is None
     visible, mask = None, None
     if not builtin_causal:
         given, bias = split_mask(attention_mask)
         structural = visible_keys(
-            queries, keys, is_causal=is_causal, sliding_window=sliding_window, device=query.device
+            queries,
+            keys,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            device=query.device,
+            offset=tables.offset,
         )
         visible = both(structural, given)
-        mask = visible if bias is None or visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
+        if tables.bias is not None:
+            by_distance = at_distances(tables.bias, key_distances(queries, keys, tables.offset, query.device))
+            bias = by_distance.to(query.dtype) if bias is None else bias + by_distance.to(query.dtype)
+        mask = visible if bias is None else bias
+        if bias is not None and visible is not None:
+            mask = bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
     enable_gqa = query.shape[1] != key.shape[1]

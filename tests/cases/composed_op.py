@@ -35,6 +35,9 @@ class Case:
     window: int | None = None
     mask: str | None = None
     batch: int = 2
+    tables: tuple[str, ...] = ()  # of "bias" and "gain"
+    compose_bias: bool = False
+    offset: int | None = None
 
 
 CASES = [
@@ -60,6 +63,19 @@ CASES = [
     Case(200, 33, is_causal=False, mask="pairs", terms=DYNAMIC),
     Case(200, 33, is_causal=False, window=100),
     Case(200, 33),
+    Case(1, 63, tables=("bias",), mask="padding"),
+    Case(1, 100, tables=("bias", "gain"), window=9, compose_bias=True),
+    Case(1, 100, tables=("bias", "gain"), offset=40, window=9, mask="bias of keys"),
+    Case(100, 100, heads=(4, 2), tables=("bias", "gain")),
+    Case(257, 257, tables=("bias",), terms=DYNAMIC, mask="pairs"),
+    Case(130, 130, tables=("bias", "gain"), window=20, compose_bias=True),
+    Case(63, 257, tables=("gain",), stages=("pre",), groups=2),
+    Case(100, 100, tables=("bias", "gain"), stages=()),
+    Case(70, 150, tables=("bias", "gain"), offset=30, mask="bias"),
+    Case(70, 150, tables=("bias",), offset=30, window=12),
+    Case(100, 63, tables=("bias", "gain")),
+    Case(70, 50, offset=-20),
+    Case(70, 150, is_causal=False, window=30, tables=("bias", "gain")),  # later keys read row 0
 ]
 
 
@@ -98,6 +114,15 @@ def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     if case.mask is not None:
         mask = keywords["attention_mask"] = MASKS[case.mask](case.batch, heads, case.queries, case.keys)
         tensors += [mask] if mask.requires_grad else []
+    for name in case.tables:
+        rows = max(case.keys, case.queries + (case.offset or 0))
+        table = torch.randn(rows, heads, dtype=torch.float64, requires_grad=True)
+        keywords[f"position_{name}"] = table
+        tensors.append(table)
+    if case.offset is not None:
+        keywords["offset"] = case.offset
+    if case.compose_bias:
+        keywords["compose_position_bias"] = True
     return tensors, keywords
 
 
@@ -110,6 +135,7 @@ def in_dtype(
     for stage in ("pre", "post"):
         if stage in keywords:
             changed[stage] = keywords[stage].map(lambda factor: cast[id(factor)])
+    changed |= {name: cast[id(keywords[name])] for name in ("position_bias", "position_gain") if name in keywords}
     mask = keywords.get("attention_mask")
     if mask is not None and mask.dtype != torch.bool:
         changed["attention_mask"] = cast.get(id(mask), mask.detach().clamp(min=torch.finfo(dtype).min).to(dtype))

@@ -12,11 +12,13 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from ..distance_tables import DistanceTables
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
 from .composition import Composition
@@ -44,6 +46,10 @@ class AttentionOptions(TypedDict, total=False):
     is_causal: bool
     sliding_window: int | None
     first_keys: Tensor | None
+    position_bias: Tensor | None
+    position_gain: Tensor | None
+    offset: int | Tensor | None
+    compose_position_bias: bool
     implementation: str | None
 
 
@@ -67,6 +73,10 @@ def dcmha_attention(
     is_causal: bool = True,
     sliding_window: int | None = None,
     first_keys: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_gain: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    compose_position_bias: bool = False,
     implementation: str | None = None,
     return_maps: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, AttentionMaps]:
@@ -88,6 +98,14 @@ def dcmha_attention(
         first_keys: `[B, T]`, integers: the first key that each query sees. With causality it keeps documents apart that
             are packed into one row. `chunked` and `triton` build no mask of all pairs for it and, if it is on the CPU,
             skip the keys that it hides.
+        position_bias: `[L, H]`, added to the scores: row `d` for the key `d` places before the query. In the dtype of
+            `query` or in float32, in which the distances of a long row are still told apart. There is a row for each
+            distance that queries reach; a later key, which a complete mask may leave visible, reads row 0.
+        position_gain: `[L, H]`, multiplies the probabilities, whose rows then need not sum to one, before `post` mixes
+            them.
+        offset: position of the first query among the keys, an integer or `[]`, default `S - T`. It differs in a
+            preallocated cache, whose keys after the last query are hidden by `is_causal` or by the mask.
+        compose_position_bias: add `position_bias` before `pre` mixes the scores, and not after.
         implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest one that supports the call.
         return_maps: names of `AttentionMaps`: maps to return too, which takes `eager` with all of them in memory.
 
@@ -125,6 +143,7 @@ def dcmha_attention(
         attention_mask=attention_mask,
         sliding_window=sliding_window,
         first_keys=first_keys,
+        tables=(tables := DistanceTables(position_bias, position_gain, offset, compose_position_bias)),
     )
     options: dict[str, Any] = {
         "pre": pre,
@@ -138,13 +157,31 @@ def dcmha_attention(
     if return_maps is not None:
         check_maps(return_maps, implementation)
         maps: dict[str, Tensor] = {}
-        output, _ = dcmha_eager(query, key, value, **options, hook=maps.setdefault)
+        output, _ = dcmha_eager(query, key, value, **options, tables=tables, hook=maps.setdefault)
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
-    name = resolve_implementation(implementation, composed=pre is not None or post is not None, device=query.device)
-    if implementation is None and name == "triton" and why_unsupported(query, attention_mask) is not None:
+    composed = pre is not None or post is not None
+    if implementation is None and tables.has_any:
+        # Tables make plain attention a task for what composes heads, which needs no mask of all pairs for them.
+        name = default_implementation(query.device).name
+    else:
+        name = resolve_implementation(implementation, composed=composed, device=query.device)
+    if implementation is None and name == "triton" and why_unsupported(query, attention_mask, tables) is not None:
         name = "chunked"
-    output, _ = IMPLEMENTATIONS[name](query, key, value, **options)
+    output, _ = IMPLEMENTATIONS[name](query, key, value, **options, **table_options(name, tables))
     return output
+
+
+def table_options(name: str, tables: DistanceTables) -> dict[str, DistanceTables]:
+    """The keyword for an implementation that takes tables by distance; none without tables.
+
+    Raises:
+        ValueError: there are tables, or an offset, and the implementation `name` does not take them.
+    """
+    if not tables.has_any:
+        return {}
+    if "tables" not in signature(IMPLEMENTATIONS[name]).parameters:
+        raise ValueError(f"implementation={name!r} takes no position_bias, position_gain or offset; use 'chunked'")
+    return {"tables": tables}
 
 
 def check_maps(names: Sequence[str], implementation: str | None) -> None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masking import both, masked_softmax, split_mask, visible_keys, with_first_keys
+from ..distance_tables import NO_TABLES, DistanceTables, at_distances
+from ..masking import both, key_distances, masked_softmax, split_mask, visible_distances, with_first_keys
 from .composition import Composition
 
 
@@ -15,12 +16,13 @@ class AttentionMaps(NamedTuple):
     """The maps of a call of `dcmha_attention`, each `[B, H, T, S]`; None for one that was not asked for.
 
     Scores have a number for every pair, hidden keys included, whose probabilities are 0. Composed probabilities can be
-    negative, and those of a query need not sum to one. Where a stage has no composition, its two maps are the same.
+    negative, and those of a query need not sum to one. Where a stage has no composition and no table by distance, its
+    two maps are the same.
     """
 
     scores: Tensor | None = None  # Q K^T * scaling
-    composed_scores: Tensor | None = None  # mixed by `pre`; masks come later
-    probs: Tensor | None = None  # after masks and softmax
+    composed_scores: Tensor | None = None  # mixed by `pre`; masks, and a bias that is not composed, come later
+    probs: Tensor | None = None  # after masks and softmax, before the gain
     composed_probs: Tensor | None = None  # mixed by `post`; these weigh the values
 
 
@@ -41,6 +43,7 @@ def dcmha_eager(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
+    tables: DistanceTables = NO_TABLES,
     hook: Callable[[str, Tensor], Tensor] = keep,
 ) -> tuple[Tensor, Tensor]:
     """`dcmha_attention` by definition, with the same arguments. Softmax runs in at least float32.
@@ -56,19 +59,25 @@ def dcmha_eager(
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    distance = key_distances(query.shape[2], key.shape[2], tables.offset, query.device)  # [T, S]
+    bias_by_distance = None if tables.bias is None else at_distances(tables.bias, distance)  # [H, T, S]
     scores = hook("scores", query @ key.transpose(-1, -2) * scaling)  # [B, H, T, S]
+    if bias_by_distance is not None and tables.compose_bias:
+        scores = scores + bias_by_distance
     if pre is not None:
         scores = compose(scores, pre)
     scores = hook("composed_scores", scores)
-    structural = visible_keys(
-        scores.shape[-2], scores.shape[-1], is_causal=is_causal, sliding_window=sliding_window, device=scores.device
-    )
+    if bias_by_distance is not None and not tables.compose_bias:
+        scores = scores + bias_by_distance
+    structural = visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window)
     given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
     probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
     probs = hook("probs", probs)
+    if tables.gain is not None:
+        probs = probs * at_distances(tables.gain, distance)
     if post is not None:
         probs = compose(probs, post)
-    probs = probs.to(value.dtype)  # float32 factors of half precision heads make float32 maps
+    probs = probs.to(value.dtype)  # float32 factors and tables of half precision heads make float32 maps
     probs = hook("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..distance_tables import NO_TABLES, DistanceTables, check_offset, check_table_lengths
 from ..validation import check_call, check_dtype, is_integer
 from .composition import SIDES, Composition
 
@@ -18,6 +19,7 @@ def check_composed_call(
     attention_mask: Tensor | None,
     sliding_window: int | None,
     first_keys: Tensor | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> None:
     """Checks numbers, shapes and dtypes, and reads no contents; arguments are those of `dcmha_attention`.
 
@@ -26,6 +28,7 @@ def check_composed_call(
         key, value: `[B, H_kv, S, D]`.
         attention_mask: broadcastable to `[B, H, T, S]`.
         first_keys: `[B, T]`.
+        tables: two tables `[L, H]`.
 
     Raises:
         ValueError: something does not fit; the text says what was given and what would fit.
@@ -37,6 +40,22 @@ def check_composed_call(
         _check_stage("pre", pre, query, key)
     if post is not None:
         _check_stage("post", post, query, key)
+    _check_tables(tables, query, key, sliding_window)
+
+
+def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_window: int | None) -> None:
+    """Checks the tables of a call for a query `[B, H, T, D]` and a key `[B, H_kv, S, D]`."""
+    heads, keys = query.shape[1], key.shape[2]
+    check_offset(tables.offset)
+    for name, table in tables.present.items():
+        if table is None:
+            continue
+        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] != heads:
+            raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {heads}] with at least one row")
+        check_dtype(name, table, query, torch.float32)
+    check_table_lengths(tables.present, query.shape[2], keys, sliding_window, tables.offset)
+    if tables.compose_bias and tables.bias is None:
+        raise ValueError("compose_position_bias=True needs a position_bias to compose; give one, or leave it False")
 
 
 def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..distance_tables import check_table_lengths
 from .chunked import relative_chunked
 from .eager import relative_eager
 from .sdpa import relative_sdpa
-from .validation import check_relative_call, check_table_lengths
+from .validation import check_relative_call
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 

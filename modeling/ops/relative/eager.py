@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masking import both, masked_softmax, split_mask
+from ..distance_tables import at_distances
+from ..masking import both, key_distances, masked_softmax, split_mask, visible_distances
 
 
 def relative_eager(
@@ -40,24 +41,6 @@ def relative_eager(
     return (probs @ value).transpose(1, 2), probs
 
 
-def key_distances(queries: int, keys: int, offset: int | Tensor | None, device: torch.device) -> Tensor:
-    """How many tokens each key stands before each query, `[T, S]`; negative for later keys."""
-    first = keys - queries if offset is None else offset
-    return (torch.arange(queries, device=device) + first)[:, None] - torch.arange(keys, device=device)
-
-
-def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int | None) -> Tensor | None:
-    """True where a query sees the key at a distance of `[T, S]`, same shape; None if it sees all keys."""
-    if not is_causal and sliding_window is None:
-        return None
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        visible &= distance >= 0
-    if sliding_window is not None:
-        visible &= distance.abs() < sliding_window
-    return visible
-
-
 def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor | None:
     """The terms of the score that read the position tables, before scaling.
 
@@ -76,6 +59,6 @@ def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | Non
         index = rows.clamp(0, embeddings.shape[0] - 1).expand(*query.shape[:3], -1)
         scores = by_distance.gather(-1, index)
     if bias is not None:
-        by_distance = bias[rows.clamp(0, bias.shape[0] - 1)].permute(2, 0, 1)  # [H, T, S]
+        by_distance = at_distances(bias, rows)
         scores = by_distance if scores is None else scores + by_distance
     return scores

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masking import both, split_mask
+from ..masking import both, key_distances, split_mask, visible_distances
 from ..sdpa import plain_attention
-from .eager import key_distances, position_scores, visible_distances
+from .eager import position_scores
 
 
 def relative_sdpa(

@@ -1,11 +1,9 @@
 """The checks of a call of `relative_attention` and of its implementations."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from ..validation import check_call, check_dtype, is_integer, is_number
+from ..distance_tables import check_offset, check_table_lengths
+from ..validation import check_call, check_dtype, is_number
 
 
 def check_relative_call(
@@ -57,49 +55,6 @@ def check_relative_call(
     if content_bias.shape != (heads, width):
         raise ValueError(f"content_bias of shape {tuple(content_bias.shape)} must be [{heads}, {width}]")
     check_dtype("content_bias", content_bias, query)
-
-
-def check_offset(offset: Any) -> None:
-    """Raises ValueError unless the offset is None, an integer or an integer tensor of one element."""
-    is_tensor = isinstance(offset, Tensor)
-    if is_tensor and (offset.numel() != 1 or offset.is_floating_point() or offset.dtype == torch.bool):
-        raise ValueError(f"offset must be one integer, not {tuple(offset.shape)} of {offset.dtype}")
-    if not is_tensor and offset is not None and not is_integer(offset):
-        raise ValueError(f"offset must be an integer, the position of the first query among the keys, not {offset!r}")
-
-
-def check_table_lengths(
-    tables: dict[str, Tensor | None],
-    queries: int,
-    keys: int,
-    sliding_window: int | None,
-    offset: int | Tensor | None,
-    later_rows: int = 0,
-    is_causal: bool = True,
-) -> None:
-    """Checks that position tables `[L, ..]` have a row for every distance that positions alone allow.
-
-    A mask may hide the far keys, as between packed documents; layers with a mask check what their queries really
-    reach. An offset that is a tensor is not read.
-
-    Args:
-        later_rows: rows of the tables that belong to later keys; the first query reaches the farthest of those.
-
-    Raises:
-        ValueError: a table is too short; the text names it.
-    """
-    reach = keys if offset is None or isinstance(offset, Tensor) else max(keys, queries + offset)
-    rows = reach if sliding_window is None else min(reach, sliding_window)
-    first = keys - queries if offset is None or isinstance(offset, Tensor) else offset
-    later = 0 if is_causal else max(keys - 1 - first, 0)
-    later = later if sliding_window is None else min(later, sliding_window - 1)
-    for name, table in tables.items():
-        if table is not None and table.ndim > 0 and (table.shape[0] - later_rows < rows or later_rows < later):
-            beyond = f", and {later} keys ahead, for which it has {later_rows}" if later else ""
-            raise ValueError(
-                f"{name} has {table.shape[0] - later_rows} rows, but queries reach over {rows} keys{beyond}; use fewer "
-                "keys, a sliding window or a longer table"
-            )
 
 
 def _check_table(

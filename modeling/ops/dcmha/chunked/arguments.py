@@ -18,7 +18,14 @@ class ChunkedInputs(NamedTuple):
     post_key: Tensor | None  # [B, S, terms, H]
     post_static: Tensor | None  # [H, H], indexed [in, out]
     mask: Tensor | None  # four dimensions that broadcast to [B, H, T, S]
-    first_keys: Tensor | None  # [B, T], integers; this has no gradient
+    first_keys: Tensor | None  # [B, T], integers
+    position_bias: Tensor | None = None  # [L, H]
+    position_gain: Tensor | None = None  # [L, H]
+    offset: Tensor | None = None  # [], an integer: position of the first query; None: queries end where the keys end
+
+
+# The fields that have no gradient.
+INTEGERS = ("first_keys", "offset")
 
 
 class ChunkedSettings(NamedTuple):
@@ -29,3 +36,4 @@ class ChunkedSettings(NamedTuple):
     sliding_window: int | None
     pre_groups: int
     post_groups: int
+    compose_bias: bool = False  # whether the bias is added before the first composition

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masking import with_first_keys
+from ...distance_tables import NO_TABLES, DistanceTables
+from ...masking import both, split_mask, visible_keys, with_first_keys
 from ..composition import Composition, pack_factors
-from .arguments import ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
@@ -31,17 +32,22 @@ def _forward_op(
     post_static: Tensor | None,
     mask: Tensor | None,
     first_keys: Tensor | None,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
+    offset: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
     pre_groups: int,
     post_groups: int,
+    compose_bias: bool,
 ) -> Tensor:
     """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
     factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys)
+    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys, position_bias, position_gain, offset)
+    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, compose_bias)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend(inputs, ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups))
+        return attend(inputs, settings)
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
@@ -58,17 +64,21 @@ def _backward_op(
     post_static: Tensor | None,
     mask: Tensor | None,
     first_keys: Tensor | None,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
+    offset: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
     pre_groups: int,
     post_groups: int,
+    compose_bias: bool,
     mask_needs_grad: bool,
 ) -> list[Tensor]:
     """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
     factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys)
-    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups)
+    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys, position_bias, position_gain, offset)
+    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, compose_bias)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         return attend_backward(grad_output, inputs, settings, mask_needs_grad)
 
@@ -83,11 +93,13 @@ def _(query: Tensor, *_: Any) -> Tensor:
 @_backward_op.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     """Empty tensors in the shapes of what `attend_backward` returns: `[B, H, T, D]` first, for the query."""
-    *tensors, mask, _ = arguments[: len(ChunkedInputs._fields)]
-    grads = [tensor.new_empty(tensor.shape) for tensor in tensors if tensor is not None]
-    if mask is not None:
-        grads.append(mask.new_empty(mask.shape if arguments[-1] else 0))
-    return grads
+    inputs = ChunkedInputs(*arguments[: len(ChunkedInputs._fields)])
+    mask_needs_grad = arguments[-1]
+    return [
+        tensor.new_empty(0 if name == "mask" and not mask_needs_grad else tensor.shape)
+        for name, tensor in inputs._asdict().items()
+        if tensor is not None and name not in INTEGERS
+    ]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -98,13 +110,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """One gradient for each argument of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    tensors = ctx.saved_tensors
+    inputs = ChunkedInputs(*ctx.saved_tensors)
     mask_needs_grad = ctx.needs_input_grad[ChunkedInputs._fields.index("mask")]
-    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings, mask_needs_grad))
-    given = [None if tensor is None else next(grads) for tensor in tensors[:-1]]
+    computed = iter(_backward_op(grad_output, *inputs, *ctx.settings, mask_needs_grad))
+    grads: dict[str, Tensor | None] = {
+        name: None if tensor is None or name in INTEGERS else next(computed)
+        for name, tensor in inputs._asdict().items()
+    }
     if not mask_needs_grad:
-        given[-1] = None
-    return *given, None, *(None for _ in ctx.settings)
+        grads["mask"] = None
+    return *grads.values(), *(None for _ in ctx.settings)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -127,12 +142,14 @@ def dcmha_chunked(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
+    tables: DistanceTables = NO_TABLES,
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
-    Every input has an exact gradient, an additive mask included. Products and softmax run in at least float32. Under
-    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled. Shapes are
-    those of `dcmha_attention`.
+    Every input has an exact gradient, an additive mask and tables by distance included. Products and softmax run in at
+    least float32. Under `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is
+    compiled. An offset that is a tensor on a device is waited for, except with a single query. Shapes are those of
+    `dcmha_attention`.
 
     Returns:
         The output `[B, T, H, D]`, and None in place of attention maps.
@@ -148,11 +165,36 @@ def dcmha_chunked(
         # Entering a context takes a good part of a short step, so it is done only where autocast is on.
         autocasts = torch.is_autocast_enabled(query.device.type)
         with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
-            return _attend_one_query(query, key, value, pre, post, scaling, attention_mask, sliding_window), None
-    inputs = ChunkedInputs(query, key, value, *pack_factors(pre), *pack_factors(post), attention_mask, first_keys)
-    groups = [1 if stage is None else stage.groups for stage in (pre, post)]
-    output = attend_op(inputs, ChunkedSettings(scaling, is_causal, sliding_window, *groups))
-    return output, None
+            if tables.offset is not None:
+                attention_mask, sliding_window = _mask_one_query(
+                    attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
+                )
+            return _attend_one_query(
+                query, key, value, pre, post, scaling, attention_mask, sliding_window, tables
+            ), None
+    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
+    factors = (*pack_factors(pre), *pack_factors(post))
+    inputs = ChunkedInputs(query, key, value, *factors, attention_mask, first_keys, tables.bias, tables.gain, offset)
+    pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
+    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, tables.compose_bias)
+    return attend_op(inputs, settings), None
+
+
+def _mask_one_query(
+    mask: Tensor | None,
+    keys: int,
+    is_causal: bool,
+    sliding_window: int | None,
+    offset: int | Tensor,
+    device: torch.device,
+) -> tuple[Tensor | None, int | None]:
+    """A mask `[B, H, 1, S]` that also hides what a query at `offset` does not see by its position, and no window."""
+    structural = visible_keys(1, keys, is_causal=is_causal, sliding_window=sliding_window, device=device, offset=offset)
+    given, bias = split_mask(mask)
+    visible = both(None if structural is None else structural[None, None], given)
+    if bias is None or visible is None:
+        return visible, None
+    return torch.where(visible, bias, torch.finfo(bias.dtype).min), None
 
 
 def _attend_one_query(
@@ -164,8 +206,12 @@ def _attend_one_query(
     scaling: float,
     mask: Tensor | None,
     sliding_window: int | None,
+    tables: DistanceTables,
 ) -> Tensor:
-    """Attention of the query `[B, H, 1, D]` at the last key: causality hides nothing, and a window is a slice of keys.
+    """Attention of the query `[B, H, 1, D]` that stands at `tables.offset`, by default at the last key.
+
+    Causality hides nothing, and a window is a slice of the last keys; where the query does not stand at the last key,
+    the mask has both.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
@@ -180,4 +226,4 @@ def _attend_one_query(
         pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
         if mask is not None and mask.shape[-1] > 1:
             mask = mask[..., window]
-    return attend_to_cache(query, key, value, pre, post, scaling, mask)
+    return attend_to_cache(query, key, value, pre, post, scaling, mask, tables)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
+from .distance_blocks import ChunkTables
 
 
 class FactorGradients(NamedTuple):
-    """Views of the gradients of a chunk's factors and mask, to which the backward pass adds."""
+    """Views of the gradients of a chunk's factors, mask and tables, to which the backward pass adds."""
 
     pre: StageFactors | None
     post: StageFactors | None
     mask: Tensor | None  # [H or 1, c or 1, n or 1]
+    tables: ChunkTables
 
 
 class ScoreTransform(NamedTuple):
@@ -26,32 +28,57 @@ class ScoreTransform(NamedTuple):
 
     pre: StageFactors | None
     post: StageFactors | None
+    tables: ChunkTables
+    compose_bias: bool  # whether the bias of the tables is added before the first composition
     visibility: ChunkVisibility
     composer: ChunkComposer
 
     def forward(self, scores: Tensor, spare: Tensor, scratch: Tensor) -> Tensor:
         """Returns the composed probabilities, in `scores` or in `spare`; all are `[c, H, n]`."""
         composer, maps = self.composer, _DoubleBuffer(scores, spare)
+        self._add_bias(maps.latest, is_composed=False)
         if self.pre is not None:
             maps.advance(composer.compose, self.pre, scratch)
+        self._add_bias(maps.latest, is_composed=True)
         maps.advance(composer.softmax, self.visibility)
+        if self.tables.gain is not None:
+            maps.latest.mul_(self.tables.gain.transpose(0, 1))
         if self.post is not None:
             maps.advance(composer.compose, self.post, scratch)
         return maps.latest
 
-    def recompute(self, scores: Tensor, composed: Tensor, probs: Tensor, mixed: Tensor, scratch: Tensor) -> None:
+    def recompute(
+        self, scores: Tensor, composed: Tensor, probs: Tensor, gained: Tensor, mixed: Tensor, scratch: Tensor
+    ) -> None:
         """Repeats `forward` for the backward pass, without overwriting what that pass reads; all are `[c, H, n]`.
 
-        Writes the composed scores to `composed`, the probabilities to `probs` and the composed ones to `mixed`.
+        Writes the composed scores to `composed`, the probabilities to `probs`, times the gain to `gained`, and the
+        composed ones to `mixed`. Without a gain `gained` is `probs`; without a stage its result is what it reads.
         """
+        self._add_bias(scores, is_composed=False)
         if self.pre is not None:
             self.composer.compose(composed, scores, self.pre, scratch)
+        self._add_bias(composed, is_composed=True)
         self.composer.softmax(probs, composed, self.visibility)
+        if self.tables.gain is not None:
+            torch.mul(probs, self.tables.gain.transpose(0, 1), out=gained)
         if self.post is not None:
-            self.composer.compose(mixed, probs, self.post, scratch)
+            self.composer.compose(mixed, gained, self.post, scratch)
+
+    def _add_bias(self, scores: Tensor, *, is_composed: bool) -> None:
+        """Adds the bias by distance to scores `[c, H, n]`, if its place is before or after the first composition."""
+        if self.tables.bias is not None and self.compose_bias != is_composed:
+            scores.add_(self.tables.bias.transpose(0, 1))
 
     def backward(
-        self, grad: Tensor, spare: Tensor, scores: Tensor, probs: Tensor, sums: FactorGradients, scratch: Tensor
+        self,
+        grad: Tensor,
+        spare: Tensor,
+        scores: Tensor,
+        probs: Tensor,
+        gained: Tensor,
+        sums: FactorGradients,
+        scratch: Tensor,
     ) -> Tensor:
         """Returns the gradient of the scores, in `grad` or in `spare`, and adds those of the factors to `sums`.
 
@@ -60,12 +87,19 @@ class ScoreTransform(NamedTuple):
         """
         composer, maps = self.composer, _DoubleBuffer(grad, spare)
         if self.post is not None:
-            maps.advance(composer.compose_backward, probs, self.post, sums.post, scratch)
+            maps.advance(composer.compose_backward, gained, self.post, sums.post, scratch)
+        if self.tables.gain is not None and sums.tables.gain is not None:
+            sums.tables.gain.addcmul_(probs.transpose(0, 1), maps.latest.transpose(0, 1))
+            maps.latest.mul_(self.tables.gain.transpose(0, 1))
         maps.advance(composer.softmax_backward, probs, self.visibility)
         if sums.mask is not None:
             sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
+        if sums.tables.bias is not None and not self.compose_bias:
+            sums.tables.bias.add_(maps.latest.transpose(0, 1))
         if self.pre is not None:
             maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
+        if sums.tables.bias is not None and self.compose_bias:
+            sums.tables.bias.add_(maps.latest.transpose(0, 1))
         return maps.latest
 
 
@@ -123,7 +157,7 @@ def attend_chunk_backward(
     transform: ScoreTransform,
     buffers: list[Tensor],
 ) -> None:
-    """Differentiates `attend_chunk`, whose maps it computes again; uses five buffers `[c, H, n]`.
+    """Differentiates `attend_chunk`, whose maps it computes again; uses six buffers `[c, H, n]`.
 
     Args:
         grad_out: `[H, c, D]`.
@@ -131,15 +165,17 @@ def attend_chunk_backward(
         key: `[H_kv, n, D]`.
         key_transposed, value_transposed: `[H_kv, D, n]` both.
     """
-    scores, composed, probs, mixed, scratch = buffers
+    scores, composed, probs, gained, mixed, scratch = buffers
     if transform.pre is None:
         composed = scores
+    if transform.tables.gain is None:
+        gained = probs
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
-    transform.recompute(scores, composed, probs, mixed, scratch)
-    add_to_heads(products.value, (probs if transform.post is None else mixed).permute(1, 2, 0), grad_out)
+    transform.recompute(scores, composed, probs, gained, mixed, scratch)
+    add_to_heads(products.value, (gained if transform.post is None else mixed).permute(1, 2, 0), grad_out)
 
     multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))
-    grad_scores = transform.backward(mixed, composed, scores, probs, sums, scratch)
+    grad_scores = transform.backward(mixed, composed, scores, probs, gained, sums, scratch)
     # A product into contiguous memory and a copy are faster than a product into `products.query`, a strided view.
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=grad_query)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masking import masked_softmax, split_mask
+from ...distance_tables import NO_TABLES, DistanceTables, at_distances
+from ...masking import key_distances, masked_softmax, split_mask
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .composers.choice import compile_mode
 from .composers.stepwise import same_group
@@ -25,13 +26,21 @@ def attend_to_cache(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
     """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` that sees all keys but those that `mask` hides.
+
+    A bias that is added after the first composition is part of the mask. C code knows no other tables.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
+    bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
+    if bias is not None and not tables.compose_bias:
+        mask, bias = _with_bias(mask, bias), None
+    if bias is not None or gain is not None:
+        return _attend_with_operators(query, key, value, pre, post, scaling, mask, bias, gain)
     compiles = torch.compiler.is_compiling()
     # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
     if not (compiles and query.dtype == torch.float32) and serves(query, key, value, pre, post, mask) and _has_c():
@@ -105,11 +114,16 @@ def _attend_with_operators(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    bias: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
-    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`."""
+    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`.
+
+    `bias` and `gain` `[H, S]` are added before the first composition and multiply probabilities before the second.
+    """
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
-    probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2))
+    probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2), bias, gain)
     return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
 
 
@@ -119,16 +133,48 @@ def _has_c() -> bool:
     return compile_mode() != "0"
 
 
-def map_scores(scores: Tensor, pre: Composition | None, post: Composition | None, mask: Tensor | None) -> Tensor:
+def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The bias and the gain of each key of a single query, `[H, S]` each; None for tables that are absent."""
+    if tables.bias is None and tables.gain is None:
+        return None, None
+    distance = key_distances(1, keys, tables.offset, device)
+    bias, gain = (None if one is None else at_distances(one, distance)[:, 0] for one in (tables.bias, tables.gain))
+    return bias, gain
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """A mask, four dimensions that broadcast to `[B, H, 1, S]`, that also adds `bias` `[H, S]`."""
+    bias = bias[None, :, None]
+    visible, added = split_mask(mask)
+    if visible is None:
+        return bias
+    total = bias if added is None else bias + added
+    return torch.where(visible, total, torch.finfo(total.dtype).min)
+
+
+def map_scores(
+    scores: Tensor,
+    pre: Composition | None,
+    post: Composition | None,
+    mask: Tensor | None,
+    bias: Tensor | None = None,
+    gain: Tensor | None = None,
+) -> Tensor:
     """Scores `[B, H, S]` to composed probabilities `[B, H, S]`, in at least float32.
 
     Args:
         mask: three dimensions that broadcast to `[B, H, S]`.
+        bias: `[H, S]`, added before the first composition.
+        gain: `[H, S]`, multiplies the probabilities before the second composition.
     """
     maps = scores.to(torch.promote_types(scores.dtype, torch.float32)).transpose(1, 2).contiguous()
+    if bias is not None:
+        maps = maps + bias.t()
     if pre is not None:
         maps = compose_maps(maps, pre)
     maps = _softmax(maps, None if mask is None else mask.transpose(1, 2), dim=1)
+    if gain is not None:
+        maps = maps * gain.t()
     if post is not None:
         maps = compose_maps(maps, post)
     return maps.transpose(1, 2).contiguous()

@@ -163,6 +163,7 @@ def _readable(mask: Tensor | None) -> Tensor | None:
 def band_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[int, int, int]:
     """Returns (offset, behind, ahead): query `t` sees the keys from `t + offset - behind` to `t + offset + ahead`."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    unbounded = queries + keys  # the first of many queries stands far before the last key
+    offset = keys - queries if inputs.offset is None else int(inputs.offset)
+    unbounded = queries + keys + abs(offset)  # farther than any key stands from any query
     side = unbounded if settings.sliding_window is None else settings.sliding_window - 1
-    return keys - queries, side, 0 if settings.is_causal else side
+    return offset, side, 0 if settings.is_causal else side

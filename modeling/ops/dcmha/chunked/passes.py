@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from .arguments import ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
+from .distance_blocks import TableBlocks
 from .passes_native import attend_backward_in_c, attend_in_c, serves
 from .tiling import (
     BACKWARD_BUFFERS,
@@ -16,9 +17,12 @@ from .tiling import (
     mask_of_item,
     query_chunks,
     read_item,
+    read_tables,
     structure_of,
     transpose_rows,
 )
+
+TABLES = ("position_bias", "position_gain")
 
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
@@ -30,6 +34,7 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
     structure = structure_of(inputs, settings)
     composer = composer_for(inputs, structure)
+    tables = read_tables(inputs, settings, structure, dtype)
     for index in range(batch):
         item = read_item(inputs, settings, index, dtype)
         key_transposed, value = transpose_rows(item.key), item.value.contiguous()
@@ -42,7 +47,7 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
                 key_transposed[:, :, chunk_keys],
                 value[:, chunk_keys],
                 settings.scaling,
-                chunk.transform(item),
+                chunk.transform(item, tables, settings.compose_bias),
                 chunk.buffers,
             )
             output[index, :, chunk_queries] = out
@@ -58,15 +63,16 @@ def attend_backward(
         grad_output: `[B, T, H, D]`.
 
     Returns:
-        The gradients of those `inputs` that are present and not `first_keys`, in their shapes and dtypes; that of the
-        mask is empty where it is not needed.
+        The gradients of those `inputs` that are present and no `INTEGERS`, in their shapes and dtypes; that of the mask
+        is empty where it is not needed.
     """
     if serves(inputs, settings):
         return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     structure = structure_of(inputs, settings)
     composer = composer_for(inputs, structure)
-    gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad)
+    tables = read_tables(inputs, settings, structure, dtype)
+    gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad, tables.zeros())
     for index in range(len(inputs.query)):
         item = read_item(inputs, settings, index, dtype)
         key, key_transposed = item.key.contiguous(), transpose_rows(item.key)
@@ -82,7 +88,7 @@ def attend_backward(
                 key_transposed[:, :, keys],
                 value_transposed[:, :, keys],
                 settings.scaling,
-                chunk.transform(item),
+                chunk.transform(item, tables, settings.compose_bias),
                 chunk.buffers,
             )
     return gradients.results()
@@ -91,16 +97,22 @@ def attend_backward(
 class _InputGradients:
     """The gradients of all inputs while chunks add to them, in the working dtype.
 
-    They have the shapes of the inputs, except that factors of keys are `[B, terms, H, S]`, as in `StageFactors`.
+    They have the shapes of the inputs, except that factors of keys are `[B, terms, H, S]`, as in `StageFactors`, and
+    those of tables by distance are blocks.
     """
 
     def __init__(
-        self, inputs: ChunkedInputs, settings: ChunkedSettings, dtype: torch.dtype, mask_needs_grad: bool
+        self,
+        inputs: ChunkedInputs,
+        settings: ChunkedSettings,
+        dtype: torch.dtype,
+        mask_needs_grad: bool,
+        blocks: TableBlocks,
     ) -> None:
-        self.inputs, self.settings, self.mask_needs_grad = inputs, settings, mask_needs_grad
+        self.inputs, self.settings, self.mask_needs_grad, self.blocks = inputs, settings, mask_needs_grad, blocks
         self.sums: dict[str, Tensor] = {}
         for name, tensor in zip(ChunkedInputs._fields, inputs, strict=True):
-            if tensor is None or name == "first_keys":
+            if tensor is None or name in (*INTEGERS, *TABLES):
                 continue
             shape = list(tensor.shape)
             if name.endswith("_key"):
@@ -122,6 +134,7 @@ class _InputGradients:
             chunk.part_of(self._stage("pre", item, self.settings.pre_groups)),
             chunk.part_of(self._stage("post", item, self.settings.post_groups)),
             None if mask is None else mask_of_chunk(mask, chunk.visibility.queries, chunk.visibility.keys),
+            chunk.tables_of(self.blocks),
         )
 
     def _stage(self, name: str, item: int, groups: int) -> StageFactors:
@@ -134,4 +147,7 @@ class _InputGradients:
         for name in self.sums:
             if name.endswith("_key"):
                 self.sums[name] = self.sums[name].permute(0, 3, 1, 2)
+        for name, block in zip(TABLES, (self.blocks.bias, self.blocks.gain), strict=True):
+            if block is not None:
+                self.sums[name] = self.blocks.grid.gather(block, getattr(self.inputs, name))
         return [tensor.to(getattr(self.inputs, name).dtype).contiguous() for name, tensor in self.sums.items()]

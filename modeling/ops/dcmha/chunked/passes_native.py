@@ -35,7 +35,7 @@ SIGNATURES = {
 
 def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
     """Whether C code takes these arguments; the first time this compiles it."""
-    if compile_mode() == "0":
+    if compile_mode() == "0" or inputs.position_bias is not None or inputs.position_gain is not None:
         return False
     stages = stages_of(inputs, settings)
     tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]

@@ -15,6 +15,7 @@ from .chunk import ScoreTransform
 from .composers.choice import choose_composer
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 from .composers.stepwise import STEPWISE
+from .distance_blocks import ChunkTables, TableBlocks, grid_of, spread_tables
 
 # Queries of a chunk: the first of these numbers that keeps one map within `LARGEST_MAP` elements, or the last one. More
 # queries make the matrix products faster, fewer keep maps in the processor's cache.
@@ -24,7 +25,7 @@ LARGEST_MAP = 1 << 25
 TRANSPOSED_KEYS = 64
 
 # How many maps of its size a chunk needs in memory, the last of which is scratch.
-FORWARD_BUFFERS, BACKWARD_BUFFERS = 3, 5
+FORWARD_BUFFERS, BACKWARD_BUFFERS = 3, 6
 
 
 class Item(NamedTuple):
@@ -54,9 +55,16 @@ class QueryChunk(NamedTuple):
         key = None if factors.key is None else factors.key[..., self.visibility.keys]
         return StageFactors(query, key, factors.static, factors.groups)
 
-    def transform(self, item: Item) -> ScoreTransform:
+    def tables_of(self, blocks: TableBlocks) -> ChunkTables:
+        """Views of tables by distance, or of their gradients, for the chunk's queries and keys."""
+        queries, keys = self.visibility.queries, self.visibility.keys
+        position = queries.start + self.visibility.structure.first_query
+        return blocks.of_chunk(position, queries.stop - queries.start, keys)
+
+    def transform(self, item: Item, blocks: TableBlocks, compose_bias: bool) -> ScoreTransform:
         """What happens to the chunk's scores."""
-        return ScoreTransform(self._factors(item.pre), self._factors(item.post), self.visibility, self.composer)
+        stages = self._factors(item.pre), self._factors(item.post)
+        return ScoreTransform(*stages, self.tables_of(blocks), compose_bias, self.visibility, self.composer)
 
     def _factors(self, factors: StageFactors | None) -> StageFactors | None:
         part = self.part_of(factors)
@@ -66,7 +74,23 @@ class QueryChunk(NamedTuple):
 def structure_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> Structure:
     """Which keys each query may see by position alone."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    return Structure(queries, keys, settings.is_causal, settings.sliding_window)
+    offset = None if inputs.offset is None else int(inputs.offset)  # for a tensor of a device this waits
+    return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
+
+
+def read_tables(
+    inputs: ChunkedInputs, settings: ChunkedSettings, structure: Structure, dtype: torch.dtype
+) -> TableBlocks:
+    """The tables of a call as the chunks of all items read them, in `dtype`."""
+    most = _chunk_queries(structure, inputs.query.shape[1])
+    spans = _query_spans(structure, most)
+    positions, reaches = [span.start + structure.first_query for span in spans], list(map(structure.reach, spans))
+    grid = grid_of(positions, reaches, most)
+    return spread_tables(grid, inputs.position_bias, inputs.position_gain, dtype)
+
+
+def _query_spans(structure: Structure, most: int) -> list[slice]:
+    return [slice(start, min(start + most, structure.queries)) for start in range(0, structure.queries, most)]
 
 
 def composer_for(inputs: ChunkedInputs, structure: Structure) -> ChunkComposer:
@@ -128,8 +152,7 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
     """
     heads = item.query.shape[0]
     most = _chunk_queries(structure, heads)
-    starts = range(0, structure.queries, most)
-    query_spans = [slice(start, min(start + most, structure.queries)) for start in starts]
+    query_spans = _query_spans(structure, most)
     key_spans = [_key_span(structure, span, item.first_keys) for span in query_spans]
     largest = min(most, structure.queries) * heads * max(map(_length, key_spans), default=0)
     memory = item.query.new_empty(buffers, largest)

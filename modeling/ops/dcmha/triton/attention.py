@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distance_tables import NO_TABLES, DistanceTables
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from .arguments import MapInputs, MapSettings
@@ -33,6 +34,7 @@ def dcmha_triton(
     is_causal: bool,
     sliding_window: int | None,
     first_keys: Tensor | None = None,
+    tables: DistanceTables = NO_TABLES,
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
@@ -50,6 +52,7 @@ def dcmha_triton(
         is_causal: whether a query sees no later keys; the last query is aligned to the last key.
         sliding_window: number of keys that a query sees, itself included.
         first_keys: `[B, T]` integers, the first key that each query sees.
+        tables: must be empty.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.
@@ -61,7 +64,7 @@ def dcmha_triton(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    refusal = why_unsupported(query, attention_mask)
+    refusal = why_unsupported(query, attention_mask, tables)
     if refusal is not None:
         raise ValueError(refusal)
     if attention_mask is not None:
@@ -86,8 +89,10 @@ def dcmha_triton(
     )
 
 
-def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
+def why_unsupported(query: Tensor, attention_mask: Tensor | None, tables: DistanceTables = NO_TABLES) -> str | None:
     """Returns what the kernels do not support of a query `[B, H, T, D]` or a mask `[.., T, S]`, None if they do."""
+    if tables.has_any:
+        return "implementation='triton' takes no position_bias, position_gain or offset; use 'chunked'"
     if query.dtype not in DTYPES:
         return f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'"
     if attention_mask is not None and attention_mask.requires_grad:

@@ -51,7 +51,7 @@ class ChunkVisibility(NamedTuple):
     def has_empty_rows(self) -> bool:
         """Whether there can be queries that see no key."""
         has_mask = self.mask is not None or self.first_keys is not None
-        return has_mask or self.structure.queries > self.structure.keys
+        return has_mask or self.structure.offset is not None or self.structure.queries > self.structure.keys
 
 
 class ChunkComposer(NamedTuple):

@@ -1,0 +1,81 @@
+"""Tables by distance for the chunks of a call: all chunks read views of one block, not of a map of all pairs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DistanceGrid(NamedTuple):
+    """The distances of a Toeplitz block `[c, X]`, which has those of each chunk's `[c, n]` as a view.
+
+    The key in column `x` stands `t + before - x` places before query `t`.
+    """
+
+    queries: int  # c, the most queries of a chunk
+    before: int  # the column of a key at distance 0 from the first query
+    columns: int  # X
+
+    def rows(self, table: Tensor) -> Tensor:
+        """The row of `table` `[L, H]` for each element, `[c, X]`; what lies outside the table takes the nearest row."""
+        distance = torch.arange(self.queries)[:, None] + self.before - torch.arange(self.columns)
+        return distance.clamp_(0, table.shape[0] - 1).to(table.device)
+
+    def spread(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block of a table `[L, H]`: `[H, c, X]`, in `dtype`."""
+        return table.to(dtype).t()[:, self.rows(table)]
+
+    def gather(self, block: Tensor, table: Tensor) -> Tensor:
+        """The sums of a block `[H, c, X]` over the elements that each row of `table` `[L, H]` has: `[L, H]`."""
+        sums = torch.zeros_like(table, dtype=block.dtype)
+        return sums.index_add_(0, self.rows(table).flatten(), block.flatten(1).t())
+
+    def view(self, block: Tensor, position: int, queries: int, keys: slice) -> Tensor:
+        """The part `[H, c, n]` of a block `[H, c, X]` for some `keys` and so many queries from `position` on."""
+        shift = self.before - (position - keys.start)
+        return block[:, :queries, shift : shift + keys.stop - keys.start]
+
+
+def grid_of(positions: Sequence[int], keys: Sequence[slice], queries: int) -> DistanceGrid:
+    """The smallest grid for chunks of up to `queries` queries.
+
+    Args:
+        positions: where the first query of each chunk stands among the keys.
+        keys: the keys that each chunk reads.
+    """
+    before = max((position - span.start for position, span in zip(positions, keys, strict=True)), default=0)
+    after = max((span.stop - position for position, span in zip(positions, keys, strict=True)), default=0)
+    return DistanceGrid(queries, before, before + after)
+
+
+class ChunkTables(NamedTuple):
+    """What a chunk adds to its scores and multiplies probabilities by, or the gradients of both."""
+
+    bias: Tensor | None  # [H, c, n]
+    gain: Tensor | None  # [H, c, n]
+
+
+class TableBlocks(NamedTuple):
+    """The tables of a call, or the gradients of both, as blocks of one grid."""
+
+    grid: DistanceGrid
+    bias: Tensor | None  # [H, c, X]
+    gain: Tensor | None  # [H, c, X]
+
+    def of_chunk(self, position: int, queries: int, keys: slice) -> ChunkTables:
+        """Views for some `keys` and so many queries, the first of which stands at `position` among all keys."""
+        views = (
+            None if one is None else self.grid.view(one, position, queries, keys) for one in (self.bias, self.gain)
+        )
+        return ChunkTables(*views)
+
+    def zeros(self) -> "TableBlocks":
+        """Blocks for the gradients."""
+        empty = (None if one is None else torch.zeros_like(one) for one in (self.bias, self.gain))
+        return TableBlocks(self.grid, *empty)
+
+
+def spread_tables(grid: DistanceGrid, bias: Tensor | None, gain: Tensor | None, dtype: torch.dtype) -> TableBlocks:
+    """The blocks of tables `[L, H]`, in `dtype`."""
+    return TableBlocks(grid, *(None if table is None else grid.spread(table, dtype) for table in (bias, gain)))

@@ -1,0 +1,85 @@
+"""Tables `[L, H]` with one row for each distance from a key to a query: how they are read and what is checked.
+
+The distance of a key is the number of places in the row that it stands before the query, whatever positions the tokens
+have. So rows with padding on the left and packed documents need nothing special.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .validation import is_integer
+
+
+class DistanceTables(NamedTuple):
+    """What a call adds to the scores, and multiplies probabilities by, for each distance and head."""
+
+    bias: Tensor | None = None  # [L, H], added to the scores
+    gain: Tensor | None = None  # [L, H], multiplies the probabilities
+    offset: int | Tensor | None = None  # position of the first query among the keys; None: queries end where keys end
+    compose_bias: bool = False  # whether the bias is added before the first composition, so that it is mixed too
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a call with these tables differs from one without."""
+        return self.bias is not None or self.gain is not None or self.offset is not None
+
+    @property
+    def present(self) -> dict[str, Tensor | None]:
+        """The tables by the names that callers know."""
+        return {"position_bias": self.bias, "position_gain": self.gain}
+
+
+NO_TABLES = DistanceTables()
+
+
+def at_distances(table: Tensor, distance: Tensor) -> Tensor:
+    """The rows of a table `[L, H]` at distances `[T, S]`, as `[H, T, S]`.
+
+    Distances outside the table read the nearest row; the caller must hide these keys.
+    """
+    return table[distance.clamp(0, table.shape[0] - 1)].permute(2, 0, 1)
+
+
+def check_offset(offset: Any) -> None:
+    """Raises ValueError unless the offset is None, an integer or an integer tensor of one element."""
+    is_tensor = isinstance(offset, Tensor)
+    if is_tensor and (offset.numel() != 1 or offset.is_floating_point() or offset.dtype == torch.bool):
+        raise ValueError(f"offset must be one integer, not {tuple(offset.shape)} of {offset.dtype}")
+    if not is_tensor and offset is not None and not is_integer(offset):
+        raise ValueError(f"offset must be an integer, the position of the first query among the keys, not {offset!r}")
+
+
+def check_table_lengths(
+    tables: dict[str, Tensor | None],
+    queries: int,
+    keys: int,
+    sliding_window: int | None,
+    offset: int | Tensor | None,
+    later_rows: int = 0,
+    is_causal: bool = True,
+) -> None:
+    """Checks that position tables `[L, ..]` have a row for every distance that positions alone allow.
+
+    A mask may hide the far keys, as between packed documents; layers with a mask check what their queries really
+    reach. An offset that is a tensor is not read.
+
+    Args:
+        later_rows: rows of the tables that belong to later keys; the first query reaches the farthest of those.
+
+    Raises:
+        ValueError: a table is too short; the text names it.
+    """
+    reach = keys if offset is None or isinstance(offset, Tensor) else max(keys, queries + offset)
+    rows = reach if sliding_window is None else min(reach, sliding_window)
+    first = keys - queries if offset is None or isinstance(offset, Tensor) else offset
+    later = 0 if is_causal else max(keys - 1 - first, 0)
+    later = later if sliding_window is None else min(later, sliding_window - 1)
+    for name, table in tables.items():
+        if table is not None and table.ndim > 0 and (table.shape[0] - later_rows < rows or later_rows < later):
+            beyond = f", and {later} keys ahead, for which it has {later_rows}" if later else ""
+            raise ValueError(
+                f"{name} has {table.shape[0] - later_rows} rows, but queries reach over {rows} keys{beyond}; use fewer "
+                "keys, a sliding window or a longer table"
+            )
