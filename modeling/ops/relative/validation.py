@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..distance_tables import check_offset, check_table_lengths
-from ..validation import check_call, check_dtype, is_number
+from ..validation import check_call, check_dtype, is_integer, is_number
 
 
 def check_relative_call(
