@@ -60,6 +60,8 @@ FIELD_RANGES: dict[str, Range] = {
     "rope_theta": POSITIVE,
     "hidden_dropout": DROPOUT,
     "attention_dropout": DROPOUT,
+    "compose_dropout": DROPOUT,
+    "attention_scaling": NUMBER,
     # Weights of this size leave the logits finite in float32.
     "initializer_range": Range(0, 1000),
     "compose_init_scale": Range(0, 1_000_000),

@@ -1,4 +1,4 @@
-"""Published attentions that mix heads, by name: the fields of `ComposedConfig` that make each of them."""
+"""Published attentions that mix heads, by name: the fields of `CompositionConfig` that make each of them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -5,11 +5,11 @@ from typing import TypedDict
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from .composed_config import ComposedConfig
+from .composition_config import CompositionConfig
 
 
 class ComposeOptions(TypedDict, total=False):
-    """The fields of `ComposedConfig` that say how heads are composed; it documents them and has their defaults."""
+    """The fields of `CompositionConfig` that say how heads are composed; it documents them and has their defaults."""
 
     compose_pre: bool
     compose_post: bool
@@ -24,18 +24,16 @@ class ComposeOptions(TypedDict, total=False):
     compose_act: str
     compose_norm_eps: float
     compose_init_scale: float
+    compose_dropout: float
 
 
 @strict
-class MultiheadConfig(ComposedConfig):
+class MultiheadConfig(CompositionConfig):
     """What `DynamicComposition` reads of a configuration, for an attention layer that stands alone."""
 
     hidden_size: int = 0
     num_attention_heads: int = 0
     num_hidden_layers: int = 1
-    sliding_window: int | None = None
-    # The layer has no rotary embedding. Any even width satisfies the rules of it, and nothing else reads this field.
-    head_dim: int | None = 2
 
 
 def make_config(

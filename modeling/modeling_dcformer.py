@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
-from .common.composed_model import ComposedDecoderBody, ComposedPreTrainedModel
+from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.rms_norm import RMSNorm
@@ -74,7 +74,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(ComposedPreTrainedModel):
+class DCFormerPreTrainedModel(ComposedDecoderPreTrainedModel):
     """What all DCFormer models share."""
 
     config: DCFormerConfig

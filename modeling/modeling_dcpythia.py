@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcpythia import DCPythiaConfig
-from .common.composed_model import ComposedDecoderBody, ComposedPreTrainedModel
+from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .positions.rotary import RotaryEmbedding
@@ -66,7 +66,7 @@ class DCPythiaDecoderLayer(GradientCheckpointingLayer):
         return self.mlp(self.post_attention_layernorm(hidden_states)) + hidden_states
 
 
-class DCPythiaPreTrainedModel(ComposedPreTrainedModel):
+class DCPythiaPreTrainedModel(ComposedDecoderPreTrainedModel):
     """What all DCPythia models share."""
 
     config: DCPythiaConfig

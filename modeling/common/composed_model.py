@@ -12,22 +12,13 @@ from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from .decoder import DecoderBody, DecoderPreTrainedModel
 from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
+from .family_model import FamilyPreTrainedModel
 
 
-class ComposedPreTrainedModel(DecoderPreTrainedModel):
+class ComposedPreTrainedModel(FamilyPreTrainedModel):
     """Flags for Transformers, initial weights, and the choice of the attention implementation."""
 
     _supports_attention_backend = True
-
-    @property
-    def supports_paged_cache(self) -> bool:
-        """True: what composition needs of earlier tokens are more channels of these rows."""
-        return True
-
-    @property
-    def attends_to_rows(self) -> bool:
-        """True for a model that composes heads, and for a plain one that runs with an implementation of ours."""
-        return self.config.composes or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -50,6 +41,20 @@ class ComposedPreTrainedModel(DecoderPreTrainedModel):
         if self.config.composes or attn_implementation in (None, "sdpa"):
             return resolve_implementation(attn_implementation, composed=self.config.composes)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):
+    """What serving engines ask of a decoder."""
+
+    @property
+    def supports_paged_cache(self) -> bool:
+        """True: what composition needs of earlier tokens are more channels of these rows."""
+        return True
+
+    @property
+    def attends_to_rows(self) -> bool:
+        """True for a model that composes heads, and for a plain one that runs with an implementation of ours."""
+        return self.config.composes or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
 
 
 class ComposedDecoderBody(DecoderBody):

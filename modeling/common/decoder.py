@@ -3,40 +3,21 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
 from .decoder_inputs import DecoderArguments, DecoderInputs, make_causal_masks, prepare_decoder_inputs
+from .family_model import FamilyPreTrainedModel
 
-logger = logging.get_logger(__name__)
 
+class DecoderPreTrainedModel(FamilyPreTrainedModel):
+    """Flags that hold for every decoder."""
 
-class DecoderPreTrainedModel(PreTrainedModel):
-    """Flags that hold for every family."""
-
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]
-    _can_compile_fullgraph = True
-    # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
-    # convolutions need all keys that a query sees on one device.
-    _supports_context_parallel = False
-
-    # Transformers wraps its method in a way that type checkers take for a function.
-    def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        """As in Transformers, which uploads the model's code only if the configuration names some (`auto_map`)."""
-        if not self.config.auto_map:
-            logger.warning(
-                f"{repo_id} gets weights and configuration but no code: it loads only where dynattn is imported. "
-                "`dynattn publish FOLDER --repo NAME` uploads the code too"
-            )
-        return super().push_to_hub(repo_id, *args, **kwargs)  # type: ignore[arg-type]
 
     @property
     def supports_paged_cache(self) -> bool:

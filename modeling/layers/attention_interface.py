@@ -28,7 +28,8 @@ def chunked_mask(
     """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
 
     A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
-    window, aligned to the last key, by themselves. Any other model gets SDPA's mask.
+    window, aligned to the last key, by themselves. Any other model gets SDPA's mask. Transformers' makers of
+    bidirectional masks never allow to skip causality, and forbid to skip the mask where it holds more than padding.
 
     Args:
         attention_mask: `[B, S]`, True for real tokens.
@@ -43,8 +44,10 @@ def chunked_mask(
     if not hasattr(config, "composes"):
         return sdpa_mask(**kwargs)
     aligned = isinstance(q_offset, int) and q_offset + q_length == end
+    bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
+    placed = aligned or (bidirectional and kwargs.get("local_size") is None)
     covered = attention_mask is None or attention_mask.shape[1] >= end
-    if not (allow_is_causal_skip and aligned and covered):
+    if not ((allow_is_causal_skip or bidirectional) and placed and covered):
         return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     if attention_mask is None:
         return None
@@ -71,12 +74,21 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         post: Composition | None = None,
         first_keys: Tensor | None = None,
         paged: Any = None,
+        dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
         A serving engine gives `paged`, a `PagedAttention`, which has the earlier tokens and does the rest.
+
+        Raises:
+            ValueError: the arguments do not fit each other, or there is `dropout` of probabilities.
         """
+        if dropout:
+            raise ValueError(
+                f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
+                "attn_implementation='sdpa', or attention_dropout=0"
+            )
         if paged is not None:
             stages = (pre, post)
             return paged.attend(module.layer_idx, query, key, value, *stages, scaling, sliding_window, attend), None

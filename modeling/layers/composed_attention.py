@@ -13,7 +13,7 @@ from ..ops.dcmha.composition import Composition
 from ..positions.rotary import rotate
 from .attention_interface import attention_function, chunked_mask
 from .differential_heads import DifferentialHeads
-from .head_composition import DynamicComposition
+from .head_composition import make_generators
 from .rms_norm import RMSNorm
 
 # Transformers has functions and masks of its own under the name `eager`, so ours is what a layer falls back to.
@@ -52,31 +52,53 @@ class ComposedAttention(nn.Module):
     Without composition in the configuration it is plain multi-head or grouped-query attention.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layer_idx: int,
+        *,
+        is_causal: bool = True,
+        is_cross_attention: bool = False,
+        composes: bool | None = None,
+    ) -> None:
+        """Makes the projections, norms and generators of factors.
+
+        Args:
+            is_causal: whether a token sees no later ones; in cross-attention it sees all keys.
+            is_cross_attention: keys and values come from other hidden states, and so do the factors of the key side.
+            composes: whether heads are composed, by default as configured.
+        """
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.head_dim: int = config.head_dim
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.scaling = self.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
+        self.attention_dropout = config.attention_dropout
+        # Transformers' attention functions read these two as well.
+        self.is_causal = is_causal and not is_cross_attention
+        self.sliding_window = None if is_cross_attention else visible_window(config, layer_idx, is_causal)
         hidden, bias = config.hidden_size, config.attention_bias
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.num_key_value_groups = query_size // key_size
         self.q_proj = nn.Linear(hidden, query_size, bias=bias)
         self.k_proj = nn.Linear(hidden, key_size, bias=bias)
         self.v_proj = nn.Linear(hidden, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.qk_norm_eps) if config.use_qk_norm else None
-        self.composition = DynamicComposition(config) if config.composes else None
-        self.differential = DifferentialHeads(config, layer_idx) if config.differential_heads else None
+        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
+        self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
+        self.q_norm = make_head_norm(config) if config.use_qk_norm else None
+        self.k_norm = make_head_norm(config) if config.use_qk_norm else None
+        self.composition = self.key_composition = None
+        if config.composes if composes is None else composes:
+            self.composition, self.key_composition = make_generators(config, cross_attention=is_cross_attention)
+        subtracts = config.differential_heads and self.composition is not None
+        self.differential = DifferentialHeads(config, layer_idx) if subtracts else None
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        key_value_states: Tensor | None = None,
         implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -86,12 +108,15 @@ class ComposedAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, E]`, normed.
-            position_embeddings: cosines and sines, each `[B, T, rotary_dim]`.
+            position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them nothing is rotated.
             attention_mask: as the mask function of the implementation makes it.
+            key_value_states: in cross-attention, what keys and values are projections of, `[B, S, E]`.
             implementation: of the attention op, by default the configuration's.
         """
-        query, key, value = self._project(hidden_states, position_embeddings)
+        query, key, value = self._project(hidden_states, position_embeddings, key_value_states)
         factors = self.composition(hidden_states) if self.composition is not None else {}
+        if self.key_composition is not None:
+            factors |= self.key_composition(key_value_states)
         if past_key_values is not None and "key" in factors:
             key, (value, factors["key"]) = past_key_values.update(key, value, self.layer_idx, factors["key"])
         elif past_key_values is not None:
@@ -108,6 +133,7 @@ class ComposedAttention(nn.Module):
             attention_mask,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            dropout=self.attention_dropout if self.training else 0.0,
             **stages,
             **kwargs,
         )
@@ -122,14 +148,40 @@ class ComposedAttention(nn.Module):
         return pre, post if self.differential is None else self.differential.subtract(post)
 
     def _project(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]`. Queries and keys are normed, then rotated."""
+        """Queries `[B, H, T, D]` of `hidden_states` `[B, T, E]`, keys and values `[B, H_kv, S, D]` of `source`.
+
+        Queries and keys are normed, then rotated. `source` is `[B, S, E]`, in self-attention `hidden_states`.
+        """
+        source = hidden_states if source is None else source
         query, key, value = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(states).unflatten(-1, (-1, self.head_dim))
+            for projection, states in ((self.q_proj, hidden_states), (self.k_proj, source), (self.v_proj, source))
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = position_embeddings
-        return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if position_embeddings is None:
+            return query, key, value
+        return rotate(query, *position_embeddings), rotate(key, *position_embeddings), value
+
+
+def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:
+    """The window of a layer as the ops count it, with the token itself; None where it sees everything.
+
+    Bidirectional models of Transformers have a window of `sliding_window` tokens on either side of the token.
+    """
+    if getattr(config, "layer_types", None) is None or config.layer_types[layer_idx] != "sliding_attention":
+        return None
+    return config.sliding_window if is_causal else config.sliding_window + 1
+
+
+def make_head_norm(config: PreTrainedConfig) -> nn.Module:
+    """The norm of each query or key head, as configured."""
+    if config.qk_norm_type == "layer_norm":
+        return nn.LayerNorm(config.head_dim, config.qk_norm_eps, bias=False)
+    return RMSNorm(config.head_dim, config.qk_norm_eps)

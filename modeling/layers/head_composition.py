@@ -51,6 +51,7 @@ class DynamicComposition(nn.Module):
         self.rank = config.compose_rank if config.compose_low_rank else 0
         self.has_gate, self.eps = config.compose_gate, config.compose_norm_eps
         self.act_fn = ACT2FN[config.compose_act]
+        self.dropout = nn.Dropout(config.compose_dropout)
         heads = self.num_heads // self.groups  # of one group
         width = config.compose_hidden_size or 2 * config.compose_rank * heads
         components = len(self.stages) * len(self.sides)
@@ -78,7 +79,7 @@ class DynamicComposition(nn.Module):
         if self.factor_weight is not None:
             packed += [self._low_rank_factors(hidden_states)]
         if self.gate_weight is not None:
-            gates = torch.tanh(hidden_states @ self.gate_weight.flatten(1))  # [B, T, G * C * H/G]
+            gates = self.dropout(torch.tanh(hidden_states @ self.gate_weight.flatten(1)))  # [B, T, G * C * H/G]
             gates = gates.unflatten(-1, self.gate_weight.shape[1:])
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
         factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
@@ -95,7 +96,8 @@ class DynamicComposition(nn.Module):
 
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
         """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
-        hidden = self.act_fn(hidden_states @ self.hidden_weight.flatten(1)).unflatten(-1, self.hidden_weight.shape[1:])
+        hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
+        hidden = hidden.unflatten(-1, self.hidden_weight.shape[1:])
         factors = torch.einsum("btgck,gckrh->bcrtgh", hidden, self.factor_weight)
         down, up = factors.split(self.rank, dim=2)
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
@@ -106,6 +108,26 @@ class DynamicComposition(nn.Module):
         packed = {side: stages[:, terms].transpose(1, 2) for side, stages in factors.items()}  # [B, T or S, terms, H]
         static = None if self.static_weight is None else torch.block_diag(*self.static_weight[stage])
         return unpack_factors(packed, static, self.groups)
+
+
+def make_generators(
+    config: PreTrainedConfig, *, cross_attention: bool = False, key_size: int | None = None
+) -> tuple[DynamicComposition, DynamicComposition | None]:
+    """Returns the generators of an attention layer that composes heads: `composition` and `key_composition`.
+
+    In self-attention the first is for both sides, and there is no second. In cross-attention the first is for queries,
+    with the static matrices, and the second for keys, if composition is key-wise.
+
+    Args:
+        key_size: width of what the second one reads, by default the hidden size.
+    """
+    if not cross_attention:
+        return DynamicComposition(config), None
+    query_sides = tuple(side for side in config.compose_sides if side == "query")
+    keys = None
+    if config.composes_keys:
+        keys = DynamicComposition(config, sides=("key",), input_size=key_size, static=False)
+    return DynamicComposition(config, sides=query_sides), keys
 
 
 @torch.no_grad()

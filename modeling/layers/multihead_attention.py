@@ -51,7 +51,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         q_norm, k_norm: modules that are applied to the queries `[B, T, H, D]` and keys `[B, S, H_kv, D]` of each head,
             such as `nn.LayerNorm(D, eps=1e-6, bias=False)` in the authors' vision transformers.
         implementation: of `dynattn.dcmha_attention`; `None` takes the fastest one that supports the call.
-        compose: the `compose_*` fields of the configurations, with the same meaning and defaults (`ComposedConfig`).
+        compose: the `compose_*` fields of the configurations, with the same meaning and defaults (`CompositionConfig`).
             `compose_pre=False, compose_post=False` switches composition off.
 
     Raises:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...configuration.multihead_config import MultiheadConfig
 from ..ops.dcmha.composition import Composition
-from .head_composition import DynamicComposition, init_composition
+from .head_composition import DynamicComposition, init_composition, make_generators
 
 
 class SideGenerators(nn.Module):
@@ -38,10 +38,9 @@ class SideGenerators(nn.Module):
         self.composition = self.key_composition = None
         if not config.composes:
             return
-        query_sides = tuple(side for side in config.compose_sides if side == "query" or not cross_attention)
-        self.composition = DynamicComposition(config, sides=query_sides)
-        if cross_attention and config.composes_keys:
-            self.key_composition = DynamicComposition(config, sides=("key",), input_size=key_size, static=False)
+        self.composition, self.key_composition = make_generators(
+            config, cross_attention=cross_attention, key_size=key_size
+        )
         self._init_scale = float(config.compose_init_scale)
         for generator in self.generators():
             generator.to(device=device, dtype=dtype)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from dynattn import keep_attention_outputs  # the front door registers the package's model types
-from dynattn.configuration.composed_config import ComposedConfig
+from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
@@ -166,7 +166,7 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
         raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {DEFAULT_MODEL_TYPE} is")
     config_class: Any = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if issubclass(config_class, ComposedConfig):
+    if issubclass(config_class, CompositionConfig):
         fields.add("mixer")  # which `from_size` replaces by the fields that it stands for
     if unknown := sorted(set(arguments.config_overrides) - fields):
         raise UserError(f"model_config names {unknown}, which {model_type} does not have; it has {sorted(fields)}")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.golden import case_names, read_case, tensors_under
+from cases.golden import case_names, flax_attention, read_case, tensors_under
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynattn import ComposedMultiheadAttention
-from dynattn.configuration.composed_config import ComposedConfig
+from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.configuration.multihead_config import ComposeOptions
 from dynattn.modeling.layers import multihead_attention
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
@@ -328,20 +328,12 @@ def test_grouped_queries_repeat_keys_and_values(composed: bool) -> None:
         assert_close(module(*inputs, **weights), whole(*inputs, **weights))
 
 
-def official_weights(official: dict[str, Tensor], cross: bool) -> dict[str, Tensor]:
-    """The authors' tensors (of a flax module, `[in, out]`) under our names and shapes."""
-    projections = [official[f"{name}_dense.kernel"].flatten(1).T for name in ("query", "key", "value")]
-    biases = [official[f"{name}_dense.bias"].flatten() for name in ("query", "key", "value")]
-    ours = {"in_proj_weight": torch.cat(projections)} | {"in_proj_bias": torch.cat(biases)}
-    ours |= {"out_proj.weight": official["o_dense.kernel"].T, "out_proj.bias": official["o_dense.bias"]}
-    ours |= {"q_norm.weight": official["query_ln.scale"], "k_norm.weight": official["key_ln.scale"]}
-    ours["composition.static_weight"] = torch.stack([official["pre_proj.w"], official["post_proj.w"]])
-    generators = {"q_dyn_w_proj": "composition", "k_dyn_w_proj": "key_composition"}
-    for theirs, name in generators.items() if cross else [("dyn_w_proj", "composition")]:
-        components = 2 if cross else 4
-        ours[f"{name}.hidden_weight"] = official[f"{theirs}.dw1.kernel"]
-        ours[f"{name}.factor_weight"] = official[f"{theirs}.qkw"]
-        ours[f"{name}.gate_weight"] = official[f"{theirs}.dd.kernel"].unflatten(-1, (components, -1))
+def official_weights(official: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The authors' tensors under the names of this module, which joins the projections."""
+    ours = flax_attention(official)
+    for kind in ("weight", "bias"):
+        ours[f"in_proj_{kind}"] = torch.cat([ours.pop(f"{name}_proj.{kind}") for name in "qkv"])
+        ours[f"out_proj.{kind}"] = ours.pop(f"o_proj.{kind}")
     return ours
 
 
@@ -362,7 +354,7 @@ def test_it_equals_the_authors_vision_transformer(name: str, implementation: str
         compose_act="gelu_pytorch_tanh",
         **norms,
     ).double()
-    module.load_state_dict(official_weights(tensors_under(tensors, "sd."), meta["cross"]))
+    module.load_state_dict(official_weights(tensors_under(tensors, "sd.")))
     x = tensors["x"].requires_grad_()
     y = tensors["y"].requires_grad_() if meta["cross"] else x
     mask = ~tensors["mask"].expand(-1, meta["heads"], -1, -1).flatten(0, 1) if "mask" in tensors else None
@@ -370,7 +362,7 @@ def test_it_equals_the_authors_vision_transformer(name: str, implementation: str
     torch.testing.assert_close(output, tensors["out"], atol=1e-9, rtol=0)
 
     (output * tensors["weight_of_output"]).sum().backward()
-    expected = official_weights(tensors_under(tensors, "grad.sd."), meta["cross"])
+    expected = official_weights(tensors_under(tensors, "grad.sd."))
     assert expected.keys() == dict(module.named_parameters()).keys()
     for key, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
@@ -508,7 +500,7 @@ def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) 
 
 
 def test_the_options_are_the_fields_of_the_configurations() -> None:
-    fields = {name for name in ComposedConfig.__dataclass_fields__ if name.startswith("compose_")}
+    fields = {name for name in CompositionConfig.__dataclass_fields__ if name.startswith("compose_")}
     assert fields == ComposeOptions.__annotations__.keys()
 
 

@@ -1,0 +1,128 @@
+"""The forward pass of bidirectional encoders: masks, then layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..layers.attention_interface import implementation_for
+from .decoder_inputs import check_attention_mask, check_tokens
+
+BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_bidirectional_mask,
+    "sliding_attention": create_bidirectional_sliding_window_mask,
+}
+
+
+def layer_types_of(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer; families without windows have no `layer_types`, and all their layers see everything."""
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def bidirectional_masks(
+    config: PreTrainedConfig, inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor | None] | None
+) -> dict[str, Tensor | None]:
+    """Transformers' mask for each layer type of an encoder, in the form that its attention implementation takes.
+
+    Args:
+        inputs_embeds: `[B, T, E]`.
+        attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
+    """
+    if isinstance(attention_mask, dict):
+        return attention_mask
+    return {
+        layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
+            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
+        )
+        for layer_type in sorted(set(layer_types_of(config)))
+    }
+
+
+class EncoderLayers:
+    """The layers of an encoder of any input, mixed in front of a family's `PreTrainedModel`, which makes `layers`."""
+
+    config: Any
+    layers: nn.ModuleList
+
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        rotations: dict[str, tuple[Tensor, Tensor]] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns the hidden states `[B, T, E]` after the last layer.
+
+        Args:
+            hidden_states: `[B, T, E]`, the first layer's.
+            attention_mask: as `bidirectional_masks` takes it.
+            rotations: rotary cosines and sines for each layer type, where the family rotates.
+
+        Raises:
+            ValueError: the mask does not fit, or hides a whole row.
+        """
+        check_attention_mask(attention_mask, hidden_states, None)
+        masks = bidirectional_masks(self.config, hidden_states, attention_mask)
+        implementation = implementation_for(self.config, kwargs)
+        for layer, layer_type in zip(self.layers, layer_types_of(self.config), strict=True):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[layer_type],
+                position_embeddings=None if rotations is None else rotations[layer_type],
+                implementation=implementation,
+                **kwargs,
+            )
+        return hidden_states
+
+
+class EncoderBody(EncoderLayers):
+    """The forward pass of an encoder of text.
+
+    A family's model makes the modules that are annotated here, and defines `embed`. It overrides `rotations` where
+    queries and keys are rotated.
+    """
+
+    embed_tokens: nn.Module
+    norm: nn.Module
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Returns hidden states `[B, T, E]`.
+
+        Args:
+            input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
+            attention_mask: `[B, T]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, T]`; or one
+                prepared mask for each layer type.
+            position_ids: `[B, T]`, by default counted from 0.
+
+        Raises:
+            ValueError: the arguments do not fit each other or the model.
+        """
+        check_tokens(input_ids, inputs_embeds)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        hidden_states = self.embed(inputs_embeds, position_ids)
+        rotations = self.rotations(hidden_states, position_ids)
+        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` and positions `[B, T]`."""
+        raise NotImplementedError
+
+    def rotations(self, hidden_states: Tensor, position_ids: Tensor | None) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Rotary cosines and sines `[B, T, rotary_dim]` for each layer type; none in most families."""
+        return None

@@ -1,0 +1,29 @@
+"""What the models of all families share: flags for Transformers, and a warning where code would stay behind."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+class FamilyPreTrainedModel(PreTrainedModel):
+    """Flags that hold for every family."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _can_compile_fullgraph = True
+    # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
+    # convolutions need all keys that a query sees on one device.
+    _supports_context_parallel = False
+
+    # Transformers wraps its method in a way that type checkers take for a function.
+    def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        """As in Transformers, which uploads the model's code only if the configuration names some (`auto_map`)."""
+        if not self.config.auto_map:
+            logger.warning(
+                f"{repo_id} gets weights and configuration but no code: it loads only where dynattn is imported. "
+                "`dynattn publish FOLDER --repo NAME` uploads the code too"
+            )
+        return super().push_to_hub(repo_id, *args, **kwargs)  # type: ignore[arg-type]
