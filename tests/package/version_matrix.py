@@ -1,0 +1,182 @@
+"""Which versions of Python, PyTorch and Transformers the package works with, each in an environment of its own.
+
+    python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23 --output model_cards/records/compatibility
+
+A row needs `pythonX.Y` on the PATH and gets the newest patch releases that pip finds; elsewhere than in a mirror of CPU
+builds, torch brings several gigabytes of CUDA libraries along. Rows that the record holds already are replaced, others
+stay. Run by `make matrix`, with pip, build and this package installed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from dynattn.scripts.common.atomic_file import write_json, write_whole
+from dynattn.scripts.common.environment import hardware
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "model_cards/records/compatibility"
+ROWS = ("3.11/2.11/5.17", "3.11/2.13/5.17", "3.12/2.12/5.20", "3.13/2.13/5.23")
+TOOLS = ("pytest>=9.0", "peft>=0.18", "hypothesis>=6.150", "setuptools>=77")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy", "triton")
+# What stands for each promise; the whole suite in each environment would take hours.
+AREAS = {
+    "golden numbers": ("tests/modeling/test_golden.py", "tests/modeling/test_golden_rcmha.py"),
+    "Auto classes, saving": ("tests/package/test_registration.py", "tests/modeling/test_contract.py"),
+    "caches, generation": (
+        "tests/modeling/caches/test_composed_cache.py",
+        "tests/modeling/test_ladder.py::test_generation_agrees_with_the_model_without_a_cache",
+    ),
+    "equal to Transformers": ("tests/modeling/test_plain_equality.py",),
+    "publishing": (
+        "tests/package/test_remote_code.py",
+        "tests/scripts/publish/test_folder.py::test_every_family_and_head_works_without_the_package",
+    ),
+    "conversion": ("tests/scripts/convert/test_upcycle_models.py",),
+    "training": ("tests/scripts/pretrain/test_run.py",),
+}
+SHOW_VERSIONS = f"""
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+found = {{"python": platform.python_version()}}
+for name in {PACKAGES!r}:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the rows one after the other, writes the record after each, and returns 0 if nothing failed in them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="PYTHON/TORCH/TRANSFORMERS")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/matrix", help="where environments are made")
+    parser.add_argument("--output", type=Path, default=RECORD, help="folder of the record")
+    arguments = parser.parse_args(argv)
+    shutil.rmtree(arguments.work, ignore_errors=True)
+    wheel = build_wheel(arguments.work)
+    passed = True
+    for row in arguments.rows:
+        result = run_row(row, wheel, arguments.work)
+        passed &= not any(area["failed"] for area in result["areas"].values())
+        write_record(arguments.output, row, result)
+    print((arguments.output / "table.md").read_text())
+    return 0 if passed else 1
+
+
+def build_wheel(work: Path) -> Path:
+    """The package as users get it."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return next(work.glob("*.whl"))
+
+
+def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
+    """Makes the environment of one row, runs the tests in it, and removes it."""
+    python, torch, transformers = row.split("/")
+    folder = work / row.replace("/", "-")
+    print(f"{row}: making the environment", flush=True)
+    subprocess.run([f"python{python}", "-m", "venv", folder], check=True)
+    inside = folder / "bin/python"
+    wanted = [f"torch=={torch}.*", f"transformers=={transformers}.*", str(wheel), *TOOLS]
+    try:
+        subprocess.run([inside, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        shown = subprocess.run([inside, "-c", SHOW_VERSIONS], check=True, capture_output=True, text=True).stdout
+        began = time.monotonic()
+        areas = {name: run_area(inside, row, name, folder) for name in AREAS}
+        seconds = round(time.monotonic() - began)
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "versions": json.loads(shown),
+        "hardware": processor(),
+        "commit": commit(),
+        "seconds": seconds,
+        "areas": areas,
+    }
+
+
+def run_area(python: Path, row: str, name: str, folder: Path) -> dict[str, Any]:
+    """How many tests of one area passed, failed and were skipped, and the names of those that failed."""
+    report = folder / "report.xml"
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *AREAS[name]]
+    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    # The tests see the installed package alone, not the one that runs them.
+    environment.pop("PYTHONPATH", None)
+    report.unlink(missing_ok=True)
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if not report.exists():
+        raise RuntimeError(f"{row}, {name}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    outcomes = {f"{case.get('classname')}.{case.get('name')}": outcome(case) for case in cases(report)}
+    if set(outcomes.values()) & {"failed"}:
+        print(ended.stdout[-8000:], flush=True)
+    counts = Counter(outcomes.values())
+    print(f"{row}: {name}: {dict(counts)}", flush=True)
+    failures = sorted(test for test, ended_as in outcomes.items() if ended_as == "failed")
+    return {kind: counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": failures}
+
+
+def cases(report: Path) -> list[ElementTree.Element]:
+    """The tests of a report, and the files that could not be read, which count as failed tests."""
+    return list(ElementTree.parse(report).iter("testcase"))
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """`passed`, `failed` or `skipped`."""
+    tags = {child.tag for child in case}
+    if tags & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in tags else "passed"
+
+
+def write_record(output: Path, row: str, result: dict[str, Any]) -> None:
+    """Puts one row into the record, and draws the table anew."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "record.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows = dict(sorted({**rows, row: result}.items()))
+    write_json(path, rows, indent=1)
+    write_whole(output / "table.md", table(rows) + "\n")
+
+
+def table(rows: dict[str, Any]) -> str:
+    """The record in Markdown: for each row and area, how many tests passed, and how many of them failed if any."""
+    lines = ["| Python | torch | transformers | " + " | ".join(AREAS) + " |", "|---" * (3 + len(AREAS)) + "|"]
+    for result in rows.values():
+        versions = [result["versions"][name] for name in ("python", "torch", "transformers")]
+        lines.append("| " + " | ".join([*versions, *(cell(result["areas"][name]) for name in AREAS)]) + " |")
+    return "\n".join(lines)
+
+
+def cell(area: dict[str, Any]) -> str:
+    """What the table says of one area."""
+    failed = f", **{area['failed']} failed**" if area["failed"] else ""
+    return f"{area['passed']} passed{failed}"
+
+
+def processor() -> str:
+    """The machine's processor, as records name it."""
+    import torch
+
+    return hardware(torch.device("cpu"))
+
+
+def commit() -> str:
+    """The commit that was tried."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
