@@ -13,6 +13,9 @@ from typing import Literal, get_args
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.1
+HELD_OUT_EVERY = 10
+# A heading is a line with another below it that is made of one of these characters.
+UNDERLINES = "*=-~^"
 
 
 def builtin_documents(split: Split) -> list[str]:
@@ -32,6 +35,24 @@ def builtin_documents(split: Split) -> list[str]:
     return documents
 
 
+def builtin_conversations(split: Split) -> list[list[dict[str, str]]]:
+    """Returns a question for each heading of the corpus, answered by the paragraph below it; every tenth is held out.
+
+    Raises:
+        ValueError: `split` is neither "train" nor "validation".
+    """
+    if split not in get_args(Split):
+        raise ValueError(f"the built-in corpus has the splits {get_args(Split)}, not {split!r}")
+    return [
+        [
+            {"role": "user", "content": f"What does the language reference say about this? {heading}"},
+            {"role": "assistant", "content": answer},
+        ]
+        for index, (answer, heading) in enumerate(_headings().items())
+        if (index % HELD_OUT_EVERY == 0) == (split == "validation")
+    ]
+
+
 def builtin_corpus_name() -> str:
     """The corpus with its version, for records and model cards."""
     return f"pydoc_data.topics of CPython {platform.python_version()}"
@@ -48,3 +69,17 @@ def _unique_pages() -> Iterator[list[str]]:
                 seen.add(fingerprint)
                 paragraphs.append(paragraph.strip("\n"))
         yield paragraphs
+
+
+def _headings() -> dict[str, str]:
+    """The paragraphs that stand right below a heading, each in one line, with the first heading of equal ones."""
+    found: dict[str, str] = {}
+    for _, text in sorted(topics.items()):
+        heading = ""
+        for paragraph in text.split("\n\n"):
+            lines = paragraph.strip("\n").split("\n")
+            if heading and not lines[0].startswith(" "):
+                found.setdefault(" ".join(paragraph.split()), heading)
+            underlined = len(lines) == 2 and lines[1][:3] in [3 * character for character in UNDERLINES]
+            heading = lines[0] if underlined else ""
+    return found

@@ -120,6 +120,13 @@ class PretrainArguments:
         default=None,
         metadata={"help": "column of conversations to train on; only what the assistant says is then a target"},
     )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "file with the chat template, in Jinja, saved with the model; if not given: the tokenizer's own, "
+            "or one that ships"
+        },
+    )
 
     tokenizer: str | None = field(
         default=None,
@@ -384,6 +391,8 @@ class PretrainArguments:
             raise UserError("a stream has no end that is known: give max_steps, and leave out packing: best_fit")
         if self.tokenizer == "bpe" and (self.streaming or self.chat_column):
             raise UserError("a tokenizer that exists is needed for streaming and chat_column; set tokenizer")
+        if self.chat_template and not self.chat_column:
+            raise UserError(f"chat_template={self.chat_template} needs conversations; name their chat_column")
 
 
 def _is_writable_name(path: str) -> bool:

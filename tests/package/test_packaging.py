@@ -77,7 +77,7 @@ def test_wheel_and_sdist_hold_every_file(distributions: Path) -> None:
         path
         for top in SOURCES
         for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".yaml", ".typed", ".c", ".h") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".yaml", ".jinja", ".typed", ".c", ".h") and "__pycache__" not in path.parts
     ]
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         in_wheel = set(wheel.namelist())

@@ -1,6 +1,6 @@
 """Which versions of Python, PyTorch and Transformers the package works with, each in an environment of its own.
 
-    python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23 --output model_cards/records/compatibility
+    python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23
 
 A row needs `pythonX.Y` on the PATH and gets the newest patch releases that pip finds; elsewhere than in a mirror of CPU
 builds, torch brings several gigabytes of CUDA libraries along. Rows that the record holds already are replaced, others

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDataset, Value, concatenate_datasets, load_dataset
 from numpy.typing import NDArray
 
-from ...common.builtin_corpus import builtin_corpus_name, builtin_documents
+from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from ..mappings import SourceOptions
@@ -60,8 +60,15 @@ def load_documents(arguments: PretrainArguments) -> Documents:
 def load_source(source: str, arguments: PretrainArguments) -> Dataset:
     """The training documents of one source."""
     if source == "builtin":
-        return Dataset.from_dict({"text": builtin_documents("train")})
+        return load_builtin("train", arguments)
     return load_text(source, arguments, arguments.train_split)
+
+
+def load_builtin(split: Split, arguments: PretrainArguments) -> Dataset:
+    """The documents of the built-in corpus, or conversations about them."""
+    if arguments.chat_column is None:
+        return Dataset.from_dict({"text": builtin_documents(split)})
+    return Dataset.from_dict({"text": [as_json(turns) for turns in builtin_conversations(split)]})
 
 
 def load_validation(arguments: PretrainArguments) -> Dataset | None:
@@ -73,7 +80,7 @@ def load_validation(arguments: PretrainArguments) -> Dataset | None:
     if arguments.validation_split is not None:
         return load_text(arguments.dataset, arguments, arguments.validation_split)
     if arguments.mixture is None and arguments.dataset == "builtin":
-        return Dataset.from_dict({"text": builtin_documents("validation")})
+        return load_builtin("validation", arguments)
     return None
 
 

@@ -16,6 +16,7 @@ from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import documents, tokenizer
+from .chat_template import give_chat_template
 from .encoders import ChatEncoder, Encoder, TextEncoder
 from .indexed import IndexedTokens, is_indexed
 from .streaming import split_stream
@@ -100,7 +101,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
         name=splits.name,
         training_data=splits.training_data,
         validation_data=splits.validation_data,
-        tokenizer=tokenizer.fingerprint(given) if given else f"bpe {arguments.vocab_size}",
+        tokenizer=_fit(given, arguments) if given else f"bpe {arguments.vocab_size}",
     )
     stored = _read_source(run.data)
     if source == stored:
@@ -109,6 +110,12 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
     chosen = given or tokenizer.train_bpe(texts, arguments.vocab_size)
     return _write_prepared(run, chosen, splits, source, arguments)
+
+
+def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
+    """Gives the tokenizer the chat template that the run asks for, and returns the fingerprint of both."""
+    template = give_chat_template(given, arguments.chat_template) if arguments.chat_column else ""
+    return f"{tokenizer.fingerprint(given)} chat {template}" if template else tokenizer.fingerprint(given)
 
 
 def _load(arguments: PretrainArguments) -> Splits:

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.training import run
-from transformers import PreTrainedTokenizerBase
+from cases.training import arguments, parse, run
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dynattn.scripts.common.builtin_corpus import builtin_conversations
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import Result, pretrain
+from dynattn.scripts.pretrain.data.chat_template import SHIPPED, give_chat_template
 from dynattn.scripts.pretrain.data.encoders import ChatEncoder
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
@@ -37,15 +40,16 @@ def tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerBase:
     return made
 
 
-@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, SHIPPED.read_text()], ids=["plain", "tagged", "shipped"])
 def test_only_what_the_assistant_says_is_a_target(template: str):
     used = tokenizer(template)
     encoded = ChatEncoder(used)([json.dumps(TURNS), json.dumps(TURNS[:2])])
     assert encoded.targets is not None
     parts = zip(*(np.split(column, encoded.lengths[:1]) for column in (encoded.tokens, encoded.targets)), strict=True)
     end = used.eos_token
-    expected = [f"Eight legs.{end}\nSix.{end}\n", f"Eight legs.{end}\n"]
-    assert [used.decode(tokens[targets]) for tokens, targets in parts] == expected
+    expected = [f"Eight legs.{end}Six.{end}", f"Eight legs.{end}"]
+    # Line breaks behind the end of a turn are the template's affair.
+    assert [used.decode(tokens[targets]).replace("\n", "") for tokens, targets in parts] == expected
     assert encoded.text_bytes == len("Eight legs.Six.Eight legs.")
 
 
@@ -74,7 +78,6 @@ def test_a_run_on_conversations_counts_its_targets(packing: str, tmp_path: Path,
     [
         ([TURNS[:1]] * 4, PLAIN, "the assistant says nothing"),
         ([["How many?"]] * 4, PLAIN, "not messages with role and content"),
-        (LATER, None, "has no chat template"),
         (LATER, "{{ messages[-1].content }}", "generation"),
         (
             LATER,
@@ -88,3 +91,61 @@ def test_conversations_that_teach_nothing_are_refused(rows: Any, template: str |
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", data, tokenizer=save(tmp_path / "tokenizer", template), chat_column="messages")
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_the_shipped_template_prompts_as_it_trains():
+    used = tokenizer(SHIPPED.read_text())
+    whole, prompt = (
+        used.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
+        for turns, ask in ((TURNS, False), (TURNS[:3], True))
+    )
+    assert whole == f"{prompt}Six.{used.eos_token}\n"
+    tokens = used.apply_chat_template(TURNS)["input_ids"]
+    assert tokens[: len(used(prompt)["input_ids"])] == used(prompt)["input_ids"]
+    assert tokens[0] == used.bos_token_id and whole.startswith(f"{used.bos_token}<|user|>\nHow many")
+
+
+def test_the_shipped_template_serves_tokenizers_without_a_start_and_refuses_other_roles():
+    used = tokenizer(SHIPPED.read_text())
+    used.bos_token = None
+    assert used.apply_chat_template(TURNS[:1], tokenize=False).startswith("<|user|>\n")
+    with pytest.raises(UserError, match="roles system, user and assistant, not tool"):
+        ChatEncoder(used)([json.dumps([*TURNS, {"role": "tool", "content": "3"}])])
+
+
+def test_a_tokenizer_keeps_its_template_unless_a_file_is_named(tmp_path: Path):
+    own, bare = tokenizer(TAGGED), tokenizer(None)
+    assert give_chat_template(own, None) == "" and own.chat_template == TAGGED
+    (tmp_path / "mine.jinja").write_text(PLAIN)
+    assert give_chat_template(own, str(tmp_path / "mine.jinja")) and own.chat_template == PLAIN
+    assert give_chat_template(bare, None) and bare.chat_template == SHIPPED.read_text()
+    with pytest.raises(UserError, match=r"cannot read the chat template 'missing\.jinja'"):
+        give_chat_template(bare, "missing.jinja")
+
+
+def fine_tune(output: Path, **options: Any) -> Result:
+    """Two updates with the shipped recipe."""
+    options = {"output": output, "max_steps": 2, "warmup_steps": 1, **options}
+    return pretrain(parse("sft.yaml", *(str(word) for name, value in options.items() for word in (f"--{name}", value))))
+
+
+def test_the_recipe_saves_its_template_with_the_model(tmp_path: Path):
+    base = run(tmp_path / "base", Path("builtin"), vocab_size=400, max_steps=1, warmup_steps=0, sequence_length=256)
+    result = fine_tune(tmp_path / "chat", init_from=base.model)
+    assert AutoTokenizer.from_pretrained(result.model).chat_template == SHIPPED.read_text()
+    (other := tmp_path / "other.jinja").write_text(TAGGED)
+    with pytest.raises(UserError, match="tokenizer"):
+        fine_tune(tmp_path / "chat", init_from=base.model, chat_template=other, max_steps=3)
+
+
+def test_built_in_conversations_hold_out_a_tenth():
+    train, validation = builtin_conversations("train"), builtin_conversations("validation")
+    assert 8 < len(train) / len(validation) < 10 and not [turns for turns in validation if turns in train]
+    assert all(turn["content"].strip() for turns in train for turn in turns)
+    with pytest.raises(ValueError, match="not 'test'"):
+        builtin_conversations("test")  # type: ignore[arg-type]
+
+
+def test_a_template_without_conversations_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="name their chat_column"):
+        arguments(tmp_path / "run", Path("builtin"), chat_template="mine.jinja")
