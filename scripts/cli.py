@@ -20,6 +20,7 @@ JOBS = CommandTable(
             "dynattn.scripts.pretrain.main",
             "train a model from scratch, or continue one, with Accelerate",
         ),
+        "compare": ("dynattn.scripts.compare.main", "train variants from the same seeds, and compare them in pairs"),
         "report": ("dynattn.scripts.report.main", "the curves of one or several runs as one HTML page"),
         "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
         "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),

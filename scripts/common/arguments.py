@@ -119,7 +119,7 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if kind is bool:
         return {"type": parse_bool, "nargs": "?", "const": True}
     if get_origin(kind) is list:
-        return {"type": get_args(kind)[0], "nargs": "+"}
+        return {**_conversion(field, get_args(kind)[0]), "nargs": "+"}
     if get_origin(kind) is Literal:
         return {"type": _choice_of(get_args(kind)), "choices": get_args(kind)}
     return {"type": kind}

@@ -28,6 +28,7 @@ FLOORS = (
         "scripts.serve",
         "scripts.inspect",
     ),
+    ("scripts.compare",),  # trains its variants
     ("scripts.reproduce",),  # a study runs the other jobs
     ("scripts",),
     ("package.__main__",),

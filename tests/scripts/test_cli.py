@@ -159,6 +159,21 @@ def test_options_are_those_of_transformers() -> None:
                 parser.parse_args(["--text", "t", *argv] if argv else argv)
 
 
+@dataclass
+class SeveralChoices:
+    trackers: list[Literal["wandb", "trackio"]] = field(default_factory=list)
+
+
+def test_an_option_takes_several_of_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(SeveralChoices, ["--trackers", "wandb", "trackio"], prog="x").trackers == [
+        "wandb",
+        "trackio",
+    ]
+    with pytest.raises(SystemExit):
+        parse_arguments(SeveralChoices, ["--trackers", "tensorboard"], prog="x")
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_a_first_word_is_the_value_of_an_option() -> None:
     assert name_first(["folder", "--limit", "3"], "model") == ["--model", "folder", "--limit", "3"]
     for argv in ([], ["--model", "folder"], ["run.yaml", "--limit", "3"]):

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .paired import paired_difference, spread
+from ...common.paired import paired_difference, spread
 from .plan import GROUPS, TYPES
 
 Run = dict[str, Any]

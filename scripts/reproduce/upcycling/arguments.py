@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import UserError
+from ...compare.arguments import check_rates, check_seeds
 
 QUICK: dict[str, Any] = {"seeds": [0, 1], "parent_steps": 60, "steps": 24, "learning_rates": [2e-3]}
 
@@ -36,11 +37,7 @@ class UpcyclingArguments:
         if self.quick:
             vars(self).update(QUICK)
         self.output = self.output or ("runs/upcycling-quick" if self.quick else "runs/upcycling")
-        if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"seeds={self.seeds} must be two or more different ones; a single one shows no spread")
-        if self.tuning_seed in self.seeds:
-            raise UserError(f"tuning_seed={self.tuning_seed} is one of the measured seeds={self.seeds}; take another")
-        if not self.learning_rates or min(self.learning_rates) <= 0:
-            raise UserError(f"learning_rates={self.learning_rates} must be one or more positive numbers")
+        check_seeds(self.seeds, self.tuning_seed)
+        check_rates(self.learning_rates)
         if self.parent_steps < 1 or self.steps < 2:
             raise UserError(f"parent_steps={self.parent_steps} must be 1 or more, and steps={self.steps} 2 or more")

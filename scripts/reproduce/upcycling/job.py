@@ -1,17 +1,13 @@
 """The whole study: its missing runs, then record, table and plot."""
 
-import json
 from pathlib import Path
-from typing import Any
 
-from ...common.atomic_file import write_json, write_whole
-from ...common.errors import UserError
-from ..plots import draw_arms
+from ...common.atomic_file import write_json
+from ...compare.record import Record, make_record, read_run
+from ...compare.study_folder import RECORD, claim, describe_files, draw
+from ...compare.table import table
 from .arguments import UpcyclingArguments
-from .record import Record, make_record, read_run, table
 from .runs import ARMS, Runs
-
-SETTINGS, RECORD, TABLE, PLOT = "study.json", "record.json", "table.md", "losses.png"
 
 
 def run_study(arguments: UpcyclingArguments) -> str:
@@ -25,7 +21,7 @@ def run_study(arguments: UpcyclingArguments) -> str:
         record = make_runs(arguments, output)
         record["command"] = command_of(arguments)
         write_json(output / RECORD, record, indent=1)
-    return f"\n{draw(output)}\n\n{output}: {RECORD}, {TABLE}, {PLOT}"
+    return f"\n{draw(output, table)}\n\n{describe_files(output)}"
 
 
 def command_of(arguments: UpcyclingArguments) -> str:
@@ -44,7 +40,7 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
         UserError: the folder holds a study with other settings, or a run failed.
     """
     runs = Runs(output, arguments.parent_steps, arguments.steps)
-    claim(output, runs.settings())
+    claim(output, runs.settings(), "upcycling study")
     rates, losses = choose_rates(arguments, runs)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
     measured = {
@@ -52,9 +48,9 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     }
     return make_record(
         {**runs.settings(), **tuning, "chosen": rates},
-        parents=[read_run(runs.parent(seed)) for seed in arguments.seeds],
         arms={name: [read_run(measured[seed][name]) for seed in arguments.seeds] for name in ARMS},
         labels={name: arm.label for name, arm in ARMS.items()},
+        parents=[read_run(runs.parent(seed)) for seed in arguments.seeds],
     )
 
 
@@ -65,36 +61,3 @@ def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, f
     }
     rates = {name: chosen["composed" if arm.composed else "plain"][0] for name, arm in ARMS.items()}
     return rates, {name: losses for name, (_, losses) in chosen.items()}
-
-
-def claim(output: Path, settings: dict[str, Any]) -> None:
-    """Reserves the folder for the study with these settings; seeds and learning rates may be added later.
-
-    Raises:
-        UserError: the folder holds something else.
-    """
-    marker = output / SETTINGS
-    if marker.exists():
-        stored = json.loads(marker.read_text(encoding="utf-8"))
-        if changed := [name for name in settings if stored.get(name) != settings[name]]:
-            raise UserError(f"{output} holds a study with other {', '.join(changed)}; give another --output")
-    elif output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} holds something that is no upcycling study; give a new or empty --output")
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(marker, settings, indent=1)
-
-
-def draw(output: Path) -> str:
-    """Makes the table and the plot from the record alone; returns the table.
-
-    Raises:
-        UserError: there is no record.
-    """
-    try:
-        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
-    text = table(record)
-    write_whole(output / TABLE, text + "\n")
-    draw_arms(record, output / PLOT)
-    return text

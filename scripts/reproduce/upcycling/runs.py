@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...compare.job import choose_rate
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...pretrain import PretrainArguments, pretrain
-from .record import read_run
 
 MODEL = {
     "hidden_size": 128,
@@ -84,10 +84,7 @@ class Runs:
 
         A single rate is returned without a run.
         """
-        if len(rates) == 1:
-            return rates[0], {}
-        losses = {rate: read_run(self.continued(seed, name, rate))["validation"][-1]["loss"] for rate in rates}
-        return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
+        return choose_rate(lambda rate: self.continued(seed, name, rate), rates)
 
     def settings(self) -> dict[str, Any]:
         """What all runs have in common, for the record."""

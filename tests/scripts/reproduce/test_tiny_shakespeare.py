@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.paired import paired_difference
 from dynattn.scripts.common.token_streams import TokenStreams
 from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
-from dynattn.scripts.reproduce.tiny_shakespeare.paired import paired_difference
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
 from dynattn.scripts.reproduce.tiny_shakespeare.progress import Tally
 from dynattn.scripts.reproduce.tiny_shakespeare.record import make_record

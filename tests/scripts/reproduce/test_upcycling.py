@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.reproduce.upcycling import job as upcycling
+from dynattn.scripts.compare.record import compare
+from dynattn.scripts.compare.study_folder import claim, draw
+from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
-from dynattn.scripts.reproduce.upcycling.job import claim
-from dynattn.scripts.reproduce.upcycling.record import compare, table
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
@@ -51,7 +51,7 @@ def test_the_difference_has_the_numbers_of_the_paired_t_test(record: dict[str, A
     known in closed form."""
     found = record["comparison"]["composed"]
     t = 2 * 3**0.5
-    assert found["differences"] == pytest.approx([-0.1, -0.2, -0.3])
+    assert found["values"] == pytest.approx([-0.1, -0.2, -0.3])
     assert (found["mean"], found["sd"]) == (pytest.approx(-0.2), pytest.approx(0.1))
     assert found["p"] == pytest.approx(1 - t / (2 + t * t) ** 0.5)
     half = 4.302652729911275 * 0.1 / 3**0.5
@@ -61,8 +61,8 @@ def test_the_difference_has_the_numbers_of_the_paired_t_test(record: dict[str, A
 def test_the_table_quotes_the_record(record: dict[str, Any]):
     lines = table(record).split("\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    assert rows[2] == ["parent, before", "1,234", "5.0000 ± 0.0000", "2.5000 ± 0.0000", "", "", "", ""]
-    assert rows[3] == ["plain", "1,234", "4.1000 ± 0.1000", "2.0500 ± 0.0500", "", "", "", "5,000"]
+    assert rows[2] == ["parent, before", "1,234", "5.0000 ± 0.0000", "2.5000 ± 0.0000", *[""] * 6]
+    assert rows[3] == ["plain", "1,234", "4.1000 ± 0.1000", "2.0500 ± 0.0500", *[""] * 5, "5,000"]
     assert rows[4][:5] == ["composed", "1,234", "3.9000 ± 0.0000", "1.9500 ± 0.0000", "-0.2000"]
     assert rows[4][5:7] == ["-0.4484 to +0.0484", "0.074"]
     assert "over 3 seeds" in lines[-1]
@@ -92,7 +92,7 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
 def test_mistakes_are_told(options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        upcycling.draw(Path(str(UpcyclingArguments(**options).output)))
+        draw(Path(str(UpcyclingArguments(**options).output)), table)
 
 
 def test_quick_has_its_own_folder():
@@ -102,14 +102,14 @@ def test_quick_has_its_own_folder():
 
 
 def test_a_folder_belongs_to_one_study(tmp_path: Path):
-    claim(tmp_path / "study", {"steps": 3, "model": TINY})
-    claim(tmp_path / "study", {"steps": 3, "model": TINY})
+    claim(tmp_path / "study", {"steps": 3, "model": TINY}, "upcycling study")
+    claim(tmp_path / "study", {"steps": 3, "model": TINY}, "upcycling study")
     with pytest.raises(UserError, match="holds a study with other steps"):
-        claim(tmp_path / "study", {"steps": 4, "model": TINY})
+        claim(tmp_path / "study", {"steps": 4, "model": TINY}, "upcycling study")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="no upcycling study"):
-        claim(tmp_path / "foreign", {"steps": 3})
+        claim(tmp_path / "foreign", {"steps": 3}, "upcycling study")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Statistics over seeds."""
+"""Statistics over seeds: spread, paired differences, and corrections for several comparisons."""
 
 import statistics
 from collections.abc import Sequence
@@ -29,3 +29,18 @@ def paired_difference(values: Sequence[float], others: Sequence[float]) -> dict[
         interval = test.confidence_interval(0.95)
         summary |= {"interval_95": [float(interval.low), float(interval.high)], "p": float(test.pvalue)}
     return summary
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Corrects p values of several comparisons, so that the chance of any false one stays what it is for a single one.
+
+    Holm's step-down procedure (Scandinavian Journal of Statistics 6, 1979). A comparison without a p value is left out
+    of the count and stays without.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        corrected[index] = largest
+    return corrected

@@ -1,0 +1,52 @@
+"""The arguments of a comparison. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.errors import UserError
+
+
+@dataclass
+class CompareArguments:
+    """Arguments of a comparison.
+
+    Raises:
+        UserError: there are fewer than two variants or seeds, a rate is not positive, or the tuning seed is a measured
+            one.
+    """
+
+    variants: list[str] = field(
+        metadata={"help": "files of arguments of dynattn pretrain, or names of shipped ones; the first is the baseline"}
+    )
+    output: str = field(default="runs/compare", metadata={"help": "folder of all runs, the record, table and plot"})
+    seeds: int = field(default=5, metadata={"help": "runs of each variant; their seeds count from 0"})
+    common: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "arguments of dynattn pretrain for all: a mapping in YAML, JSON on the command line"},
+    )
+    learning_rates: list[float] | None = field(
+        default=None, metadata={"help": "peaks from which each variant gets its best one; if not given, those it has"}
+    )
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+
+    def __post_init__(self) -> None:
+        if len(self.variants) < 2:
+            raise UserError(f"variants={self.variants} must be two or more files of pretraining arguments")
+        check_seeds(list(range(self.seeds)), self.tuning_seed)
+        if self.learning_rates is not None:
+            check_rates(self.learning_rates)
+
+
+def check_seeds(seeds: list[int], tuning_seed: int) -> None:
+    """Raises UserError unless there are two or more different seeds, and the tuning seed is none of them."""
+    if len(seeds) < 2 or len(set(seeds)) < len(seeds):
+        raise UserError(f"seeds={seeds} must be two or more different ones; a single one shows no spread")
+    if tuning_seed in seeds:
+        raise UserError(f"tuning_seed={tuning_seed} is one of the measured seeds={seeds}; take another")
+
+
+def check_rates(learning_rates: list[float]) -> None:
+    """Raises UserError unless all are positive and there is one."""
+    if not learning_rates or not min(learning_rates) > 0:
+        raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")

@@ -1,0 +1,79 @@
+"""The plot of a study: losses of its arms, and their differences from the first."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from .record import Run
+
+LOSS = "validation loss, nats per token"
+
+
+def draw_arms(record: Mapping[str, Any], path: Path) -> None:
+    """Draws the validation losses of the arms of a study, and their differences from the first arm, paired by seed.
+
+    Lines are means over seeds, and bands one standard deviation to each side. Arms that continue parents begin at the
+    parents' last losses. Where the operations of a token are known, losses are drawn against operations and against
+    seconds of training, too.
+    """
+    arms = record["arms"]
+    runs = [run for arm in arms.values() for run in arm["runs"]]
+    has_costs = all(run.get("flops_per_token") for run in runs)
+    figure, panels = plt.subplots(1 + has_costs, 2, figsize=(11, 4.5 * (1 + has_costs)), dpi=150, squeeze=False)
+    start = [parent["validation"][-1]["loss"] for parent in record["parents"]]
+    losses = {name: _losses(arm["runs"], start) for name, arm in arms.items()}
+    tokens = {name: _tokens(arm["runs"], start) for name, arm in arms.items()}
+    baseline = next(iter(arms))
+    for name, arm in arms.items():
+        _band(panels[0, 0], tokens[name].mean(axis=0), losses[name], arm["label"])
+        if losses[name].shape == losses[baseline].shape:
+            _band(panels[0, 1], tokens[name].mean(axis=0), losses[name] - losses[baseline], arm["label"])
+        if has_costs:
+            costs = np.array([[run["flops_per_token"]] for run in arm["runs"]])
+            speeds = np.array([[run["tokens_per_second"]] for run in arm["runs"]])
+            _band(panels[1, 0], (tokens[name] * costs).mean(axis=0), losses[name], arm["label"])
+            _band(panels[1, 1], (tokens[name] / speeds).mean(axis=0), losses[name], arm["label"])
+    after = "tokens after the parent's training" if start else "tokens"
+    _label(panels[0, 0], after, LOSS)
+    _label(panels[0, 1], after, f"difference from {arms[baseline]['label']}, nats per token")
+    if has_costs:
+        _label(panels[1, 0], "floating point operations of training", LOSS)
+        _label(panels[1, 1], "seconds of training", LOSS)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _losses(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
+    """Validation losses `[seeds, validations]`, beginning with the parents' if there are any."""
+    curves = np.array([[line["loss"] for line in run["validation"]] for run in runs])
+    return np.column_stack([start, curves]) if start else curves
+
+
+def _tokens(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
+    """The tokens of the same validations."""
+    tokens = np.array([[line["tokens"] for line in run["validation"]] for run in runs], dtype=float)
+    return np.column_stack([np.zeros(len(runs)), tokens]) if start else tokens
+
+
+def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label: str) -> None:
+    """Draws mean and standard deviation of values `[seeds, validations]` at the points `x` `[validations]`."""
+    mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1)
+    axes.plot(x, mean, marker="o", ms=3, label=label)
+    axes.fill_between(x, mean - spread, mean + spread, alpha=0.2)
+
+
+def _label(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend()

@@ -1,0 +1,106 @@
+"""The whole comparison: its missing runs, then record, table and plot."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from ..common.atomic_file import write_json
+from ..pretrain import PretrainArguments, pretrain
+from .arguments import CompareArguments
+from .record import Record, make_record, read_run
+from .study_folder import RECORD, claim, describe_files, draw
+from .table import table
+from .variants import Variant, read_variants
+
+Rates = dict[str, float | None]
+
+
+def run_comparison(arguments: CompareArguments) -> str:
+    """Trains what is missing, then writes record, table and plot; returns the table and the names of the files.
+
+    Raises:
+        UserError: the variants do not compare, the folder holds another study, a run failed, or there is no record to
+            redraw.
+    """
+    output = Path(arguments.output)
+    if not arguments.redraw:
+        record = make_runs(arguments, read_variants(arguments.variants, arguments.common), output)
+        write_json(output / RECORD, record, indent=1)
+    return f"\n{draw(output, table)}\n\n{describe_files(output)}"
+
+
+def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: Path) -> Record:
+    """Trains what is missing and returns the record."""
+    settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
+    claim(output, settings, "comparison")
+    runs = Runs(output)
+    rates, losses = choose_rates(runs, variants, arguments)
+    folders = {
+        seed: {variant.name: runs.trained(variant, seed, rates[variant.name]) for variant in variants}
+        for seed in range(arguments.seeds)
+    }
+    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
+    arms = {variant.name: [read_run(folders[seed][variant.name]) for seed in folders] for variant in variants}
+    record = make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
+    return {**record, "command": command_of(arguments)}
+
+
+def choose_rates(
+    runs: "Runs", variants: Sequence[Variant], arguments: CompareArguments
+) -> tuple[Rates, dict[str, dict[str, float]]]:
+    """The learning rate of each variant, None for the one that it names itself, and the losses they are chosen by."""
+    rates: Rates = {variant.name: None for variant in variants}
+    losses: dict[str, dict[str, float]] = {}
+    for variant in variants if arguments.learning_rates else ():
+        rates[variant.name], losses[variant.name] = choose_rate(
+            lambda rate, variant=variant: runs.trained(variant, arguments.tuning_seed, rate),
+            arguments.learning_rates or [],
+        )
+    return rates, losses
+
+
+def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple[float, dict[str, float]]:
+    """The learning rate with the lowest last validation loss, and the losses of all; a single one needs no run.
+
+    Args:
+        train: returns the folder of the run with a learning rate.
+    """
+    if len(rates) == 1:
+        return rates[0], {}
+    losses = {rate: read_run(train(rate))["validation"][-1]["loss"] for rate in rates}
+    return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Makes the runs of a comparison in the folder `output`, each once."""
+
+    output: Path
+
+    def trained(self, variant: Variant, seed: int, rate: float | None) -> Path:
+        """The folder of a finished run; `pretrain` completes it by a rename, so it is either whole or goes on."""
+        name = variant.name if rate is None else f"{variant.name}-{rate:g}"
+        folder = self.output / f"seed-{seed}" / name
+        if not (folder / "model").exists():
+            print(f"\n{folder}", flush=True)
+            pretrain(PretrainArguments(output=str(folder), seed=seed, **_with_rate(variant.options, rate)))
+        return folder
+
+
+def _with_rate(options: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
+    return {**options} if rate is None else {**options, "learning_rate": rate}
+
+
+def command_of(arguments: CompareArguments) -> str:
+    """The command line that repeats the comparison, from a folder that holds the files of the variants."""
+    words = ["dynattn", "compare", *(Path(file).name for file in arguments.variants), "--seeds", str(arguments.seeds)]
+    if arguments.common:
+        common = arguments.common if isinstance(arguments.common, str) else json.dumps(arguments.common)
+        words += ["--common", common]
+    if arguments.learning_rates:
+        words += ["--learning_rates", *(f"{rate:g}" for rate in arguments.learning_rates)]
+        words += ["--tuning_seed", str(arguments.tuning_seed)]
+    return join(words)

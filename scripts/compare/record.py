@@ -1,0 +1,140 @@
+"""The record of a study that compares trained arms, the statistics of its runs, and the table."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.paired import holm, paired_difference
+from ..pretrain.data.token_stream import TokenStream
+from ..pretrain.outputs.metrics import read_metrics
+
+Run = dict[str, Any]
+Record = dict[str, Any]
+
+MEASURED = ("parameters", "steps", "tokens", "tokens_per_second", "train_seconds", "wall_seconds")
+OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_steps", "warmup_steps")
+
+
+def read_run(folder: Path) -> Run:
+    """A finished run: its options, its measurements, and its losses by tokens."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    lines = read_metrics(folder / "metrics.jsonl")
+    held_out = TokenStream.open(folder / "data" / "validation")
+    flops = result["flops_per_second"]
+    return {
+        **{name: result["arguments"][name] for name in OPTIONS},
+        **{name: result[name] for name in MEASURED},
+        **{name: result[name] for name in ("dataset", "hardware", "versions")},
+        "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
+        "validation_targets": len(held_out.tokens) - len(held_out.starts),
+        "validation": _curve(lines, "validation", ("tokens", "loss", "bits_per_byte")),
+        "train": _curve(lines, "train", ("tokens", "loss")),
+    }
+
+
+def make_record(
+    settings: Mapping[str, Any],
+    arms: Mapping[str, Sequence[Run]],
+    labels: Mapping[str, str],
+    parents: Sequence[Run] = (),
+) -> Record:
+    """Everything that the table and the plot are made from.
+
+    Args:
+        settings: the settings of the study.
+        arms: by name, one run for each seed in the same order; the others are compared with the first.
+        labels: the names of the arms in table and plot.
+        parents: what all arms continue, one run for each seed; none if they start from scratch.
+    """
+    runs = [*parents, *(run for runs in arms.values() for run in runs)]
+    common = ("dataset", "hardware", "versions", "validation_targets")
+    baseline, *others = arms
+    compared = {name: compare(arms[baseline], arms[name]) for name in others}
+    for comparison, p in zip(compared.values(), holm([one["p"] for one in compared.values()]), strict=True):
+        comparison["p_holm"] = p
+    return {
+        **{name: _distinct([run.pop(name) for run in runs]) for name in common},
+        "threads": torch.get_num_threads(),
+        "settings": dict(settings),
+        "parents": list(parents),
+        "arms": {name: {"label": labels[name], "runs": list(runs)} for name, runs in arms.items()},
+        "comparison": compared,
+    }
+
+
+def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
+    """`runs` beside those of `baseline`, paired by seed.
+
+    Returns:
+        The difference of the last validation losses with a two-sided paired t-test, by itself; under `equal_seconds`
+        the difference when the faster of the two was done; under `token_ratio` how many times the tokens of `runs` the
+        baseline needs for the same loss (above 1, `runs` learn faster): the geometric mean and its 95 % interval.
+    """
+    pairs = list(zip(runs, baseline, strict=True))
+    ratios = [token_ratio(run, other) for run, other in pairs]
+    logs = paired_difference([math.log(ratio) for ratio in ratios], [0.0] * len(ratios))
+    interval = logs["interval_95"]
+    return {
+        **paired_difference(final(runs, "loss"), final(baseline, "loss")),
+        "equal_seconds": paired_difference(*zip(*(losses_at_equal_seconds(*pair) for pair in pairs), strict=True)),
+        "token_ratio": {
+            "values": ratios,
+            "mean": math.exp(logs["mean"]),
+            "interval_95": None if interval is None else [math.exp(limit) for limit in interval],
+        },
+    }
+
+
+def losses_at_equal_seconds(run: Run, other: Run) -> tuple[float, float]:
+    """The losses of both when the first of them has ended, by their median speed of training."""
+    seconds = min(one["tokens"] / one["tokens_per_second"] for one in (run, other))
+    first, second = (loss_at(one, seconds * one["tokens_per_second"]) for one in (run, other))
+    return first, second
+
+
+def token_ratio(run: Run, baseline: Run) -> float:
+    """How many times the tokens of `run` the baseline needs for the worse of their last losses.
+
+    It is counted at the worse of the two because that is the one that both reach.
+    """
+    loss = max(one["validation"][-1]["loss"] for one in (run, baseline))
+    return tokens_to(baseline, loss) / tokens_to(run, loss)
+
+
+def loss_at(run: Run, tokens: float) -> float:
+    """The validation loss after so many tokens, on straight lines between validations."""
+    points = [(line["tokens"], line["loss"]) for line in run["validation"]]
+    for (before, high), (after, low) in pairwise(points):
+        if tokens <= after:
+            return high + (low - high) * max(0.0, tokens - before) / (after - before)
+    return points[-1][1]
+
+
+def tokens_to(run: Run, loss: float) -> float:
+    """The tokens after which the validation loss is first as low as `loss`, on straight lines between validations."""
+    points = [(line["tokens"], line["loss"]) for line in run["validation"]]
+    if points[0][1] <= loss:
+        return points[0][0]
+    for (before, high), (after, low) in pairwise(points):
+        if low <= loss:
+            return before + (after - before) * (high - loss) / (high - low)
+    return points[-1][0]
+
+
+def final(runs: Sequence[Run], name: str) -> list[float]:
+    """The last validation measurement `name` of each run."""
+    return [run["validation"][-1][name] for run in runs]
+
+
+def _curve(lines: Sequence[Run], split: str, names: Sequence[str]) -> list[dict[str, float]]:
+    return [{name: line[name] for name in names} for line in lines if line["split"] == split]
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    """Each value once; normally all runs share a single one."""
+    return [value for index, value in enumerate(values) if value not in values[:index]]

@@ -1,0 +1,50 @@
+"""The folder of a study: whose it is, and the files that its record is drawn into."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..common.atomic_file import write_json, write_whole
+from ..common.errors import UserError
+from .figures import draw_arms
+
+SETTINGS, RECORD, TABLE, PLOT = "study.json", "record.json", "table.md", "losses.png"
+
+
+def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
+    """Reserves the folder for a study with these settings; what is not among them may differ when it is continued.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    marker = output / SETTINGS
+    if marker.exists():
+        stored = json.loads(marker.read_text(encoding="utf-8"))
+        if changed := [name for name in settings if stored.get(name) != json.loads(json.dumps(settings[name]))]:
+            raise UserError(f"{output} holds a study with other {', '.join(changed)}; give another --output")
+    elif output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} holds something that is no {study}; give a new or empty --output")
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(marker, settings, indent=1)
+
+
+def draw(output: Path, table: Callable[[Mapping[str, Any]], str]) -> str:
+    """Makes the table and the plot from the record alone; returns the table.
+
+    Raises:
+        UserError: there is no record.
+    """
+    try:
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
+    text = table(record)
+    write_whole(output / TABLE, text + "\n")
+    draw_arms(record, output / PLOT)
+    return text
+
+
+def describe_files(output: Path) -> str:
+    """The line that says where the results are."""
+    return f"{output}: {RECORD}, {TABLE}, {PLOT}"

@@ -1,0 +1,87 @@
+"""The table of a study in Markdown, made from its record."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .record import Record, Run, final
+
+EMPTY: tuple[str, ...] = ("", "", "")
+
+
+def table(record: Record) -> str:
+    """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on reading them.
+
+    Losses at equal time and the ratio of tokens have columns where the record holds them.
+    """
+    compared = record["comparison"]
+    timed = all("equal_seconds" in comparison for comparison in compared.values())
+    head = ["", "parameters", "validation loss", "bits per byte", "difference", "95 % interval", "p"]
+    head += ["difference at equal time", "tokens the baseline needs"] if timed else []
+    rows = [[*head, "tokens/s"], ["---"] * (len(head) + 1)]
+    if record["parents"]:
+        rows.append([*_sizes("parent, before", record["parents"]), *[""] * (len(head) - 3)])
+    for name, arm in record["arms"].items():
+        speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
+        cells = _difference(compared.get(name)) + (_efficiency(compared.get(name)) if timed else [])
+        rows.append([*_sizes(arm["label"], arm["runs"]), *cells, f"{speed:,.0f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{_reading(record, timed)}"
+
+
+def _sizes(label: str, runs: Sequence[Run]) -> list[str]:
+    cells = [
+        f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+        for values in (final(runs, name) for name in ("loss", "bits_per_byte"))
+    ]
+    return [label, f"{runs[0]['parameters']:,}", *cells]
+
+
+def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
+    if comparison is None:
+        return list(EMPTY)
+    p = comparison.get("p_holm", comparison["p"])
+    return [f"{comparison['mean']:+.4f}", _interval(comparison, "+.4f"), "" if p is None else f"{p:.2g}"]
+
+
+def _efficiency(comparison: Mapping[str, Any] | None) -> list[str]:
+    if comparison is None:
+        return list(EMPTY[:2])
+    timed, ratio = comparison["equal_seconds"], comparison["token_ratio"]
+    return [
+        f"{timed['mean']:+.4f} ({_interval(timed, '+.4f')})",
+        f"{ratio['mean']:.2f} x ({_interval(ratio, '.2f')})",
+    ]
+
+
+def _interval(summary: Mapping[str, Any], form: str) -> str:
+    """An interval, or nothing where differences are all the same and have no spread."""
+    return " to ".join(format(limit, form) for limit in summary["interval_95"] or ())
+
+
+def _reading(record: Record, timed: bool) -> str:
+    arms = record["arms"]
+    baseline = next(iter(arms.values()))
+    targets = " or ".join(f"{number:,}" for number in record["validation_targets"])
+    tokens = f"{baseline['runs'][0]['tokens']:,}"
+    spent = f"{record['parents'][0]['tokens']:,} tokens for each parent, then {tokens}" if record["parents"] else tokens
+    count = len(record["comparison"])
+    corrected = any("p_holm" in comparison for comparison in record["comparison"].values())
+    correction = f"corrected for {count} comparisons (Holm)" if corrected else f"not corrected for {count} comparisons"
+    equal_time = (
+        "At equal time: when the faster of the two has ended, by the median speed of training. Tokens the baseline "
+        "needs, as a multiple of the arm's, for the worse of their last losses. "
+    )
+    return (
+        f"Mean ± standard deviation over {len(baseline['runs'])} seeds (initial weights and order of the data); "
+        f"{spent} tokens for each row; loss in nats per token on {targets} held-out tokens. Difference: paired by "
+        f"seed, from {baseline['label']}; p of a two-sided paired t-test, {correction}. {equal_time if timed else ''}"
+        f"{_learning_rates(record)} Tokens are equal; parameters and computation are not."
+    )
+
+
+def _learning_rates(record: Record) -> str:
+    grid, tuning_seed = record["settings"]["learning_rates"], record["settings"]["tuning_seed"]
+    tuned = len(grid or ()) > 1
+    choice = f"chosen on seed {tuning_seed} from {', '.join(f'{rate:g}' for rate in grid)}" if tuned else "not tuned"
+    rates = "; ".join(f"{arm['label']} {arm['runs'][0]['learning_rate']:g}" for arm in record["arms"].values())
+    return f"Learning rates ({choice}): {rates}."

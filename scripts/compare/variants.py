@@ -1,0 +1,79 @@
+"""The variants of a comparison: what each trains, read from its file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..common.arguments import parse_arguments
+from ..common.errors import UserError
+from ..pretrain.arguments import PretrainArguments
+from ..pretrain.main import find_shipped
+from ..pretrain.mappings import parse_mapping
+
+# Where losses come from: variants that differ here were asked different questions.
+SAME = (
+    *("dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
+    *("validation_share", "text_column", "chat_column", "tokenizer", "vocab_size"),
+)
+# The comparison sets these for each run.
+ITS_OWN = ("output", "seed", "resume", "overwrite", "dry_run")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: its name, and those arguments of `dynattn pretrain` that are not the defaults."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) -> list[Variant]:
+    """Reads the files; `common` holds arguments that replace those of every file.
+
+    Raises:
+        UserError: a file or `common` holds what is no argument, two variants have one name, or they read different
+            data.
+    """
+    words = _as_words(parse_mapping("common", common) or {})  # type: ignore[arg-type]
+    variants = [Variant(Path(file).stem, _options(file, words)) for file in files]
+    names = [variant.name for variant in variants]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"variants are called as their files are, and {repeated} occurs twice; rename a file")
+    _check_same_data(variants)
+    return variants
+
+
+def _as_words(options: Mapping[str, Any]) -> list[str]:
+    """Arguments as they would stand on the command line, so that they are read and checked in the same way."""
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def _options(file: str, words: Sequence[str]) -> dict[str, Any]:
+    if not file.endswith((".yaml", ".yml")):
+        raise UserError(f"variant {file!r} must be a .yaml file of arguments of dynattn pretrain")
+    argv = [*find_shipped([file]), *words, "--output", "unused"]
+    arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare")
+    options = {}
+    for argument in fields(PretrainArguments):
+        default = argument.default_factory() if argument.default_factory is not MISSING else argument.default
+        if argument.name not in ITS_OWN and getattr(arguments, argument.name) != default:
+            options[argument.name] = getattr(arguments, argument.name)
+    return options
+
+
+def _check_same_data(variants: Sequence[Variant]) -> None:
+    baseline, *others = [PretrainArguments(output="unused", **variant.options) for variant in variants]
+    for variant, arguments in zip(variants[1:], others, strict=True):
+        for name in SAME:
+            value, expected = getattr(arguments, name), getattr(baseline, name)
+            if value != expected:
+                raise UserError(
+                    f"{variant.name} has {name}={value!r} and {variants[0].name} {expected!r}; losses on different "
+                    "data or tokens do not compare, so let all variants read the same"
+                )

@@ -1,0 +1,162 @@
+"""`dynattn compare`: its statistics, its refusals, and a tiny comparison from end to end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cases.plots import coarse_plots  # noqa: F401 (a fixture)
+
+from dynattn.scripts import cli
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.paired import holm
+from dynattn.scripts.compare import job
+from dynattn.scripts.compare.record import compare, loss_at, losses_at_equal_seconds, token_ratio, tokens_to
+from dynattn.scripts.compare.variants import read_variants
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+RUN = {
+    "vocab_size": 300, "sequence_length": 32, "batch_size": 2, "max_steps": 4, "warmup_steps": 1, "eval_every": 2,
+    "log_every": 1, "save_every": 4, "validation_share": 0.2,
+}  # fmt: skip
+
+
+def run_of(*losses: float, speed: float = 100.0) -> dict[str, Any]:
+    """A run that was validated every 100 tokens."""
+    validation = [{"tokens": 100 * n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    return {"validation": validation, "tokens": 100 * len(losses), "tokens_per_second": speed}
+
+
+def test_losses_between_validations_lie_on_straight_lines():
+    run = run_of(5.0, 4.0, 3.5)
+    assert [loss_at(run, tokens) for tokens in (50, 100, 150, 275, 300, 400)] == [5.0, 5.0, 4.5, 3.625, 3.5, 3.5]
+    assert [tokens_to(run, loss) for loss in (6.0, 5.0, 4.5, 3.75, 3.5)] == [100, 100, 150, 250, 300]
+
+
+def test_at_equal_time_the_slower_run_is_measured_before_its_end():
+    """At half the speed, three seconds are enough for 150 tokens."""
+    assert losses_at_equal_seconds(run_of(5.0, 4.0, 3.5, speed=50), run_of(5.0, 4.5, 4.25)) == (4.5, 4.25)
+
+
+def test_the_ratio_of_tokens_says_who_needs_more_of_them():
+    quick, slow = run_of(5.0, 4.0, 3.0), run_of(5.0, 4.5, 4.0)
+    assert token_ratio(quick, slow) == pytest.approx(1.5)
+    assert token_ratio(slow, quick) == pytest.approx(1 / 1.5)
+    summary = compare([slow, slow, slow], [quick, quick, run_of(5.0, 4.2, 4.0)])["token_ratio"]
+    assert summary["values"] == pytest.approx([1.5, 1.5, 1.0])
+    assert summary["mean"] == pytest.approx(1.5 ** (2 / 3))
+    assert summary["interval_95"][0] < summary["mean"] < summary["interval_95"][1]
+
+
+def test_differences_without_spread_have_no_interval():
+    found = compare([run_of(5.0, 4.0)] * 2, [run_of(5.0, 4.0)] * 2)
+    assert (found["mean"], found["p"], found["token_ratio"]["interval_95"]) == (0.0, None, None)
+
+
+def test_p_values_are_corrected_step_by_step():
+    """The worked example of Holm's procedure: the smallest counts for all, the next for one fewer, and none falls."""
+    assert holm([0.01, 0.04, 0.03, None, 0.005]) == pytest.approx([0.03, 0.06, 0.06, None, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def variant(folder: Path, name: str, text: Path, **options: Any) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"model_config": SIZES, "dataset": str(text), **RUN, **options}))
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"The number {n} comes before {n + 1}. " * 5}) for n in range(60)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation_share": 0.5}, "losses on different data or tokens do not compare"),
+        ({"vocab_size": 400}, "plain has vocab_size=400 and dcformer 300"),
+        ({"learning_rat": 1}, "unknown arguments"),
+        ({"learning_rate": -1}, "learning_rate=-1.0 must be positive"),
+    ],
+)
+def test_variants_that_do_not_compare_are_refused(tmp_path: Path, text: Path, options: dict[str, Any], message: str):
+    files = [variant(tmp_path, "dcformer", text), variant(tmp_path, "plain", text, **options)]
+    with pytest.raises(UserError, match=message):
+        read_variants(files, None)
+
+
+def test_names_are_those_of_files_and_must_differ(tmp_path: Path, text: Path):
+    (tmp_path / "other").mkdir()
+    files = [variant(tmp_path, "dcformer", text), variant(tmp_path / "other", "dcformer", text)]
+    with pytest.raises(UserError, match=r"'dcformer'\] occurs twice; rename a file"):
+        read_variants(files, None)
+    with pytest.raises(UserError, match=r"must be a \.yaml file"):
+        read_variants(["dcformer"], None)
+
+
+def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path):
+    files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text, model_type="llama")]
+    read = read_variants(files, '{"max_steps": 9, "trackers": ["wandb"], "model_config": {"hidden_size": 8}}')
+    assert [one.options["max_steps"] for one in read] == [9, 9]
+    assert read[1].options["model_config"] == {"hidden_size": 8}
+    assert read[0].options["trackers"] == ["wandb"]
+    with pytest.raises(UserError, match="unknown options --steps"):
+        read_variants(files, {"steps": 9})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny.yaml"], "must be two or more files"),
+        (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "must be two or more different ones"),
+        (["tiny.yaml", "tiny.yaml", "--seeds", "3", "--tuning_seed", "2"], "is one of the measured seeds"),
+        (["tiny.yaml", "tiny.yaml", "--learning_rates", "0"], "must be one or more positive numbers"),
+        (["a.yaml", "b.yaml", "--redraw", "--output", "nowhere"], "holds no record.json"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert cli.main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
+    """A Llama is the baseline of a DCFormer; rates are tuned on another seed, and a third seed is added later."""
+    trained: list[str] = []
+
+    def pretrain(arguments: Any) -> Any:
+        trained.append("/".join(Path(arguments.output).parts[-2:]))
+        return original(arguments)
+
+    original = job.pretrain
+    monkeypatch.setattr(job, "pretrain", pretrain)
+    files = [variant(tmp_path, "llama", text, model_type="llama"), variant(tmp_path, "dcformer", text)]
+    command = ["compare", *files, "--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "1e-2"]
+    assert cli.main([*command, "--seeds", "2"]) == 0
+    assert cli.main([*command, "--seeds", "3"]) == 0
+    assert len(trained) == len(set(trained)) == 4 + 2 * 3
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    check_comparison(record, tmp_path / "study")
+    assert cli.main(["compare", *files[::-1], "--output", str(tmp_path / "study"), "--redraw"]) == 0
+    other = ["compare", *files, "--output", str(tmp_path / "study"), "--common", '{"max_steps": 5}']
+    assert cli.main(other) == 2
+
+
+def check_comparison(record: dict[str, Any], folder: Path) -> None:
+    chosen, losses = record["settings"]["chosen"], record["settings"]["tuning_losses"]
+    arms = {name: arm["runs"] for name, arm in record["arms"].items()}
+    assert list(arms) == ["llama", "dcformer"]
+    for name, runs in arms.items():
+        assert losses[name][f"{chosen[name]:g}"] == min(losses[name].values())
+        assert [run["seed"] for run in runs] == [0, 1, 2]
+        assert {run["learning_rate"] for run in runs} == {chosen[name]}
+    last = [[run["validation"][-1]["loss"] for run in runs] for runs in arms.values()]
+    assert record["comparison"]["dcformer"]["values"] == [theirs - ours for ours, theirs in zip(*last, strict=True)]
+    assert record["command"].startswith(
+        "dynattn compare llama.yaml dcformer.yaml --seeds 3 --learning_rates 0.001 0.01"
+    )
+    assert "Learning rates (chosen on seed 100 from 0.001, 0.01)" in (folder / "table.md").read_text()
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
