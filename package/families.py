@@ -20,6 +20,8 @@ HEADS = MappingProxyType(
     }
 )
 
+SEQ2SEQ_HEADS = MappingProxyType({"AutoModel": "Model", "AutoModelForSeq2SeqLM": "ForConditionalGeneration"})
+
 
 @dataclass(frozen=True)
 class Family:
@@ -81,6 +83,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             Family("dcformer", "DCFormer", attention="dcmha", paper="2405.08553"),
             Family("dcpythia", "DCPythia", attention="dcmha", paper="2405.08553"),
+            Family("dcbart", "DCBart", attention="dcmha", paper="2405.08553", heads=SEQ2SEQ_HEADS),
             Family("rcmha", "RCMHA", attention="relative", paper="2308.03429"),
         )
     }
