@@ -64,6 +64,11 @@ class Family:
         return {auto: f"{self.prefix}{suffix}" for auto, suffix in self.heads.items()}
 
     @property
+    def main_auto_class(self) -> str:
+        """The Auto class of the head that the family is known for: the first one of `heads` that is a head."""
+        return next(auto for auto in self.heads if auto != "AutoModel")
+
+    @property
     def card(self) -> str:
         """File name of the family's card in `model_cards`."""
         return f"{self.model_type}.md"
