@@ -24,6 +24,8 @@ CAPABILITIES = {
     "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"), 16),
     "AVX2": (("-mavx2", "-mfma"), 8),
 }
+# More flags, by what PyTorch calls the capability that a processor needs for them. Old compilers do not know them.
+NEWER_FLAGS = {"avx512_bf16": "-mavx512bf16"}
 # A compiler that has not ended after so many seconds never will.
 COMPILER_SECONDS = 120
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
@@ -36,6 +38,12 @@ def lanes() -> int:
 
 def _capability() -> tuple[tuple[str, ...], int]:
     return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ((), 4))
+
+
+def _newer_flags() -> tuple[str, ...]:
+    """Those of `NEWER_FLAGS` that this processor has the capabilities for, where PyTorch makes use of its AVX512."""
+    has = getattr(torch.cpu, "get_capabilities", dict[str, bool])()
+    return tuple(flag for name, flag in NEWER_FLAGS.items() if has.get(name) and lanes() == 16)
 
 
 def usable_threads() -> int:
@@ -94,8 +102,15 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
     compiler = find_compiler()
     if compiler is None:
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
-    flags = (*FLAGS, *_capability()[0])
-    command = (compiler, *flags, *(f"-D{name}={value}" for name, value in macros))
+    command = (compiler, *FLAGS, *_capability()[0], *(f"-D{name}={value}" for name, value in macros))
+    newer = _newer_flags()
+    if newer:
+        try:
+            return _load((*command, *newer), source)
+        except TimeoutError:
+            raise
+        except OSError:  # of a compiler that is older than these flags, or of one that fails without them too
+            pass
     return _load(command, source)
 
 

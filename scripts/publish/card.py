@@ -17,7 +17,6 @@ from .checkpoint import Checkpoint
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
-    "AutoModelForSeq2SeqLM": "translation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }

@@ -173,6 +173,21 @@ def test_a_source_that_fails_after_others_leaves_other_ways(
     assert len(caught) == 1
 
 
+def test_a_compiler_that_is_older_than_a_flag_does_without_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_library, "_newer_flags", lambda: ("-mnewer",))
+    lines = (
+        f'echo "$*" >> {tmp_path / "calls"}',
+        'case "$*" in *-mnewer*) echo "what is -mnewer?" >&2; exit 1;; esac',
+        f'exec {native_library.find_compiler()} "$@"',
+    )
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc", *lines))
+    assert answer() == answer() == 42
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ["-mnewer" in call for call in calls] == [True, False, False, True]  # compiled and linked once
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_compiler_that_hangs_is_stopped_with_its_processes(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int

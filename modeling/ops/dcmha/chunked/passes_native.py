@@ -1,6 +1,8 @@
 """The passes of `dcmha_chunked` on a CPU, each in one call of C code for some items of the batch.
 
-Maps and sums are float32, whatever the dtype of the inputs. Results do not depend on the number of threads.
+Maps and sums are float32, whatever the dtype of the inputs. Where a processor multiplies bfloat16 elements, products of
+bfloat16 inputs read these as they are, and maps and their gradients rounded. Results do not depend on the number of
+threads.
 """
 
 import functools
@@ -152,9 +154,9 @@ def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: in
 
 
 @functools.cache
-def load_passes() -> CDLL | None:
-    """Returns passes.c; None where it cannot be compiled."""
-    library = load_or_warn(PASSES, (("LANES", lanes()),), tuple(SIGNATURES))
+def load_passes(**macros: int) -> CDLL | None:
+    """Returns passes.c, compiled with these macros besides its own; None where it cannot be compiled."""
+    library = load_or_warn(PASSES, (("LANES", lanes()), *macros.items()), tuple(SIGNATURES))
     if library is None:
         return None
     for name, (arguments, result) in SIGNATURES.items():

@@ -39,6 +39,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["of the processor", "in plain C"])
+def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of pairs of bfloat16 elements: those of this processor, if it has any, and the same in plain C."""
+    if request.param == "in plain C":
+        multiply_pairs(1, monkeypatch)
+
+
+def multiply_pairs(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether plain C multiplies pairs."""
+    load = passes_native.load_passes
+    monkeypatch.setattr(native_library, "NEWER_FLAGS", {})
+    monkeypatch.setattr(passes_native, "load_passes", lambda: load(PAIRS=value))
+
+
 def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
     tensors, keywords = random_inputs(case)
     keywords |= more
@@ -53,6 +67,41 @@ def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES + MORE if case.queries > 1], ids=str)
 def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> None:
     assert_as_exact_as_the_reference(case)
+
+
+@pytest.mark.parametrize("width", [8, 5, 1, 20])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(130, 130, heads=(16, 16), terms=DYNAMIC),
+        Case(77, 200, heads=(6, 2), rank=3, window=50, mask="padding"),
+        Case(61, 61, heads=(4, 4), terms=frozenset({"static"}), mask="pairs"),
+        Case(257, 255, heads=(8, 8), groups=4, stages=("post",)),
+        Case(73, 73, stages=()),
+    ],
+    ids=str,
+)
+def test_bfloat16_is_as_exact_as_the_reference_is(case: Case, width: int, pairs: None) -> None:
+    tensors, keywords = random_inputs(case)
+    tensors[:3] = [torch.randn(*tensor.shape[:3], width, dtype=torch.float64) for tensor in tensors[:3]]
+    low = in_dtype(torch.bfloat16, tensors, keywords)
+    expected = run(*in_dtype(torch.float64, *low), "eager")
+    for ours, reference, true in zip(run(*low, "chunked"), run(*low, "eager"), expected, strict=True):
+        error, noise = ((result - true).norm() for result in (ours, reference))
+        assert ours.dtype == torch.bfloat16
+        assert error <= noise + torch.finfo(torch.bfloat16).eps * true.norm()
+
+
+def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, keywords = random_inputs(Case(130, 130))
+    calls = [in_dtype(dtype, tensors, keywords) for dtype in native_problem.TYPES]
+    results = []
+    for value in (0, 1):
+        with monkeypatch.context() as patch:
+            multiply_pairs(value, patch)
+            results.append([run(*call, "chunked")[0] for call in calls])
+    same = [torch.equal(*pair) for pair in zip(*results, strict=True)]
+    assert same == [dtype != torch.bfloat16 for dtype in native_problem.TYPES]
 
 
 @pytest.mark.parametrize(("together", "items"), [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (5, [5])])
@@ -151,11 +200,12 @@ def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
     torch.testing.assert_close(ours, reference, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "case", [Case(200, 200, terms=DYNAMIC), Case(130, 257, heads=(6, 2), mask="bias of keys", batch=3)], ids=str
 )
-def test_results_do_not_depend_on_the_number_of_threads(case: Case) -> None:
-    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
+def test_results_do_not_depend_on_the_number_of_threads(case: Case, dtype: torch.dtype) -> None:
+    tensors, keywords = in_dtype(dtype, *random_inputs(case))
     before = torch.get_num_threads()
     results = []
     for count in (1, 2, 5):

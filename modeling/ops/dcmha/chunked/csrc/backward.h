@@ -25,7 +25,8 @@ typedef struct {
 typedef struct {
     chunk of;
     float *scores, *probs, *grad;              /* tiles [blocks]; `scores` is `probs` without a first stage */
-    float *grad_out;                           /* [heads, rows, width] */
+    float *grad_out;                           /* [heads, rows, row_slots] */
+    float *query_tokens, *grad_out_tokens;     /* both as [heads, slots of rows, padded_width] */
     float *sums;                               /* statistics [blocks, heads, MAX_CHUNK] */
     float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], the gradients that each block gives */
 } backward_chunk;
@@ -52,31 +53,51 @@ static backward_chunk place_backward_chunk(const problem *given, packed_keys pac
     backward_chunk new = {.of = place_chunk(given, packed, blocks, item, first, next)};
     new.probs = take(next, tiles), new.grad = take(next, tiles);
     new.scores = given->pre.compose || given->pre.matrix ? take(next, tiles) : new.probs;
-    new.grad_out = take(next, rows * given->width);
+    new.grad_out = take(next, rows * row_slots(given));
+    /* Without pairs, rows are in this order already. */
+    new.query_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.of.query;
+    new.grad_out_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.grad_out;
     new.sums = take(next, blocks * given->heads * MAX_CHUNK);
     new.pre_query_parts = take(next, blocks * rows * given->pre.query.terms);
     new.post_query_parts = take(next, blocks * rows * given->post.query.terms);
     return new;
 }
 
-/* Adds `left` [heads, rows, keys of a block] transposed, times `right` [heads, rows, width], to gradients of a block
-   [kv_heads, blocks, BLOCK_KEYS, padded_width] of an item. */
-static void add_products(const chunk *of, float *sums, float *left, const float *right, long block) {
-    long width = of->given->width, padded = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
-    long head_size = blocks_of(of->given) * BLOCK_KEYS * padded;
-    sums += of->item * of->given->kv_heads * head_size + block * BLOCK_KEYS * padded;
+/* Writes the queries of a chunk that takes pairs in the order of a product over queries. */
+static void read_query_pairs(float *to, const heads_tensor *from, const chunk *of) {
+    long size = of->rows / 2 * padded_width(of->given);
+    for (long h = 0; h < of->given->heads; h++)
+        read_tokens(to + h * size, from, of->item, h, of->first, of->queries, of->given);
+}
+
+/* A head of a patch, times `factor` if it is in pairs, as the left side of a product over its first `count` queries;
+   pairs are written to `pairs`. */
+static left_matrix keys_by_queries(const chunk *of, pairs_of_tile pairs, float *tile, long h, patch at, long count,
+                                   float factor) {
+    float *row = tile_row(of, tile, h, at.first);
+    if (!takes_pairs(of->given)) return (left_matrix){row + at.keys.begin, 1, BLOCK_KEYS, 0};
+    for (long t = 0; t < count; t += 2, row += 2 * BLOCK_KEYS)
+        for (long s = at.keys.begin; s < at.keys.end; s += LANES) {
+            vec first = *(vec *)(row + s), second = t + 1 < count ? *(vec *)(row + BLOCK_KEYS + s) : (vec){0};
+            write_pairs_of_two(pairs + t / 2 * BLOCK_KEYS + s, first * factor, second * factor);
+        }
+    return (left_matrix){pairs + at.keys.begin, 1, BLOCK_KEYS, 1};
+}
+
+/* Adds `left` [heads, rows, keys of a block] transposed, times `factor` if it is in pairs, times `right` [heads, slots
+   of rows, padded_width], to gradients of a block [kv_heads, blocks, BLOCK_KEYS, padded_width] of an item. */
+static void add_products(const chunk *of, float *sums, float *left, const float *right, float factor, long block) {
+    long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
+    long head_size = blocks_of(of->given) * BLOCK_KEYS * width;
+    sums += of->item * of->given->kv_heads * head_size + block * BLOCK_KEYS * width;
     for (long h = 0; h < of->given->heads; h++)
         EACH_PATCH(at, of, block) {
-            long rows = smaller(at.first + at.rows, of->queries) - at.first, whole = width / LANES * LANES;
-            left_matrix transposed = {tile_row(of, left, h, at.first) + at.keys.begin, 1, BLOCK_KEYS};
-            float *out = sums + h / repeats * head_size + at.keys.begin * padded;
-            const float *from = right + (h * of->rows + at.first) * width;
-            multiply(out, padded, transposed, from, width, at.keys.end - at.keys.begin, whole, rows, 1);
-            if (whole == width) continue;
-            float rest[MAX_CHUNK][LANES];
-            memset(rest, 0, sizeof(rest));
-            for (long t = 0; t < rows; t++) memcpy(rest[t], from + t * width + whole, sizeof(float) * (width - whole));
-            multiply(out + whole, padded, transposed, rest[0], LANES, at.keys.end - at.keys.begin, LANES, rows, 1);
+            long count = smaller(at.first + at.rows, of->queries) - at.first;
+            pairs_of_tile pairs;
+            left_matrix transposed = keys_by_queries(of, pairs, left, h, at, count, factor);
+            const float *from = right + (h * slots(of->given, of->rows) + slots(of->given, at.first)) * width;
+            add_transposed_product(sums + h / repeats * head_size + at.keys.begin * width, width, transposed, from,
+                                   width, at.keys.end - at.keys.begin, width, slots(of->given, count));
         }
 }
 
@@ -142,7 +163,7 @@ static void repeat_scores(const void *context, long index, long thread) {
     backward_chunk *part = find_block(pass, index, &block);
     if (!part) return;
     float *scores = tile_of(part, part->scores, block), *probs = tile_of(part, part->probs, block);
-    multiply_columns(&part->of, scores, part->of.query, pass->packed.key_columns, block);
+    multiply_columns(&part->of, scores, part->of.query, pass->packed.key_columns, part->of.score_factor, block);
     compose_scores(&part->of, probs, scores, scratch_of(pass, thread), block);
     take_powers(&part->of, probs, block);
 }
@@ -160,8 +181,8 @@ static void differentiate_probs(const void *context, long index, long thread) {
     normalize(of, probs, block);
     if (!post->compose && !post->matrix) composed = probs;
     compose_probs(of, composed, probs, mixed, block);
-    add_products(of, pass->to.value, composed, part->grad_out, block);
-    multiply_columns(of, grad, part->grad_out, pass->packed.value_columns, block);
+    add_products(of, pass->to.value, composed, part->grad_out_tokens, 1, block);
+    multiply_columns(of, grad, part->grad_out, pass->packed.value_columns, 1, block);
     stage_backward(of, grad, probs, post, of->post_query, pass->packed.post_key, part->post_query_parts,
                    pass->to.post_key, pass->to.post_matrix, mixed, block);
     sum_gradients(of, part->sums, grad, probs, block);
@@ -180,7 +201,7 @@ static void differentiate_scores(const void *context, long index, long thread) {
     stage_backward(of, grad, tile_of(part, part->scores, block), &pass->given->pre, of->pre_query,
                    pass->packed.pre_key, part->pre_query_parts, pass->to.pre_key, pass->to.pre_matrix,
                    scratch_of(pass, thread), block);
-    add_products(of, pass->to.key, grad, of->query, block);
+    add_products(of, pass->to.key, grad, part->query_tokens, of->score_factor, block);
 }
 
 /* Writes the sums of what the blocks of a chunk give to the gradients of its queries' terms. */
@@ -204,10 +225,11 @@ static void differentiate_queries(const void *context, long index, long thread) 
     for (long block = of->begin_block; block < of->end_block; block++) {
         const float *keys = pass->packed.key_rows + block_index(of, block) * rows_size(given);
         EACH_PATCH(at, of, block) {
-            float *grad = tile_row(of, tile_of(part, part->grad, block), h, at.first);
-            multiply(out + at.first * width, width, (left_matrix){grad + at.keys.begin, BLOCK_KEYS, 1},
-                     keys + (h / repeats * BLOCK_KEYS + at.keys.begin) * width, width, at.rows, width,
-                     at.keys.end - at.keys.begin, 1);
+            pairs_of_tile pairs;
+            left_matrix left = queries_by_keys(of, pairs, tile_of(part, part->grad, block), h, at);
+            add_product(out + at.first * width, width, left,
+                        keys + h / repeats * row_size(given) + slots(given, at.keys.begin) * width, width, at.rows,
+                        width, slots(given, at.keys.end - at.keys.begin));
         }
     }
     for (long t = 0; t < of->queries; t++)
@@ -232,7 +254,10 @@ static void begin_chunks(const backward_pass *pass) {
         backward_chunk *part = pass->chunks + item;
         *part = place_backward_chunk(pass->given, pass->packed, pass->most_blocks, item, pass->first, &next);
         read_queries(&part->of, pass->scaling);
-        read_rows(part->grad_out, &pass->given->grad_out, &part->of, 1);
+        read_rows(part->grad_out, &pass->given->grad_out, &part->of);
+        if (!takes_pairs(pass->given)) continue;
+        read_query_pairs(part->query_tokens, &pass->given->query, &part->of);
+        read_query_pairs(part->grad_out_tokens, &pass->given->grad_out, &part->of);
     }
 }
 

@@ -27,7 +27,8 @@ typedef struct {
     long groups;
     span seen[MAX_GROUPS]; /* the keys that each group of queries sees by position */
     long begin_block, end_block;
-    float *query;                  /* [heads, rows, width], scaled */
+    float *query;                  /* [heads, rows, row_slots]; scaled, unless it is in pairs */
+    float score_factor;            /* by which the products of `query` and keys are multiplied to get scores */
     float *pre_query, *post_query; /* [rows, terms, heads] */
     float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK], of each tile */
 } chunk;
@@ -88,15 +89,16 @@ INLINE map_view tile_view(const chunk *of, float *tile, long t) {
     return (map_view){tile_row(of, tile, 0, t), of->rows * BLOCK_KEYS, BLOCK_KEYS};
 }
 
-/* The rows [heads, rows, width] of a chunk, times a factor; rows beyond the queries are zero. */
-static void read_rows(float *to, const heads_tensor *from, const chunk *of, float factor) {
-    long width = of->given->width;
+/* How many slots a row of a chunk has. */
+INLINE long row_slots(const problem *given) { return slots(given, padded_width(given)); }
+
+/* The rows [heads, rows, row_slots] of a chunk; rows beyond the queries are zero. */
+static void read_rows(float *to, const heads_tensor *from, const chunk *of) {
+    long size = row_slots(of->given);
+    memset(to, 0, sizeof(float) * of->given->heads * of->rows * size);
     for (long h = 0; h < of->given->heads; h++)
-        for (long t = 0; t < of->rows; t++, to += width) {
-            memset(to, 0, sizeof(float) * width);
-            if (t < of->queries) read_head(to, from, of->item, h, of->first + t, width);
-            for (long d = 0; d < width; d++) to[d] *= factor;
-        }
+        for (long t = 0; t < of->queries; t++)
+            read_head(to + (h * of->rows + t) * size, from, of->item, h, of->first + t, of->given);
 }
 
 static void read_query_terms(float *to, const terms_tensor *from, const chunk *of) {
@@ -147,7 +149,7 @@ static chunk place_chunk(const problem *given, packed_keys packed, long most_blo
     new.groups = (new.rows + GROUP_QUERIES - 1) / GROUP_QUERIES;
     span blocks = find_blocks(given, item, first, new.rows, new.seen);
     new.begin_block = blocks.begin, new.end_block = blocks.end;
-    new.query = take(next, given->heads * given->chunk * given->width);
+    new.query = take(next, given->heads * given->chunk * row_slots(given));
     new.pre_query = take(next, given->chunk * given->pre.query.terms * given->heads);
     new.post_query = take(next, given->chunk * given->post.query.terms * given->heads);
     new.maxima = take(next, most_blocks * given->heads * MAX_CHUNK);
@@ -156,32 +158,50 @@ static chunk place_chunk(const problem *given, packed_keys packed, long most_blo
 }
 
 /* Copies what a chunk reads of its queries. */
-static void read_queries(const chunk *of, float scaling) {
-    read_rows(of->query, &of->given->query, of, scaling);
+static void read_queries(chunk *of, float scaling) {
+    read_rows(of->query, &of->given->query, of);
+    of->score_factor = takes_pairs(of->given) ? scaling : 1;
+    if (!takes_pairs(of->given))
+        for (long i = 0; i < of->given->heads * of->rows * row_slots(of->given); i++) of->query[i] *= scaling;
     read_query_terms(of->pre_query, &of->given->pre.query, of);
     read_query_terms(of->post_query, &of->given->post.query, of);
 }
 
-/* tile = rows [heads, rows, width] times the columns of a block, [kv_heads, width, BLOCK_KEYS] for all blocks. */
-static void multiply_columns(const chunk *of, float *tile, const float *rows, const float *columns, long block) {
-    long width = of->given->width, repeats = of->given->heads / of->given->kv_heads;
+/* tile = factor times rows [heads, rows, row_slots] times the columns of a block, [kv_heads, slots of width, BLOCK_KEYS]
+   for all blocks. */
+static void multiply_columns(const chunk *of, float *tile, const float *rows, const float *columns, float factor,
+                             long block) {
+    long size = row_slots(of->given), repeats = of->given->heads / of->given->kv_heads;
     columns += block_index(of, block) * columns_size(of->given);
     for (long h = 0; h < of->given->heads; h++)
         EACH_PATCH(at, of, block) {
-            left_matrix left = {rows + (h * of->rows + at.first) * width, width, 1};
+            left_matrix left = {rows + (h * of->rows + at.first) * size, size, 1, takes_pairs(of->given)};
             multiply(tile_row(of, tile, h, at.first) + at.keys.begin, BLOCK_KEYS, left,
-                     columns + h / repeats * width * BLOCK_KEYS + at.keys.begin, BLOCK_KEYS, at.rows,
-                     at.keys.end - at.keys.begin, width, 0);
+                     columns + h / repeats * column_size(of->given) + at.keys.begin, BLOCK_KEYS, at.rows,
+                     at.keys.end - at.keys.begin, slots(of->given, of->given->width), factor);
         }
+}
+
+/* The elements of a head's tile, as many as PAIRS needs room for. */
+typedef float pairs_of_tile[PAIRS ? MAX_CHUNK * BLOCK_KEYS / 2 : 1];
+
+/* A head of a patch as the left side of a product over its keys; pairs are written to `pairs`. */
+static left_matrix queries_by_keys(const chunk *of, pairs_of_tile pairs, float *tile, long h, patch at) {
+    float *row = tile_row(of, tile, h, at.first);
+    if (!takes_pairs(of->given)) return (left_matrix){row + at.keys.begin, BLOCK_KEYS, 1, 0};
+    for (long t = 0; t < at.rows; t++, row += BLOCK_KEYS)
+        for (long s = at.keys.begin; s < at.keys.end; s += LANES)
+            write_pairs(pairs + (t * BLOCK_KEYS + s) / 2, *(vec *)(row + s));
+    return (left_matrix){pairs + at.keys.begin / 2, BLOCK_KEYS / 2, 1, 1};
 }
 
 /* Products of a matrix [even_heads, heads] with the maps of each query of a patch: [rows, even_heads, BLOCK_KEYS]. */
 static void mix_heads(float *mixed, const chunk *of, map_view maps, const float *matrix, patch at) {
     long heads = of->given->heads, even = even_heads(of->given);
     for (long t = 0; t < at.rows; t++)
-        multiply(mixed + t * even * BLOCK_KEYS + at.keys.begin, BLOCK_KEYS, (left_matrix){matrix, heads, 1},
+        multiply(mixed + t * even * BLOCK_KEYS + at.keys.begin, BLOCK_KEYS, (left_matrix){matrix, heads, 1, 0},
                  maps.data + t * maps.query_stride + at.keys.begin, maps.head_stride, even,
-                 at.keys.end - at.keys.begin, heads, 0);
+                 at.keys.end - at.keys.begin, heads, 1);
 }
 
 /* Copies a patch of maps. */

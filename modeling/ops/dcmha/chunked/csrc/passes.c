@@ -31,10 +31,11 @@ static void add_values(const chunk *of, float *out, float *tile, long block) {
     const float *values = of->packed.value_rows + block_index(of, block) * rows_size(of->given);
     for (long h = 0; h < of->given->heads; h++)
         EACH_PATCH(at, of, block) {
-            left_matrix left = {tile_row(of, tile, h, at.first) + at.keys.begin, BLOCK_KEYS, 1};
-            multiply(out + (h * of->rows + at.first) * width, width, left,
-                     values + (h / repeats * BLOCK_KEYS + at.keys.begin) * width, width, at.rows, width,
-                     at.keys.end - at.keys.begin, 1);
+            pairs_of_tile pairs;
+            left_matrix left = queries_by_keys(of, pairs, tile, h, at);
+            add_product(out + (h * of->rows + at.first) * width, width, left,
+                        values + h / repeats * row_size(of->given) + slots(of->given, at.keys.begin) * width, width,
+                        at.rows, width, slots(of->given, at.keys.end - at.keys.begin));
         }
 }
 
@@ -50,7 +51,7 @@ static void attend_chunk(const void *context, long index, long thread) {
     memset(out, 0, sizeof(float) * given->heads * of.rows * padded_width(given));
     for (long block = of.begin_block; block < of.end_block; block++) {
         float *tile = next + (block - of.begin_block) * tile_size(&of);
-        multiply_columns(&of, tile, of.query, of.packed.key_columns, block);
+        multiply_columns(&of, tile, of.query, of.packed.key_columns, of.score_factor, block);
         compose_scores(&of, tile, tile, mixed, block);
         take_powers(&of, tile, block);
     }

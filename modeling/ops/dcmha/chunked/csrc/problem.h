@@ -1,12 +1,13 @@
 /* The arguments of a pass over some items of the batch, and its keys packed by blocks.
 
    A block is BLOCK_KEYS keys of an item. Keys, values and the factors of keys are copied block by block into the order
-   in which products and compositions read them, in float32 and padded with zeros. Strides count elements. */
+   in which products and compositions read them, padded with zeros: float32 elements, or pairs of bfloat16 elements that
+   are neighbours in the direction in which a product adds them up, in one slot each. Strides count elements. */
 
 #ifndef DYNATTN_PROBLEM_H
 #define DYNATTN_PROBLEM_H
 
-#include "elements.h"
+#include "pairs.h"
 #include "stage.h"
 
 /* What passes_native.py passes: an array of long integers in the order of these members. */
@@ -54,15 +55,26 @@ INLINE long blocks_of(const problem *given) { return (given->keys + BLOCK_KEYS -
 INLINE long even_heads(const problem *given) { return (given->heads + 1) / 2 * 2; }
 INLINE long padded_width(const problem *given) { return (given->width + LANES - 1) / LANES * LANES; }
 
+/* Whether products are of pairs. */
+INLINE int takes_pairs(const problem *given) {
+    int is_bfloat16 = given->query.type == BFLOAT16 && given->key.type == BFLOAT16 && given->value.type == BFLOAT16;
+    return PAIRS && is_bfloat16 && (!given->grad_out.data || given->grad_out.type == BFLOAT16);
+}
+
+/* How many slots `count` elements take in the direction of a sum. */
+INLINE long slots(const problem *given, long count) { return takes_pairs(given) ? (count + 1) / 2 : count; }
+
 /* Each of these has one part for each block of each item, and is null where a pass does not need it. */
 typedef struct {
-    float *key_columns, *value_columns; /* [kv_heads, width, BLOCK_KEYS] */
-    float *key_rows, *value_rows;       /* [kv_heads, BLOCK_KEYS, padded_width] */
+    float *key_columns, *value_columns; /* [kv_heads, slots of width, BLOCK_KEYS] */
+    float *key_rows, *value_rows;       /* [kv_heads, slots of BLOCK_KEYS, padded_width] */
     float *pre_key, *post_key;          /* [terms, heads, BLOCK_KEYS] */
 } packed_keys;
 
-INLINE long columns_size(const problem *given) { return given->kv_heads * given->width * BLOCK_KEYS; }
-INLINE long rows_size(const problem *given) { return given->kv_heads * BLOCK_KEYS * padded_width(given); }
+INLINE long column_size(const problem *given) { return slots(given, given->width) * BLOCK_KEYS; }
+INLINE long row_size(const problem *given) { return slots(given, BLOCK_KEYS) * padded_width(given); }
+INLINE long columns_size(const problem *given) { return given->kv_heads * column_size(given); }
+INLINE long rows_size(const problem *given) { return given->kv_heads * row_size(given); }
 INLINE long key_terms_size(const problem *given, const stage *by) { return by->key.terms * given->heads * BLOCK_KEYS; }
 
 /* Takes `size` elements from the memory at `*next`. */
@@ -90,23 +102,63 @@ static packed_keys place_packed(const problem *given, float **next, int is_backw
     return packed;
 }
 
-INLINE void read_head(float *to, const heads_tensor *from, long item, long h, long token, long width) {
-    long start = item * from->item_stride + h * from->head_stride + token * from->token_stride;
-    read_elements(to, from->data, from->type, start, 1, width);
+INLINE long head_start(const heads_tensor *from, long item, long h, long token) {
+    return item * from->item_stride + h * from->head_stride + token * from->token_stride;
 }
 
-/* Copies a block of one head to either or both of the two orders. */
-static void pack_head(float *columns, float *rows, const heads_tensor *from, long item, long h, long first, long count,
-                      const problem *given) {
-    float row[given->width];
-    if (columns) memset(columns, 0, sizeof(float) * given->width * BLOCK_KEYS);
-    if (rows) memset(rows, 0, sizeof(float) * padded_width(given) * BLOCK_KEYS);
-    for (long s = 0; s < count; s++) {
-        read_head(row, from, item, h, first + s, given->width);
-        if (columns)
-            for (long d = 0; d < given->width; d++) columns[d * BLOCK_KEYS + s] = row[d];
-        if (rows) memcpy(rows + s * padded_width(given), row, sizeof(row));
+/* Reads the elements of one head of a token, in pairs of neighbours where products take them. */
+INLINE void read_head(float *to, const heads_tensor *from, long item, long h, long token, const problem *given) {
+    long start = head_start(from, item, h, token);
+    if (!takes_pairs(given)) {
+        read_elements(to, from->data, from->type, start, 1, given->width);
+        return;
     }
+    to[slots(given, given->width) - 1] = 0; /* half of which stays so if the width is odd */
+    memcpy(to, (const short *)from->data + start, sizeof(short) * given->width);
+}
+
+/* Reads the elements of one head of two tokens as pairs of one of each; zeros for the second unless `count` is 2. */
+INLINE void read_token_pair(float *to, const heads_tensor *from, long item, long h, long token, long count,
+                            long width) {
+    const unsigned short *first = (const unsigned short *)from->data + head_start(from, item, h, token);
+    const unsigned short *second = first + (count > 1 ? from->token_stride : 0);
+    unsigned mask = count > 1 ? 0xffff : 0;
+    for (long d = 0; d < width; d++) {
+        unsigned pair = first[d] | (second[d] & mask) << 16;
+        memcpy(to + d, &pair, sizeof(pair));
+    }
+}
+
+/* Reads `count` tokens of one head in the order [slots of tokens, padded_width]. */
+static void read_tokens(float *to, const heads_tensor *from, long item, long h, long token, long count,
+                        const problem *given) {
+    long step = takes_pairs(given) ? 2 : 1;
+    for (long end = token + count; token < end; token += step, to += padded_width(given)) {
+        if (step == 2)
+            read_token_pair(to, from, item, h, token, smaller(end - token, 2), given->width);
+        else
+            read_head(to, from, item, h, token, given);
+        memset(to + given->width, 0, sizeof(float) * (padded_width(given) - given->width));
+    }
+}
+
+/* Copies a block of one head to the order [slots of width, BLOCK_KEYS]. */
+static void pack_columns(float *columns, const heads_tensor *from, long item, long h, long first, long count,
+                         const problem *given) {
+    long depth = slots(given, given->width);
+    float row[depth];
+    memset(columns, 0, sizeof(float) * column_size(given));
+    for (long s = 0; s < count; s++) {
+        read_head(row, from, item, h, first + s, given);
+        for (long d = 0; d < depth; d++) columns[d * BLOCK_KEYS + s] = row[d];
+    }
+}
+
+/* Copies a block of one head to the order [slots of BLOCK_KEYS, padded_width]. */
+static void pack_rows(float *rows, const heads_tensor *from, long item, long h, long first, long count,
+                      const problem *given) {
+    memset(rows, 0, sizeof(float) * row_size(given));
+    read_tokens(rows, from, item, h, first, count, given);
 }
 
 static void pack_key_terms(float *to, const terms_tensor *from, long item, long first, long count, long heads) {
@@ -123,12 +175,12 @@ static void pack_block(const problem *given, packed_keys packed, long index) {
     long item = index / blocks_of(given), first = index % blocks_of(given) * BLOCK_KEYS;
     long count = smaller(given->keys - first, BLOCK_KEYS);
     for (long h = 0; h < given->kv_heads; h++) {
-        long column = index * columns_size(given) + h * given->width * BLOCK_KEYS;
-        long row = index * rows_size(given) + h * BLOCK_KEYS * padded_width(given);
-        pack_head(packed.key_columns + column, packed.key_rows ? packed.key_rows + row : 0, &given->key, item, h, first,
-                  count, given);
-        pack_head(packed.value_columns ? packed.value_columns + column : 0,
-                  packed.value_rows ? packed.value_rows + row : 0, &given->value, item, h, first, count, given);
+        long column = index * columns_size(given) + h * column_size(given);
+        long row = index * rows_size(given) + h * row_size(given);
+        pack_columns(packed.key_columns + column, &given->key, item, h, first, count, given);
+        if (packed.value_columns) pack_columns(packed.value_columns + column, &given->value, item, h, first, count, given);
+        if (packed.key_rows) pack_rows(packed.key_rows + row, &given->key, item, h, first, count, given);
+        if (packed.value_rows) pack_rows(packed.value_rows + row, &given->value, item, h, first, count, given);
     }
     pack_key_terms(packed.pre_key + index * key_terms_size(given, &given->pre), &given->pre.key, item, first, count,
                    given->heads);
