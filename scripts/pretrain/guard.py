@@ -1,5 +1,6 @@
 """Updates that would spoil the weights: what is wrong with one, where it comes from, and the batch, kept for later."""
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,14 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..common.atomic_file import write_json
+from ..common.errors import UserError
+from ..common.segment_memory import CarriedMemory
+from .arguments import PretrainArguments
+from .engines.interface import Engine
+from .outputs import checkpoint
+from .outputs.checkpoint import TrainingProgress
+from .outputs.run_folder import RunFolder
+from .processes import on_all
+
+logger = logging.getLogger(__name__)
 
 # Losses by which a spike is judged, and how many of them there must be.
 REMEMBERED, ENOUGH = 100, 20
 Batch = dict[str, Tensor]
+
+
+class DivergedError(UserError):
+    """The run stopped because its loss or a gradient is not what training makes."""
 
 
 class RollbackError(Exception):
@@ -47,6 +64,69 @@ class BadUpdate:
         return f"update {self.step} {self.reason}, first in {self.layer}; its batch ({shown}) is kept in {self.kept}"
 
 
+class Guard:
+    """What a run does about updates that would spoil its weights: it stops, skips them or goes back, as it was told."""
+
+    def __init__(self, engine: Engine, arguments: PretrainArguments, run: RunFolder) -> None:
+        self.engine, self.arguments, self.run = engine, arguments, run
+
+    def examine(
+        self,
+        fault: str,
+        model: nn.Module,
+        forward: Callable[[Batch], Any],
+        batches: Sequence[Batch],
+        documents: Sequence[str],
+        progress: TrainingProgress,
+    ) -> None:
+        """Looks for the cause of a `fault`, keeps this process's `batches` of `[B, T]`, and counts the update as bad.
+
+        Args:
+            forward: gives a batch to the model.
+            documents: that the batches consist of.
+
+        Raises:
+            DivergedError: the run is to stop.
+            RollbackError: it is to go on from its newest checkpoint.
+        """
+        accelerator, choice = self.engine.accelerator, self.arguments.on_bad_update
+        layer = find_layer(model, forward, batches)
+        self.engine.end_scoring(model)
+        kept = self.run.incidents / f"update-{progress.step + 1:06d}"
+        bad = BadUpdate(progress.step + 1, fault, layer, documents, kept)
+        on_all(self.run.path, lambda: keep_batch(bad, batches, accelerator.process_index))
+        progress.bad_updates += 1
+        if choice == "stop" or progress.bad_updates > self.arguments.max_bad_updates:
+            raise DivergedError(
+                f"{bad.describe()}; training stopped; {self.last_checkpoint()}; lower learning_rate or max_grad_norm, "
+                "or lengthen warmup_steps, in a new run, or give on_bad_update: skip or rollback"
+            )
+        logger.warning("%s; %s", bad.describe(), choice)
+        if choice == "rollback":
+            raise RollbackError
+
+    def rolled_back(
+        self, model: nn.Module, optimizer: Optimizer, memory: CarriedMemory, before: TrainingProgress
+    ) -> TrainingProgress:
+        """Restores the newest checkpoint; its progress leaves out the data up to the bad update.
+
+        Raises:
+            UserError: there is no checkpoint.
+        """
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        if not saved:
+            raise UserError(f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to")
+        progress = checkpoint.load(self.engine.accelerator, saved[-1], model, optimizer, memory)
+        progress.skipped = before.data_step + 1 - progress.step
+        progress.bad_updates = before.bad_updates
+        return progress
+
+    def last_checkpoint(self) -> str:
+        """Which checkpoint holds weights from before the fault, in words."""
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
+
+
 def find_fault(loss: float, norm: float, recent: Sequence[float], threshold: float | None) -> str | None:
     """What is wrong with an update of this loss and gradient norm, or None.
 
@@ -73,12 +153,15 @@ def remember(recent: list[float], loss: float) -> None:
 def find_layer(model: nn.Module, forward: Callable[[Batch], Any], batches: Sequence[Batch]) -> str:
     """The first module whose output is not finite, else the weight whose gradient is not, else the one of largest norm.
 
+    All processes have to call this together. Each looks at all of its batches, for where weights are shared out, a
+    forward pass takes all processes; they agree on what the first of them has found.
+
     Args:
         forward: gives a batch to the model.
     """
-    for batch in batches:
-        if name := _first_not_finite(model, forward, batch):
-            return f"the output of {name}"
+    found = gather_object([name for batch in batches if (name := _first_not_finite(model, forward, batch))])
+    if found:
+        return f"the output of {found[0]}"
     norms = {name: weight.grad.float().norm() for name, weight in model.named_parameters() if weight.grad is not None}
     values = {name: float(_whole(norm)) for name, norm in norms.items()}
     not_finite = [name for name, norm in values.items() if not math.isfinite(norm)]

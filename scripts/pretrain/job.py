@@ -33,6 +33,7 @@ from .card import write_card
 from .data.preparation import prepare
 from .engines.choice import LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
 from .engines.interface import Engine
+from .guard import Guard
 from .model import choose_attention
 from .optimizer import build_optimizer
 from .outputs import checkpoint
@@ -169,7 +170,10 @@ def build_trainer(
     checkpoints = CheckpointWriter(
         accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
     )
-    return Trainer(engine, arguments, plan, run, model, optimizer, metrics, progress, throughput, signals, checkpoints)
+    guard = Guard(engine, arguments, run)
+    return Trainer(
+        engine, arguments, plan, run, model, optimizer, metrics, progress, throughput, signals, checkpoints, guard
+    )
 
 
 def save_final(trainer: Trainer, result: Result) -> None:

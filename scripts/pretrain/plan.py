@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -59,6 +60,12 @@ class Plan:
     memory: CarriedMemory
     schedule: RateSchedule
     fingerprint: Fingerprint
+
+    def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
+        """The documents that this process reads in update `step` of the data."""
+        places = self.order[step].reshape(-1, accelerator.num_processes, batch_size)
+        mine = places[:, accelerator.process_index].ravel().tolist()
+        return [name for index in mine for name in self.train_sequences.documents(index)]
 
 
 def build_plan(

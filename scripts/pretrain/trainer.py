@@ -1,6 +1,5 @@
 """The training loop: updates, and the metrics, validations and checkpoints between them."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
 from .engines.interface import Engine
-from .guard import BadUpdate, RollbackError, find_fault, find_layer, keep_batch, remember
+from .guard import DivergedError, Guard, RollbackError, find_fault, remember
 from .model import loss_options
-from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
 from .outputs.composition_health import measure_health
@@ -29,12 +26,9 @@ from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .outputs.training_state import training_tensors
 from .plan import Plan, sharing_of
-from .processes import on_all
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
 from .validation import Validation, count_targets, to_device, validate
-
-logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 
@@ -62,6 +56,7 @@ class Trainer:
     throughput: Throughput
     signals: StopSignals
     checkpoints: CheckpointWriter
+    guard: Guard
     stop_requested: bool = False
 
     @property
@@ -152,57 +147,24 @@ class Trainer:
         return total
 
     def _handle(self, fault: str, batches: list[Batch]) -> None:
-        """Examines an update that is not made and keeps its batch; it is skipped if that is what the user wants.
-
-        Raises:
-            UserError: the run is to stop.
-            RollbackError: it is to go on from its newest checkpoint.
-        """
+        """Lets the guard examine an update that is not made; it is skipped unless the guard raises."""
         self.checkpoints.finish()
-        progress, choice, process = self.progress, self.arguments.on_bad_update, self.accelerator.process_index
-        layer = find_layer(self.model, self._forward, batches)
-        kept = self.run.incidents / f"update-{progress.step + 1:06d}"
-        bad = BadUpdate(progress.step + 1, fault, layer, self._documents(), kept)
-        on_all(self.run.path, lambda: keep_batch(bad, batches, process))
-        progress.bad_updates += 1
-        if choice == "stop" or progress.bad_updates > self.arguments.max_bad_updates:
-            raise UserError(
-                f"{bad.describe()}; training stopped; {self._last_checkpoint()}; lower learning_rate or max_grad_norm, "
-                "or lengthen warmup_steps, in a new run, or give on_bad_update: skip or rollback"
-            )
-        logger.warning("%s; %s", bad.describe(), choice)
-        if choice == "rollback":
-            raise RollbackError
+        documents = self.plan.documents(self.progress.data_step, self.accelerator, self.arguments.batch_size)
+        self.guard.examine(fault, self.model, self._forward, batches, documents, self.progress)
 
     def _roll_back(self, bar: tqdm) -> Iterator[Batch]:
         """Goes back to the newest checkpoint, and on from there with the data behind the bad update."""
-        saved = checkpoint.list_checkpoints(self.run.checkpoints)
-        if not saved:
-            raise UserError(f"update {self.progress.step + 1} is bad, and no checkpoint was saved to roll back to")
-        before = self.progress
+        before = self.progress.step
         self.optimizer.zero_grad()
-        self.progress = checkpoint.load(self.accelerator, saved[-1], self.model, self.optimizer, self.plan.memory)
-        self.progress.skipped = before.skipped + before.step + 1 - self.progress.step
-        self.progress.bad_updates = before.bad_updates
+        self.progress = self.guard.rolled_back(self.model, self.optimizer, self.plan.memory, self.progress)
         self.metrics.rewind(self.progress.step)
-        bar.update(self.progress.step - before.step)
+        bar.update(self.progress.step - before)
         return iter(self._loader())
 
     def _forward(self, batch: Batch) -> Tensor:
         """The loss `[]` of a batch of `[B, T]` without carried memory."""
         options = loss_options(self.accelerator.unwrap_model(self.model))
         return self.model(**to_device(batch, self.accelerator.device), **options, use_cache=False).loss
-
-    def _documents(self) -> list[str]:
-        """The documents that this process reads in the next update."""
-        indices = self.plan.order[self.progress.step + self.progress.skipped]
-        mine = indices.reshape(-1, self.accelerator.num_processes, self.arguments.batch_size)
-        chosen = mine[:, self.accelerator.process_index].ravel().tolist()
-        return [name for index in chosen for name in self.plan.train_sequences.documents(index)]
-
-    def _last_checkpoint(self) -> str:
-        saved = checkpoint.list_checkpoints(self.run.checkpoints)
-        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
     def _log_training(self, norm: float) -> None:
         """Writes the mean loss since the last line, the rates, the gradient norm of the last update and the speed."""
@@ -215,7 +177,7 @@ class Trainer:
                 **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
-                **self.plan.order.progress(progress.step + progress.skipped),
+                **self.plan.order.progress(progress.data_step),
                 **self.throughput.report(),
                 "seconds": progress.seconds,
             }
@@ -232,9 +194,9 @@ class Trainer:
         """Scores the held-out text and writes the result to the metrics."""
         validation = self._measure_validation()
         if not math.isfinite(validation.loss):
-            raise UserError(
+            raise DivergedError(
                 f"the validation loss after update {self.progress.step} is {validation.loss}, so training stopped; "
-                f"{self._last_checkpoint()}; lower learning_rate in a new run"
+                f"{self.guard.last_checkpoint()}; lower learning_rate in a new run"
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
         self.metrics.write({**record, **asdict(validation)})
@@ -285,8 +247,7 @@ class Trainer:
 
     def _loader(self) -> DataLoader[Batch]:
         """The batches `[B, T]` of this process in all remaining updates."""
-        skipped = self.progress.skipped
-        steps = range(self.progress.step + skipped, self.plan.schedule.max_steps + skipped)
+        steps = range(self.progress.data_step, self.plan.schedule.max_steps + self.progress.skipped)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(
             self.plan.train_sequences,

@@ -15,7 +15,7 @@ from ...common.errors import UserError
 from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
-from . import documents, tokenizer
+from . import digests, documents, tokenizer
 from .chat_template import give_chat_template
 from .encoders import ChatEncoder, Encoder, TextEncoder
 from .indexed import IndexedTokens, is_indexed
@@ -121,24 +121,25 @@ def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
 def _load(arguments: PretrainArguments) -> Splits:
     """Reads all documents once, and tells of copies."""
     loaded = documents.load_documents(arguments)
-    digests = {name: documents.digest(dataset) for name, dataset in loaded.train.items()}
-    held_out = None if loaded.validation is None else documents.digest(loaded.validation)
+    by_source = {name: digests.digest(dataset) for name, dataset in loaded.train.items()}
+    held_out = None if loaded.validation is None else digests.digest(loaded.validation)
     sources = arguments.sources
     tokens = {name: IndexedTokens.open(Path(s.dataset)) for name, s in sources.items() if is_indexed(s.dataset)}
     prints = {
-        name: digests[name].fingerprint if name in digests else tokens[name].fingerprint for name in arguments.sources
+        name: by_source[name].fingerprint if name in by_source else tokens[name].fingerprint
+        for name in arguments.sources
     }
     training = prints["train"] if set(prints) == {"train"} else json.dumps(prints)
     validation = _validation_fingerprint(arguments, held_out)
     if training == validation:
         raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
-    if held_out is not None and digests:
-        documents.warn_of_copies(digests, held_out)
-    streams = {name: digest.fingerprint for name, digest in digests.items()} | {VALIDATION: validation}
+    if held_out is not None and by_source:
+        digests.warn_of_copies(by_source, held_out)
+    streams = {name: digest.fingerprint for name, digest in by_source.items()} | {VALIDATION: validation}
     return Splits(loaded.train, loaded.validation, loaded.name, training, validation, streams)
 
 
-def _validation_fingerprint(arguments: PretrainArguments, held_out: documents.Digest | None) -> str:
+def _validation_fingerprint(arguments: PretrainArguments, held_out: digests.Digest | None) -> str:
     """Of validation documents, of validation tokens, or of the share of the training tokens that is held out."""
     if held_out is not None:
         return held_out.fingerprint
@@ -151,8 +152,8 @@ def _load_stream(arguments: PretrainArguments) -> Splits:
     """Reads the validation documents alone, and recognizes the stream by its first ones."""
     named = documents.load_validation(arguments)
     first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
-    held_out = documents.digest(validation)
-    training = f"stream {documents.digest(first).fingerprint}"
+    held_out = digests.digest(validation)
+    training = f"stream {digests.digest(first).fingerprint}"
     name = documents.describe_sources(arguments)
     return Splits({}, validation, name, training, held_out.fingerprint, {VALIDATION: held_out.fingerprint})
 

@@ -5,16 +5,13 @@ sequences are shuffled by the seed, so what an update reads depends on its numbe
 in the stream behind it; from there an interrupted run goes on. Blocks that no kept checkpoint needs are deleted.
 """
 
-import json
 import multiprocessing
 import os
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,12 +20,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.atomic_file import write_json
 from ...common.errors import UserError, first_line
 from ...common.token_streams import IGNORE_INDEX
 from ..arguments import PretrainArguments
@@ -39,13 +34,13 @@ from .batch_order import TrainingOrder
 from .documents import load_stream
 from .encoders import ChatEncoder, Encoder, TextEncoder
 from .sequences import Sequences, as_item, restarting_positions
+from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
 
 # Documents at the head of a stream that are held out where no validation data is named, and that recognize it.
 HELD_OUT_DOCUMENTS = 1000
 BATCH_DOCUMENTS = 100
 BLOCKS_AHEAD = 2
 POLL_SECONDS = 0.05
-FAILURE = "failed.json"
 
 
 def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Dataset, Dataset]:
@@ -76,47 +71,6 @@ def open_stream(
     folder = run.data / "stream"
     order = StreamOrder(arguments, run, tokenizer, global_batch)
     return StreamedSequences(folder, arguments), order
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some sequences, and where the stream stands behind them.
-
-    Attributes:
-        tokens: `[N, T]`.
-        starts, targets: `[N, T]`, where documents start, and which tokens are targets.
-        rest: the same three `[3, R]`, of the tokens that did not fill another sequence.
-        cursor: the state of the stream: what `IterableDataset` calls its state, and how often it was read before.
-    """
-
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.bool_]
-    targets: NDArray[np.bool_]
-    rest: NDArray[np.int32]
-    cursor: dict[str, Any]
-
-    def save(self, path: Path) -> None:
-        """Writes the block under another name and renames it."""
-        partial = partial_path(path)
-        arrays = {name: getattr(self, name) for name in ("tokens", "starts", "targets", "rest")}
-        metadata = {"cursor": json.dumps(self.cursor), "checksum": str(zlib.crc32(self.tokens.tobytes()))}
-        save_file(arrays, partial, metadata)
-        put_in_place(partial, path)
-
-    @classmethod
-    def load(cls, path: Path) -> "Block":
-        """Reads a block.
-
-        Raises:
-            UserError: its tokens are not those that were saved.
-        """
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata()
-            arrays = {name: file.get_tensor(name) for name in ("tokens", "starts", "targets", "rest")}
-            block = cls(**arrays, cursor=json.loads(metadata["cursor"]))
-        if zlib.crc32(block.tokens.tobytes()) != int(metadata["checksum"]):
-            raise UserError(f"{path} does not have the contents that were saved; delete {path.parent} to read it anew")
-        return block
 
 
 class StreamedSequences(Sequences):
@@ -300,24 +254,3 @@ class BlockWriter:
         for number in written[:-1]:
             if number < first:
                 block_path(self.folder, number).unlink()
-
-
-def block_path(folder: Path, number: int) -> Path:
-    """The file of block `number`."""
-    return folder / f"{number:08d}.safetensors"
-
-
-def written_blocks(folder: Path) -> list[int]:
-    """The numbers of the blocks that are there, ascending."""
-    return sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
-
-
-def check_failure(folder: Path) -> None:
-    """Raises what ended the writing process, if something did.
-
-    Raises:
-        UserError: it failed.
-    """
-    failure = folder / FAILURE
-    if failure.exists():
-        raise UserError(f"the training data could not be read on: {json.loads(failure.read_text())['error']}")

@@ -70,6 +70,11 @@ class TrainingProgress:
     bad_updates: int = 0
     recent_losses: list[float] = field(default_factory=list)
 
+    @property
+    def data_step(self) -> int:
+        """The update's worth of data that is read next."""
+        return self.step + self.skipped
+
     def add(self, loss: float, tokens: int, seconds: float) -> None:
         """Counts an update; one that was skipped has a loss of nan."""
         self.step += 1

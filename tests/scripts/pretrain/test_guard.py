@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.training import curve, run
+from cases.training import LLAMA, curve, run, run_forked
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -98,3 +98,51 @@ def test_a_rollback_goes_on_behind_the_bad_batch(corpus: Path, tmp_path: Path, s
 def test_nothing_to_roll_back_to_ends_the_run(corpus: Path, tmp_path: Path, seen: list[list[int]]):
     with pytest.raises(UserError, match="no checkpoint was saved to roll back to"):
         run(tmp_path / "run", corpus, on_bad_update="rollback", save_every=10)
+
+
+def test_a_bad_batch_of_one_process_ends_all_where_weights_are_shards(corpus: Path, tmp_path: Path):
+    """One process finds its first forward pass bad; the other, whose passes are good, has to join the search."""
+    usual = Trainer._accumulate
+
+    def accumulate(trainer: Trainer, micro_batches: Any) -> torch.Tensor:
+        loss = usual(trainer, micro_batches)
+        is_bad = trainer.progress.data_step == BAD - 1 and trainer.accelerator.process_index == 0
+        if is_bad:
+            module = trainer.model.model.layers[0].mlp  # type: ignore[union-attr]
+            module.register_forward_hook(lambda *_: _[-1] * math.nan)
+        return loss * math.inf if is_bad else loss
+
+    options = {"engine": "fsdp2", "batch_size": 1, "gradient_accumulation_steps": 2, "on_bad_update": "skip"}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError) as caught:
+        patch.setattr(Trainer, "_accumulate", accumulate)
+        run_forked(2, tmp_path / "run", corpus, **options | {"max_bad_updates": 0})
+    told = str(caught.value)
+    assert told.count("update 7 has loss inf") >= 2
+    assert told.count("first in the output of model.layers.0.mlp;") >= 2
+    for process in (0, 1):
+        facts = json.loads(
+            (tmp_path / "run" / "incidents" / f"update-{BAD:06d}" / f"update-{process:05d}.json").read_text()
+        )
+        assert facts["layer"] == "the output of model.layers.0.mlp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["skip", "rollback"])
+def test_runs_in_shards_go_on_after_a_bad_update_as_one_process_does(choice: str, corpus: Path, tmp_path: Path):
+    usual = Trainer._accumulate
+
+    def accumulate(trainer: Trainer, micro_batches: Any) -> torch.Tensor:
+        loss = usual(trainer, micro_batches)
+        return loss * math.inf if trainer.progress.data_step == BAD - 1 else loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_accumulate", accumulate)
+        without_dropout = {"model_config": {**LLAMA, "attention_dropout": 0.0}, "on_bad_update": choice}
+        alone = run(tmp_path / "alone", corpus, **without_dropout).output
+        run_forked(2, tmp_path / "shards", corpus, **without_dropout, engine="fsdp2", batch_size=2)
+    one, two = (curve(output, "step", "loss", split="train") for output in (alone, tmp_path / "shards"))
+    made = [step for step, loss in one if loss is not None]
+    assert made == [step for step, loss in two if loss is not None]
+    assert (BAD in made) == (choice == "rollback")
+    # float32 has 24 bits; twelve updates of a small model carry an error on without making it grow much.
+    assert [loss for _, loss in two if loss] == pytest.approx([loss for _, loss in one if loss], rel=2**-16)

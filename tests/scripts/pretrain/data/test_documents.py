@@ -7,7 +7,8 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.data.documents import cut_tail, digest, hold_out, load_documents, warn_of_copies
+from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
+from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, load_documents
 
 
 def test_held_out_documents_are_not_training_documents():

@@ -12,7 +12,8 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
 from dynattn.scripts.pretrain.data.encoders import TextEncoder
-from dynattn.scripts.pretrain.data.streaming import Block, BlockWriter
+from dynattn.scripts.pretrain.data.stream_blocks import Block
+from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 

@@ -1,0 +1,49 @@
+"""Options of a run that say how updates are made."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Schedule = Literal["cosine", "wsd"]
+
+
+@dataclass(kw_only=True)
+class OptimizationOptions:
+    """How many updates are made, of what, and how large they are."""
+
+    batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass of one process"})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes that make one update"})
+    max_steps: int | None = field(default=None, metadata={"help": "updates to make; give this or epochs"})
+    epochs: float | None = field(
+        default=None, metadata={"help": "passes over the data; one when max_steps is not given either"}
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
+    composition_learning_rate: float | None = field(
+        default=None, metadata={"help": "peak for the weights that compose heads; learning_rate when not given"}
+    )
+    freeze_parent_steps: int = field(
+        default=0, metadata={"help": "first updates in which only the weights that compose heads learn"}
+    )
+    schedule: Schedule = field(
+        default="cosine",
+        metadata={"help": "how the learning rate falls: cosine, or wsd: stable, then down in the last decay_share"},
+    )
+    decay_share: float = field(
+        default=0.2, metadata={"help": "share of the updates in which the schedule wsd lowers the learning rate"}
+    )
+    min_learning_rate_ratio: float = field(
+        default=0.1, metadata={"help": "end of the schedule, as a fraction of the peak"}
+    )
+    warmup_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "updates of linear warmup, at the start (with init_from too) and when frozen weights begin to "
+            "learn; a fiftieth of all when not given"
+        },
+    )
+    weight_decay: float = field(
+        default=0.1, metadata={"help": "decay of matrices; embeddings, biases and norms have none"}
+    )
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first moment"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second moment"})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "AdamW's epsilon"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})

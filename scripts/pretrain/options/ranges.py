@@ -1,0 +1,109 @@
+"""All options together, and the range of each."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from ..mappings import require
+from .data import DataOptions, Packing
+from .model import ModelOptions
+from .optimization import OptimizationOptions, Schedule
+from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
+
+POSITIVE = (
+    "vocab_size",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "epochs",
+    "learning_rate",
+    "composition_learning_rate",
+    "max_grad_norm",
+    "adam_epsilon",
+    "shard_processes",
+    "max_seconds",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "shuffle_buffer",
+    "spike_threshold",
+    "price_per_gpu_hour",
+)
+NOT_NEGATIVE = (
+    "freeze_parent_steps",
+    "warmup_steps",
+    "weight_decay",
+    "dataloader_workers",
+    "keep_checkpoints",
+    "skip_sequences",
+    "tokenizer_workers",
+    "max_bad_updates",
+)
+# Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
+SMALLEST_EPSILON = 1e-37
+FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2")
+# Adam never forgets with a decay of 1.
+BELOW_ONE = ("adam_beta1", "adam_beta2")
+# A norm of infinity clips nothing.
+MAY_BE_INFINITE = ("max_grad_norm",)
+LARGEST_INTEGER = 2**31 - 1
+# NumPy takes seeds below 2**32, and each process adds its number.
+LARGEST_SEED = 2**32 - 2**16
+MOST_WORKERS = 1024
+CHOICES = {
+    "mixed_precision": Precision,
+    "packing": Packing,
+    "schedule": Schedule,
+    "on_bad_update": BadUpdateChoice,
+    "engine": EngineName,
+}
+
+
+@dataclass(kw_only=True)
+class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptions):
+    """All options of a run, each of which has its range."""
+
+    def check_ranges(self) -> None:
+        """Refuses values that no run can have.
+
+        Raises:
+            UserError: there is one; the message names the option, the value and its limit.
+        """
+        self._check_limits()
+        for name in POSITIVE:
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "positive")
+        for name in NOT_NEGATIVE:
+            value = getattr(self, name)
+            require(value is None or value >= 0, name, value, "zero or more")
+        for name in FRACTIONS:
+            value = getattr(self, name)
+            require(0 <= value <= 1, name, value, "between 0 and 1")
+        for name in BELOW_ONE:
+            require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        share, length, epsilon = self.validation_share, self.sequence_length, self.adam_epsilon
+        require(epsilon >= SMALLEST_EPSILON, "adam_epsilon", epsilon, f"{SMALLEST_EPSILON} or more")
+        require(0 < share < 1, "validation_share", share, "above 0 and below 1")
+        require(length >= 2, "sequence_length", length, "2 or more")
+        for name, kind in CHOICES.items():
+            value, choices = getattr(self, name), get_args(kind)
+            require(value is None or value in choices, name, value, f"one of {choices}")
+
+    def _check_limits(self) -> None:
+        """Refuses missing values, and numbers that nothing can compute with."""
+        for argument in fields(self):
+            name, value = argument.name, getattr(self, argument.name)
+            require(value is not None or argument.default is None, name, value, "given, or left out")
+            if isinstance(value, float) and name not in MAY_BE_INFINITE:
+                require(not math.isinf(value), name, value, "finite")
+            if isinstance(value, int) and name != "seed":
+                require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
+        seed, workers, output = self.seed, self.dataloader_workers, str(self.output)
+        require(0 <= seed <= LARGEST_SEED, "seed", seed, f"between 0 and {LARGEST_SEED}")
+        require(workers <= MOST_WORKERS, "dataloader_workers", workers, f"at most {MOST_WORKERS}")
+        require(_is_writable_name(output), "output", repr(output), "a path in UTF-8 without null bytes")
+
+
+def _is_writable_name(path: str) -> bool:
+    """Whether libraries in Rust, which know paths in UTF-8 alone, can write there."""
+    return "\0" not in path and path == path.encode("utf-8", "replace").decode()

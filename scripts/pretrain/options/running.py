@@ -1,0 +1,88 @@
+"""Options of a run that say where it runs, what it writes, and what it does when something goes wrong."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Precision = Literal["no", "bf16"]
+EngineName = Literal["ddp", "fsdp2", "hsdp"]
+BadUpdateChoice = Literal["stop", "skip", "rollback"]
+Tracker = Literal["wandb", "trackio"]
+
+
+@dataclass(kw_only=True)
+class RunningOptions:
+    """Where a run runs, what it writes, and what it does when something goes wrong."""
+
+    output: str = field(metadata={"help": "folder of the run: checkpoints, metrics, final model"})
+
+    seed: int = field(default=0, metadata={"help": "seed of the initial weights, the order of the data and dropout"})
+    mixed_precision: Precision = field(
+        default="no", metadata={"help": "no (float32) or bf16 (autocast; weights stay float32)"}
+    )
+    engine: EngineName | None = field(
+        default=None,
+        metadata={
+            "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard) or hsdp (shards in "
+            "a machine, replicas over machines); ddp when neither this nor `accelerate launch` says"
+        },
+    )
+    shard_processes: int | None = field(
+        default=None, metadata={"help": "hsdp: processes that share a replica; those of a machine when not given"}
+    )
+    gradient_checkpointing: bool = field(
+        default=False,
+        metadata={"help": "save memory: recompute a layer in its backward pass, all but the outputs of its attention"},
+    )
+    compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
+    dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
+
+    on_bad_update: BadUpdateChoice = field(
+        default="stop",
+        metadata={
+            "help": "at a loss or gradient that is not finite, or a spike: stop; skip the update; or rollback to the "
+            "newest checkpoint and leave out the data since then"
+        },
+    )
+    spike_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "a loss that many standard deviations above the mean of the last 100 is a spike; none if not given"
+        },
+    )
+    max_bad_updates: int = field(default=10, metadata={"help": "bad updates after which skip and rollback stop, too"})
+
+    trackers: list[Tracker] = field(
+        default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "print parameters, operations, memory, time and cost of the run, and end"}
+    )
+    on: str = field(default="h100:1", metadata={"help": "GPU and their number that a dry run is about, like h100:64"})
+    price_per_gpu_hour: float | None = field(
+        default=None, metadata={"help": "what an hour of one GPU costs, for the sum that a dry run prints"}
+    )
+
+    log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
+    eval_every: int = field(
+        default=100, metadata={"help": "updates between two validations; the last update is always validated"}
+    )
+    save_every: int = field(
+        default=100, metadata={"help": "updates between two checkpoints; the last update is always saved"}
+    )
+    save_in_background: bool = field(
+        default=False,
+        metadata={"help": "go on training while a checkpoint is written, from a copy in the memory of the CPU"},
+    )
+    max_seconds: float | None = field(
+        default=None,
+        metadata={"help": "stop after the update in which this time since the start is over, with a checkpoint"},
+    )
+    keep_checkpoints: int = field(default=3, metadata={"help": "newest checkpoints to keep; 0 keeps all"})
+    resume: str = field(
+        default="auto",
+        metadata={
+            "help": "auto (newest checkpoint of the output folder), intact (the newest that is not damaged), never, or "
+            "a checkpoint folder"
+        },
+    )
+    overwrite: bool = field(default=False, metadata={"help": "replace the run that the output folder holds"})
