@@ -90,7 +90,8 @@ class CausalLMHead:
 
         Args:
             labels: `[B, T]`, the same tokens as `input_ids` (the shift is done here), -100 where no loss is wanted.
-                With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean.
+                With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean; `z_loss` is an
+                argument of `chunked_causal_loss`, for which the logits have to be skipped.
             logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
             skip_logits: return the loss without logits. The logits are then made for a chunk of tokens at a time,
                 unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or the loss
@@ -99,7 +100,7 @@ class CausalLMHead:
         The other arguments are those of the base model.
 
         Raises:
-            ValueError: labels of another shape than the logits', or none with `skip_logits`.
+            ValueError: labels of another shape than the logits', or none with `skip_logits`, or `z_loss` beside logits.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
@@ -115,6 +116,8 @@ class CausalLMHead:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         in_chunks = skip_logits and self.loss_function is ForCausalLMLoss and is_plain_linear(self.lm_head)
+        if kwargs.get("z_loss") and not in_chunks:
+            raise ValueError("z_loss is part of the loss in chunks: give skip_logits=True, and a head without adapters")
         logits = None if in_chunks else self.lm_head(hidden_states)
         loss = None
         if labels is not None:

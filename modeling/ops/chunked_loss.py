@@ -26,6 +26,7 @@ def chunked_causal_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:
     """Transformers' `ForCausalLMLoss` of the logits `hidden_states @ weight.T + bias`, made one chunk at a time.
@@ -40,6 +41,8 @@ def chunked_causal_loss(
         num_items_in_batch: divisor of the sum over targets; by default the number of targets. If it is 0, the loss is
             nan and its gradients are zero.
         shift_labels: `[B, T]`, labels that are shifted already; `labels` are then not read.
+        z_loss: adds so much times the square of `log Z` to each target's loss, where `Z` is the sum of the exponentials
+            of its logits (PaLM, arXiv 2204.02311, section 5).
 
     Returns:
         A scalar `[]` in the dtype of the softmax.
@@ -55,7 +58,7 @@ def chunked_causal_loss(
     targets = targets.masked_fill(targets == ignore_index, IGNORED)
     tensors = (hidden_states.flatten(0, -2), weight, bias)
     needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    loss_sum = _loss_op(*tensors, targets, needs_grad)[0]
+    loss_sum = _loss_op(*tensors, targets, needs_grad, z_loss)[0]
     count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     count = torch.as_tensor(count, device=loss_sum.device)
     return (loss_sum / count.where(count != 0, 1)).where(count != 0, math.nan)
@@ -91,7 +94,7 @@ class LossGradients(NamedTuple):
 
 @torch.library.custom_op("dynattn::chunked_loss", mutates_args=())
 def _loss_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool], z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The summed loss `[]` of `hidden` `[N, E]` with `targets` `[N]`, and the tensors of `LossGradients`."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -100,20 +103,33 @@ def _loss_op(
         loss_sum = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, len(hidden), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
-            loss_sum += _chunk_loss(chunk, hidden, weight, bias, targets, grads if any(needs_grad) else None)
+            loss_sum += _chunk_loss(chunk, hidden, weight, bias, targets, grads if any(needs_grad) else None, z_loss)
         return loss_sum, *grads
 
 
 def _chunk_loss(
-    chunk: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grads: LossGradients | None
+    chunk: slice,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    grads: LossGradients | None,
+    z_loss: float,
 ) -> Tensor:
     """The summed loss `[]` of the tokens `hidden[chunk]` `[c, E]`, whose gradients are added to `grads`."""
     dtype, targets = torch.promote_types(hidden.dtype, torch.float32), targets[chunk]
-    log_probs = F.log_softmax(F.linear(hidden[chunk], weight, bias), -1, dtype=dtype)  # [c, V]
+    ignored = (targets == IGNORED)[:, None]
+    logits = F.linear(hidden[chunk], weight, bias)
+    log_probs = F.log_softmax(logits, -1, dtype=dtype)  # [c, V]
+    log_z = (logits[:, :1] - log_probs[:, :1]).masked_fill_(ignored, 0.0)  # [c, 1]
+    del logits
     loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        loss_sum += z_loss * log_z.square().sum()
     if grads is not None:
-        ignored = (targets == IGNORED)[:, None]
         probs = log_probs.exp_()  # minus one at the target, it is the gradient of the logits
+        if z_loss:
+            probs *= 1 + 2 * z_loss * log_z
         probs.scatter_add_(1, targets[:, None].masked_fill(ignored, 0), probs.new_full(ignored.shape, -1.0))
         grads.add(chunk, probs.masked_fill_(ignored, 0.0), hidden, weight)
     return loss_sum
@@ -121,7 +137,7 @@ def _chunk_loss(
 
 @_loss_op.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool], z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes of `_loss_op`: `[]`, `[N, E]`, `[V, E]` and `[V]`."""
     loss_sum = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -142,7 +158,7 @@ def _differentiate(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | Non
     # A factor without dimensions would be rounded to the dtype of the gradient that it scales.
     factor = grad_sum[None]
     given = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    return *((grad * factor).to(dtype) if needed else None for grad, dtype, needed in given), None, None
+    return *((grad * factor).to(dtype) if needed else None for grad, dtype, needed in given), None, None, None
 
 
 _loss_op.register_autograd(_differentiate, setup_context=_save)

@@ -7,6 +7,7 @@ from typing import Any
 from ..common.errors import UserError
 from .mappings import SourceOptions, parse_mapping, parse_source
 from .options.ranges import RangedOptions
+from .options.sweep import Sweep
 
 
 @dataclass(kw_only=True)
@@ -61,6 +62,7 @@ class PretrainArguments(RangedOptions):
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
         self._check_data()
+        self._check_sweep()
         if self.carry_memory and self.mask_documents:
             raise UserError(
                 "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
@@ -76,6 +78,14 @@ class PretrainArguments(RangedOptions):
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
             )
 
+    def _check_sweep(self) -> None:
+        """Refuses a sweep that is malformed, or could lose what earlier commands have made."""
+        if self.sweep is None:
+            return
+        Sweep.parse(self.sweep)
+        if self.overwrite or self.resume not in ("auto", "intact"):
+            raise UserError("a sweep goes on where it was interrupted; leave out overwrite and resume")
+
     def _check_data(self) -> None:
         """Refuses ways of reading that exclude each other."""
         sources = self.sources
@@ -83,7 +93,7 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
         if len({source.weight is None for source in sources.values()}) > 1:
             raise UserError("some sources of the mixture have weights and others epochs; choose one for all")
-        for option in ("mixture", "streaming", "skip_sequences", "chat_column"):
+        for option in ("mixture", "streaming", "skip_sequences", "chat_column", "length_warmup_steps"):
             if self.carry_memory and getattr(self, option):
                 raise UserError(f"carry_memory reads one text from its start to its end; leave out {option}")
         if self.carry_memory and self.packing != "concatenate":

@@ -30,6 +30,9 @@ class ConsolidateArguments:
     source: str = field(metadata={"help": "checkpoint or run (SRC, the first argument)"})
     destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the weights that are saved"})
+    average: bool = field(
+        default=False, metadata={"help": "take the moving average of the weights, which a run with ema_decay keeps"}
+    )
     overwrite: bool = field(default=False, metadata={"help": "replace the checkpoint that DST holds"})
 
 
@@ -63,7 +66,7 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     recover(destination)
     check_destination(destination, source.resolve(), arguments.overwrite)
     checkpoint.verify(source)
-    model = read_model(source)
+    model = read_model(source, averaged=arguments.average)
     for weight in model.parameters():
         weight.data = weight.to(getattr(torch, arguments.dtype))
     with staged_folder(destination) as staging:
@@ -91,8 +94,12 @@ def find_checkpoint(path: Path) -> Path:
     return path
 
 
-def read_model(source: Path) -> "PreTrainedModel":
-    """The model of a checkpoint on the CPU, in float32, ready to be asked."""
+def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
+    """The model of a checkpoint on the CPU, in float32, ready to be asked.
+
+    Raises:
+        UserError: its averages are asked for, and it has none.
+    """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -104,10 +111,12 @@ def read_model(source: Path) -> "PreTrainedModel":
     fields = {name.removeprefix("model."): value for name, value in fingerprint.items() if name.startswith("model.")}
     config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if averaged and fingerprint.get("ema_decay") is None:
+        raise UserError(f"{source} is of a run without ema_decay, which keeps no average; leave out --average")
     if is_earlier_format(source):
         load_earlier_weights(source, model)
     else:
-        load_weights(source / checkpoint.TENSORS, model)
+        load_weights(source / checkpoint.TENSORS, model, averaged=averaged)
     return model.eval()
 
 

@@ -24,6 +24,7 @@ from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.run_folder import RunFolder
 from .processes import on_all
+from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,12 @@ class Guard:
             raise RollbackError
 
     def rolled_back(
-        self, model: nn.Module, optimizer: Optimizer, memory: CarriedMemory, before: TrainingProgress
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        memory: CarriedMemory,
+        before: TrainingProgress,
+        average: WeightAverage | None,
     ) -> TrainingProgress:
         """Restores the newest checkpoint; its progress leaves out the data up to the bad update.
 
@@ -116,7 +122,7 @@ class Guard:
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         if not saved:
             raise UserError(f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to")
-        progress = checkpoint.load(self.engine.accelerator, saved[-1], model, optimizer, memory)
+        progress = checkpoint.load(self.engine.accelerator, saved[-1], model, optimizer, memory, average)
         progress.skipped = before.data_step + 1 - progress.step
         progress.bad_updates = before.bad_updates
         return progress

@@ -24,6 +24,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from torch import Tensor
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -48,6 +49,7 @@ from .processes import disk_errors_explained, on_all, on_main
 from .results import Result, summarize
 from .stopping import StopSignals
 from .trainer import Trainer
+from .weight_average import WeightAverage
 
 
 def pretrain(arguments: PretrainArguments) -> Result:
@@ -163,16 +165,30 @@ def build_trainer(
         plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile
     )
     set_seed(arguments.seed, device_specific=True)
-    progress = TrainingProgress()
+    progress, average = TrainingProgress(), None
+    if arguments.ema_decay is not None:
+        average = WeightAverage(accelerator.unwrap_model(model), arguments.ema_decay)
     if resume_from is not None:
-        progress = checkpoint.load(accelerator, resume_from, model, optimizer, plan.memory)
+        progress = checkpoint.load(accelerator, resume_from, model, optimizer, plan.memory, average)
     metrics = MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers)
     checkpoints = CheckpointWriter(
         accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
     )
     guard = Guard(engine, arguments, run)
     return Trainer(
-        engine, arguments, plan, run, model, optimizer, metrics, progress, throughput, signals, checkpoints, guard
+        engine,
+        arguments,
+        plan,
+        run,
+        model,
+        optimizer,
+        metrics,
+        progress,
+        throughput,
+        signals,
+        checkpoints,
+        guard,
+        average,
     )
 
 
@@ -181,22 +197,33 @@ def save_final(trainer: Trainer, result: Result) -> None:
     accelerator, run = trainer.accelerator, trainer.run
     partial = partial_path(run.model)
     weights = trainer.engine.full_weights(trainer.model)
+    if trainer.average is not None:
+        with trainer.average.in_place(accelerator.unwrap_model(trainer.model)):
+            averages = trainer.engine.full_weights(trainer.model)
+            on_main(accelerator, run.path, lambda: save_model(trainer, partial_path(run.average), averages, result))
 
     def save() -> None:
-        model, tokenizer = accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
-        model.generation_config = generation_config(model)
-        model.save_pretrained(partial, state_dict=weights)
-        tokenizer.model_max_length = (
-            getattr(model.config, "max_position_embeddings", None) or trainer.arguments.sequence_length
-        )
-        tokenizer.save_pretrained(partial)
-        write_card(partial, trainer.arguments, result, model.config.model_type)
+        save_model(trainer, partial, weights, result)
+        if trainer.average is not None:
+            remove(run.average)
+            put_in_place(partial_path(run.average), run.average)
         # The model of a run that was extended goes first: whoever finds a model finds the result that belongs to it.
         remove(run.model)
         result.write(run.result, trainer.arguments)
         put_in_place(partial, run.model)
 
     on_main(accelerator, run.path, save)
+
+
+def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], result: Result) -> None:
+    """Writes a model with `weights`, its tokenizer, generation settings and card into a folder."""
+    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
+    model.generation_config = generation_config(model)
+    model.save_pretrained(folder, state_dict=weights)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    tokenizer.model_max_length = longest or trainer.arguments.sequence_length
+    tokenizer.save_pretrained(folder)
+    write_card(folder, trainer.arguments, result, model.config.model_type)
 
 
 def generation_config(model: PreTrainedModel) -> GenerationConfig:

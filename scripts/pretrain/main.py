@@ -9,7 +9,6 @@ update, with a checkpoint from which the same command continues; the exit status
 and 124 where `--max_seconds` were over. `--engine` says how processes share the model.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from ..common.arguments import parse_arguments
 from ..common.errors import UserError
 from .arguments import PretrainArguments
+from .launcher import is_first_process
 from .stopping import StoppedError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -33,6 +33,13 @@ def main(argv: Sequence[str]) -> int:
             from .planning.dry_run import dry_run
 
             print(dry_run(arguments))
+            return 0
+        if arguments.sweep is not None:
+            from .sweep import run_sweep
+
+            told = run_sweep(arguments)
+            if is_first_process():
+                print(told)
             return 0
         from .job import pretrain  # here, because it imports torch, and help and mistyped options need to be fast
 
@@ -59,8 +66,3 @@ def find_shipped(argv: Sequence[str]) -> list[str]:
     if not argv or argv[0] not in shipped or Path(argv[0]).exists():
         return list(argv)
     return [str(shipped[argv[0]]), *argv[1:]]
-
-
-def is_first_process() -> bool:
-    """Whether this process is the first of a torchrun, or the only one."""
-    return int(os.environ.get("RANK", "0")) == 0

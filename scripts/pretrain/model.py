@@ -28,6 +28,7 @@ from ..common.errors import UserError
 from ..common.segment_memory import check_memory
 from .arguments import PretrainArguments
 from .data.tokenizer import required_vocabulary, start_token_id
+from .width_transfer import scale_initial_weights, transfer_config
 
 DEFAULT_MODEL_TYPE = "dcformer"
 DEFAULT_MODEL_SIZE = "tiny"
@@ -62,6 +63,7 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
     else:
         padded = -(-required_vocabulary(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         config = _new_config(arguments, {"vocab_size": padded, **tokens, **arguments.config_overrides})
+        transfer_config(config, arguments.base_width)
     _check_fit(config, arguments, tokenizer)
     return config
 
@@ -77,6 +79,8 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
     """
     try:
         model = _load_or_initialize(arguments, config, on_meta)
+        if not arguments.init_from:
+            scale_initial_weights(model, arguments.base_width)
         save_activations(model, arguments)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         source = arguments.init_from or config.model_type
@@ -87,6 +91,8 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
             f"{arguments.freeze_parent_steps} are for models that compose heads, and this {config.model_type} has no "
             "weights for that; leave them out, or upcycle the checkpoint with `dynattn convert` first"
         )
+    if arguments.z_loss and not isinstance(model, CausalLMHead):
+        raise UserError(f"z_loss is part of the loss of this package's models, and this is a {config.model_type}")
     model.train()
     return model
 
@@ -105,7 +111,9 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
     """
     if arguments.init_from:
         return _load_config(arguments.init_from)
-    return _new_config(arguments, dict(arguments.config_overrides))
+    config = _new_config(arguments, dict(arguments.config_overrides))
+    transfer_config(config, arguments.base_width)
+    return config
 
 
 def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, device: torch.device) -> str:
@@ -124,9 +132,11 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
     return f"attention: {name} ({reason})"
 
 
-def loss_options(model: nn.Module) -> dict[str, Any]:
+def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
     """Options with which a model computes its loss alone: models of this package then never hold all logits at once."""
-    return {"skip_logits": True} if isinstance(model, CausalLMHead) else {}
+    if not isinstance(model, CausalLMHead):
+        return {}
+    return {"skip_logits": True, "z_loss": z_loss} if z_loss else {"skip_logits": True}
 
 
 def composition_weights(model: nn.Module) -> list[nn.Parameter]:

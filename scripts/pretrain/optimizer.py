@@ -1,37 +1,116 @@
-"""AdamW and its parameter groups."""
+"""AdamW, or Muon beside it, and the groups of weights that they treat alike."""
 
-import torch
-from torch import nn
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+
+from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .model import composition_weights
+from .width_transfer import rate_factors
 
 
-def build_optimizer(model: nn.Module, arguments: PretrainArguments) -> torch.optim.AdamW:
-    """AdamW over the groups of `parameter_groups`, of which the second is not decayed."""
-    decay = arguments.weight_decay
-    groups = zip(parameter_groups(model, arguments), (decay, 0.0, decay), strict=False)
-    return torch.optim.AdamW(
-        [{"params": weights, "weight_decay": weight_decay} for weights, weight_decay in groups],
+class JoinedOptimizer(Optimizer):
+    """Several optimizers as one, each of its own groups of weights."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update by each optimizer; there is no closure."""
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As every optimizer does."""
+        super().load_state_dict(dict(state_dict))
+        self._share()
+
+    def _share(self) -> None:
+        """Lets the parts work on the groups and states of the whole."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+
+def build_optimizer(model: nn.Module, arguments: PretrainArguments) -> Optimizer:
+    """The optimizer that the arguments name, over the groups of `parameter_groups`.
+
+    Raises:
+        UserError: Muon is asked for, and the model has no matrices for it.
+    """
+    groups = parameter_groups(model, arguments)
+    adamw = AdamW(
+        [group for group in groups if not group["orthogonalize"]],
         lr=arguments.learning_rate,
         betas=(arguments.adam_beta1, arguments.adam_beta2),
         eps=arguments.adam_epsilon,
         fused=next(model.parameters()).is_cuda,
     )
+    if arguments.optimizer == "adamw":
+        return adamw
+    matrices = [group for group in groups if group["orthogonalize"]]
+    if not matrices:
+        raise UserError(f"optimizer=muon: {type(model).__name__} has no linear layers to learn; use adamw")
+    # With this adjustment an update has the size that AdamW's have, so both go by one learning rate and weight decay.
+    muon = Muon(matrices, lr=arguments.learning_rate, momentum=arguments.muon_momentum, adjust_lr_fn="match_rms_adamw")
+    return JoinedOptimizer([muon, adamw])
 
 
-def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[list[nn.Parameter]]:
-    """Matrices, then embeddings (and a head tied to them), biases and norms.
+def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dict[str, Any]]:
+    """Weights that are treated alike, with how: `weight_decay`, and what `prepare_update` and `build_optimizer` read.
 
-    If the arguments treat the composition apart, its weights, which are all matrices, are a third group. Embeddings do
-    not count as matrices: a row gets a gradient only when its token occurs, but would be decayed at every step.
+    * `composes`: they follow the schedule of the composition, for the arguments treat it apart.
+    * `rate_factor`: their learning rate as a multiple of the schedule's, for models of another width.
+    * `orthogonalize`: their updates are Muon's.
+
+    Matrices decay, while embeddings (and a head tied to them), biases and norms do not: a row of an embedding gets a
+    gradient only when its token occurs, but would be decayed at every step. What an update takes from a weight does not
+    depend on its `rate_factor`.
     """
     embeddings = {
         weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()
     }
-    composition = composition_weights(model) if arguments.treats_composition_apart else []
-    apart = set(composition)
-    weights = [weight for weight in model.parameters() if weight.requires_grad and weight not in apart]
-    matrices = [weight for weight in weights if weight.ndim >= 2 and weight not in embeddings]
-    rest = [weight for weight in weights if weight.ndim < 2 or weight in embeddings]
-    return [matrices, rest, composition] if composition else [matrices, rest]
+    apart = set(composition_weights(model)) if arguments.treats_composition_apart else set()
+    orthogonal = set(hidden_matrices(model)) if arguments.optimizer == "muon" else set()
+    factors = rate_factors(model, arguments.base_width, orthogonal)
+    groups: defaultdict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            decays = weight.ndim >= 2 and weight not in embeddings
+            groups[weight in apart, not decays, weight in orthogonal, factors.get(weight, 1.0)].append(weight)
+    # Checkpoints of the earliest versions number the weights in this order.
+    return [
+        {
+            "params": groups[composes, is_kept, orthogonalize, factor],
+            "weight_decay": 0.0 if is_kept else arguments.weight_decay / factor,
+            "composes": composes,
+            "rate_factor": factor,
+            "orthogonalize": orthogonalize,
+        }
+        for composes, is_kept, orthogonalize, factor in sorted(groups)
+    ]
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of linear layers, without the output head: matrices between activations of hidden layers."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    return [layer.weight for layer in layers if layer.weight.requires_grad]
+
+
+def moment_bytes(model: nn.Module, arguments: PretrainArguments) -> int:
+    """What the optimizer keeps of all weights, in float32: two moments, or Muon's one."""
+    groups = parameter_groups(model, arguments)
+    return sum(_elements(group["params"]) * 4 * (1 if group["orthogonalize"] else 2) for group in groups)
+
+
+def _elements(weights: Sequence[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)

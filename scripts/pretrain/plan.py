@@ -14,6 +14,7 @@ from ..common.errors import UserError
 from ..common.segment_memory import CarriedMemory, NoMemory, StreamMemory
 from .arguments import PretrainArguments
 from .data.batch_order import TrainingOrder
+from .data.length_warmup import LengthWarmup
 from .data.opening import open_data
 from .data.preparation import Source
 from .data.sequences import Sequences
@@ -39,6 +40,13 @@ FIXED_SETTINGS = (
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
+    "optimizer",
+    "muon_momentum",
+    "z_loss",
+    "ema_decay",
+    "base_width",
+    "length_warmup_steps",
+    "shortest_length",
     "max_grad_norm",
     "mixed_precision",
     "seed",
@@ -59,6 +67,7 @@ class Plan:
     order: TrainingOrder
     memory: CarriedMemory
     schedule: RateSchedule
+    lengths: LengthWarmup
     fingerprint: Fingerprint
 
     def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
@@ -90,7 +99,8 @@ def build_plan(
     check_passes(order, arguments, schedule.max_steps)
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
     fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
-    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, fingerprint)
+    lengths = LengthWarmup.of(arguments)
+    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, lengths, fingerprint)
 
 
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:

@@ -1,8 +1,9 @@
 """The learning rate as a function of the step, for each group of weights."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -69,22 +70,35 @@ def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: i
     )
 
 
-def group_schedules(schedule: RateSchedule, arguments: PretrainArguments) -> list[RateSchedule]:
-    """The schedule of each group of `build_optimizer`; that of the composition has its own peak and is never frozen."""
+def group_schedules(schedule: RateSchedule, arguments: PretrainArguments) -> dict[bool, RateSchedule]:
+    """The schedule of weights that compose heads (True) and of all others; the former's own is never frozen."""
     if not arguments.treats_composition_apart:
-        return [schedule, schedule]
+        return {False: schedule}
     peak = arguments.composition_learning_rate or schedule.peak
-    return [schedule, schedule, replace(schedule, peak=peak, first_step=0)]
+    return {False: schedule, True: replace(schedule, peak=peak, first_step=0)}
 
 
-def prepare_update(optimizer: torch.optim.Optimizer, schedules: Sequence[RateSchedule], step: int) -> None:
+def prepare_update(optimizer: torch.optim.Optimizer, schedules: Mapping[bool, RateSchedule], step: int) -> None:
     """Sets the learning rates of update `step`, between its backward pass and the clipping of its gradients.
 
-    Groups that do not learn yet lose their gradients: AdamW skips a weight without a gradient, so neither decay nor
+    Groups that do not learn yet lose their gradients: optimizers skip a weight without a gradient, so neither decay nor
     moments begin before the weight's first update. Processes have exchanged all gradients by then.
     """
-    for group, schedule in zip(optimizer.param_groups, schedules, strict=True):
-        group["lr"] = schedule(step)
+    for group in optimizer.param_groups:
+        schedule = schedules[group["composes"]]
+        group["lr"] = schedule(step) * group["rate_factor"]
         if step < schedule.first_step:
             for weight in group["params"]:
                 weight.grad = None
+
+
+def keeps_past(stored: Mapping[str, Any], now: Mapping[str, Any], step: int) -> bool:
+    """Whether two fingerprints give the same learning rates to all updates before `step`, and both go on from there.
+
+    So `wsd`, whose learning rate does not depend on the end until it falls, may be told late when to end.
+    """
+    names = [field.name for field in fields(RateSchedule)]
+    if any(name not in stored for name in names):
+        return False
+    before, after = (RateSchedule(**{name: values[name] for name in names}) for values in (stored, now))
+    return step < after.max_steps and all(before(past) == after(past) for past in range(step))

@@ -29,6 +29,7 @@ from .plan import Plan, sharing_of
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
 from .validation import Validation, count_targets, to_device, validate
+from .weight_average import WeightAverage
 
 Batch = dict[str, Tensor]
 
@@ -57,7 +58,11 @@ class Trainer:
     signals: StopSignals
     checkpoints: CheckpointWriter
     guard: Guard
+    average: WeightAverage | None
     stop_requested: bool = False
+
+    def __post_init__(self) -> None:
+        self._schedules = group_schedules(self.plan.schedule, self.arguments)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -98,7 +103,8 @@ class Trainer:
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
         """Makes the next update and counts it; returns what `_update` returns."""
         started = time.perf_counter()
-        micro_batches = list(islice(batches, self.arguments.gradient_accumulation_steps))
+        taken = islice(batches, self.arguments.gradient_accumulation_steps)
+        micro_batches = [self.plan.lengths.cut(batch, self.progress.step) for batch in taken]
         loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
         tokens = self.plan.order.global_batch * self.plan.train_sequences.length
@@ -109,7 +115,7 @@ class Trainer:
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token, or nan if it was skipped, and its gradient norm."""
         loss, stops, writers = self._summed_over_processes(self._accumulate(batches))
-        prepare_update(self.optimizer, group_schedules(self.plan.schedule, self.arguments), self.progress.step)
+        prepare_update(self.optimizer, self._schedules, self.progress.step)
         norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
         values = torch.stack([loss, norm.to(loss), stops, writers]).tolist()
         if values[3] == self.accelerator.num_processes:
@@ -117,6 +123,8 @@ class Trainer:
         fault = find_fault(values[0], values[1], self.progress.recent_losses, self.arguments.spike_threshold)
         if fault is None:
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update(self.accelerator.unwrap_model(self.model), self.progress.step)
             remember(self.progress.recent_losses, values[0])
         else:
             self._handle(fault, batches)
@@ -135,7 +143,10 @@ class Trainer:
         device = self.accelerator.device
         counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
-        options = {"num_items_in_batch": targets, **loss_options(self.accelerator.unwrap_model(self.model))}
+        options = {
+            "num_items_in_batch": targets,
+            **loss_options(self.accelerator.unwrap_model(self.model), self.arguments.z_loss),
+        }
         memory = self.plan.memory
         memory.begin_update(self.progress.step)
         total = torch.zeros((), device=device)
@@ -156,7 +167,9 @@ class Trainer:
         """Goes back to the newest checkpoint, and on from there with the data behind the bad update."""
         before = self.progress.step
         self.optimizer.zero_grad()
-        self.progress = self.guard.rolled_back(self.model, self.optimizer, self.plan.memory, self.progress)
+        self.progress = self.guard.rolled_back(
+            self.model, self.optimizer, self.plan.memory, self.progress, self.average
+        )
         self.metrics.rewind(self.progress.step)
         bar.update(self.progress.step - before)
         return iter(self._loader())
@@ -186,9 +199,8 @@ class Trainer:
 
     def _learning_rates(self) -> dict[str, float]:
         """The learning rates of the last update; with that of the composition if it has a schedule of its own."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        apart = {"composition_learning_rate": rates[-1]} if self.arguments.treats_composition_apart else {}
-        return {"learning_rate": rates[0], **apart}
+        names = {False: "learning_rate", True: "composition_learning_rate"}
+        return {names[composes]: schedule(self.progress.step - 1) for composes, schedule in self._schedules.items()}
 
     def _validate(self) -> Validation:
         """Scores the held-out text and writes the result to the metrics."""
@@ -199,10 +211,17 @@ class Trainer:
                 f"{self.guard.last_checkpoint()}; lower learning_rate in a new run"
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
-        self.metrics.write({**record, **asdict(validation)})
+        self.metrics.write({**record, **asdict(validation), **self._score_average()})
         self._log_health()
         self.progress.validated = self.progress.step
         return validation
+
+    def _score_average(self) -> dict[str, float]:
+        """The validation loss of the averaged weights, if they are kept."""
+        if self.average is None:
+            return {}
+        with self.average.in_place(self.accelerator.unwrap_model(self.model)):
+            return {"average_loss": self._measure_validation().loss}
 
     def _log_health(self) -> None:
         """Writes what composition does to the first held-out sequence in each layer, if the model composes heads."""
@@ -229,7 +248,7 @@ class Trainer:
             "fingerprint": self.plan.fingerprint,
             "sharing": sharing_of(self.arguments, self.engine),
         }
-        tensors = training_tensors(self.accelerator.unwrap_model(self.model), self.optimizer)
+        tensors = training_tensors(self.accelerator.unwrap_model(self.model), self.optimizer, self.average)
         self.checkpoints.write(self.progress.step, state, tensors, self.plan.memory)
 
     def _stop(self) -> None:

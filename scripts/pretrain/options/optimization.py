@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
 
 
@@ -43,7 +44,39 @@ class OptimizationOptions:
     weight_decay: float = field(
         default=0.1, metadata={"help": "decay of matrices; embeddings, biases and norms have none"}
     )
+    optimizer: OptimizerName = field(
+        default="adamw",
+        metadata={
+            "help": "adamw, or muon: matrices of hidden layers by Muon, with the learning_rate and weight_decay of "
+            "AdamW, and all other weights by AdamW"
+        },
+    )
+    muon_momentum: float = field(default=0.95, metadata={"help": "Muon's momentum"})
     adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first moment"})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second moment"})
     adam_epsilon: float = field(default=1e-8, metadata={"help": "AdamW's epsilon"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
+    z_loss: float = field(
+        default=0.0,
+        metadata={
+            "help": "adds so much times the square of log Z, the logarithm of the softmax's sum, to each target's loss"
+        },
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={"help": "keep a moving average of the weights with this decay, and save it as a second model"},
+    )
+    base_width: int | None = field(
+        default=None,
+        metadata={
+            "help": "hidden size of the model whose learning rate is given; initial weights and rates of a wider model "
+            "are scaled so that it has the same best one (muP)"
+        },
+    )
+    length_warmup_steps: int = field(
+        default=0, metadata={"help": "first updates in which sequences are cut into shorter ones, of growing length"}
+    )
+    shortest_length: int | None = field(
+        default=None,
+        metadata={"help": "length of these in the first update; an eighth of sequence_length when not given"},
+    )

@@ -7,7 +7,7 @@ from typing import get_args
 from ..mappings import require
 from .data import DataOptions, Packing
 from .model import ModelOptions
-from .optimization import OptimizationOptions, Schedule
+from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
 
 POSITIVE = (
@@ -28,6 +28,8 @@ POSITIVE = (
     "shuffle_buffer",
     "spike_threshold",
     "price_per_gpu_hour",
+    "base_width",
+    "shortest_length",
 )
 NOT_NEGATIVE = (
     "freeze_parent_steps",
@@ -38,12 +40,14 @@ NOT_NEGATIVE = (
     "skip_sequences",
     "tokenizer_workers",
     "max_bad_updates",
+    "z_loss",
+    "length_warmup_steps",
 )
 # Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
 SMALLEST_EPSILON = 1e-37
-FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2")
-# Adam never forgets with a decay of 1.
-BELOW_ONE = ("adam_beta1", "adam_beta2")
+FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
+# With a decay of 1, averages never take anything in.
+BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
 LARGEST_INTEGER = 2**31 - 1
@@ -53,6 +57,7 @@ MOST_WORKERS = 1024
 CHOICES = {
     "mixed_precision": Precision,
     "packing": Packing,
+    "optimizer": OptimizerName,
     "schedule": Schedule,
     "on_bad_update": BadUpdateChoice,
     "engine": EngineName,
@@ -78,9 +83,10 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
             require(value is None or value >= 0, name, value, "zero or more")
         for name in FRACTIONS:
             value = getattr(self, name)
-            require(0 <= value <= 1, name, value, "between 0 and 1")
+            require(value is None or 0 <= value <= 1, name, value, "between 0 and 1")
         for name in BELOW_ONE:
-            require(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+            value = getattr(self, name)
+            require(value is None or value < 1, name, value, "below 1")
         share, length, epsilon = self.validation_share, self.sequence_length, self.adam_epsilon
         require(epsilon >= SMALLEST_EPSILON, "adam_epsilon", epsilon, f"{SMALLEST_EPSILON} or more")
         require(0 < share < 1, "validation_share", share, "above 0 and below 1")

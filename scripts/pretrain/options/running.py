@@ -54,6 +54,13 @@ class RunningOptions:
     trackers: list[Tracker] = field(
         default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
     )
+    sweep: str | None = field(
+        default=None,
+        metadata={
+            "help": "make several runs below output that differ in one number, NAME=FIRST:LAST:COUNT like "
+            "lr=1e-4:1e-2:7, and draw their validation losses"
+        },
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "print parameters, operations, memory, time and cost of the run, and end"}
     )

@@ -26,6 +26,8 @@ from torch.optim import Optimizer
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError, first_line
 from ...common.segment_memory import CarriedMemory
+from ..schedule import keeps_past
+from ..weight_average import WeightAverage
 from . import checksums
 from .earlier_format import is_earlier_format, load_earlier
 from .random_state import load_random_state, random_state_file
@@ -41,6 +43,14 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
 DELETED = ".deleted"
 # What of a fingerprint follows from the number of updates.
 LENGTH_FIELDS = ("max_steps", "warmup_steps")
+# Settings that earlier versions did not have, as their runs were made.
+EARLIER_SETTINGS = {
+    "optimizer": "adamw",
+    "z_loss": 0.0,
+    "ema_decay": None,
+    "base_width": None,
+    "length_warmup_steps": 0,
+}
 
 Fingerprint = dict[str, Any]
 
@@ -86,9 +96,17 @@ class TrainingProgress:
 
 
 def load(
-    accelerator: Accelerator, path: Path, model: nn.Module, optimizer: Optimizer, memory: CarriedMemory
+    accelerator: Accelerator,
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    memory: CarriedMemory,
+    average: WeightAverage | None = None,
 ) -> TrainingProgress:
-    """Puts weights, optimizer, random states and memory of a verified checkpoint back and returns the progress.
+    """Puts weights, their average, optimizer, random states and memory of a verified checkpoint back.
+
+    Returns:
+        The progress.
 
     Engine and number of processes may be others than those that saved it; a process that is new keeps its random state.
 
@@ -100,7 +118,7 @@ def load(
         if is_earlier_format(path):
             load_earlier(path, model, optimizer, process)
         else:
-            load_tensors(path / TENSORS, model, optimizer, alone=accelerator.num_processes == 1)
+            load_tensors(path / TENSORS, model, optimizer, average, alone=accelerator.num_processes == 1)
             if (file := random_state_file(path, process)).exists():
                 load_random_state(file, accelerator.device)
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
@@ -183,14 +201,18 @@ def find_damage(path: Path) -> str | None:
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
-    """Compares a checkpoint's fingerprint with this one; a run that had reached its last update may get more of them.
+    """Compares a checkpoint's fingerprint with this one.
+
+    A run that had reached its last update may get more of them, and one whose learning rates so far would have been the
+    same may end earlier or later than it would have.
 
     Fields that only one of them has are ignored: they come from another version of a library.
 
     Raises:
         UserError: they differ; the message names every field with both values.
     """
-    stored = read_state(path)["fingerprint"]
+    state = read_state(path)
+    stored = {**EARLIER_SETTINGS, **state["fingerprint"]}
     names = sorted(name for name in stored.keys() & fingerprint.keys() if stored[name] != fingerprint[name])
     if is_extended(path, fingerprint):
         names = [name for name in names if name not in LENGTH_FIELDS]
@@ -199,6 +221,8 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
             "run of this length",
             *(fields["max_steps"] for fields in (stored, fingerprint)),
         )
+    elif names and keeps_past(stored, fingerprint, state["progress"]["step"]):
+        names = [name for name in names if name not in LENGTH_FIELDS]
     if names:
         changes = ", ".join(f"{name} (was {stored[name]}, is {fingerprint[name]})" for name in names)
         split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"

@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def average(self) -> Path:
+        """The model with averaged weights, if they are kept."""
+        return self.path / "model_average"
+
+    @property
     def result(self) -> Path:
         """Arguments and final measurements."""
         return self.path / "result.json"
@@ -153,6 +158,7 @@ class RunFolder:
             self.tensorboard,
             self.incidents,
             self.model,
+            self.average,
             self.result,
         )
 

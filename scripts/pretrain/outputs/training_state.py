@@ -18,13 +18,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-WEIGHTS, OPTIMIZER = "model.", "optimizer."
+from ..weight_average import WeightAverage
+
+WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 # Each file is put together in memory before it is written.
 FILE_BYTES = 4 << 30
 
 
-def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def training_tensors(model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> dict[str, Tensor]:
     """Weights and buffers as `model.NAME`, and what the optimizer keeps of a weight as `optimizer.NAME.WHAT`.
+
+    Averages of weights, if they are kept, are `average.NAME`.
 
     Weights that are tied appear once. The tensors are those that training changes, whole or as shards (`DTensor`).
     """
@@ -32,7 +36,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
     tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
     for weight, state in optimizer.state.items():
         tensors |= {f"{OPTIMIZER}{names[weight]}.{what}": tensor for what, tensor in state.items()}
-    return tensors
+    return tensors | averages_of(average)
 
 
 def storage_writer(folder: Path, tensors: Mapping[str, Tensor], processes: int) -> HuggingFaceStorageWriter:
@@ -49,8 +53,10 @@ def files_of(process: int, folder: Path) -> list[Path]:
     return sorted(folder.glob(f"shard-{process + 1:05d}-*.safetensors"))
 
 
-def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, *, alone: bool) -> None:
-    """Reads what `training_tensors` named into model and optimizer, however both are sharded now.
+def load_tensors(
+    folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None, *, alone: bool
+) -> None:
+    """Reads what `training_tensors` named into model, optimizer and average, however they are sharded now.
 
     Args:
         alone: whether this process has no others to plan the reading with.
@@ -69,14 +75,22 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer, *, alone:
             states.setdefault(weight, {})[what] = empty_state(weights[weight], size)
     tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
     tensors |= {f"{OPTIMIZER}{name}.{what}": state[what] for name, state in states.items() for what in state}
+    tensors |= averages_of(average)
     with failures_as_raised():
         dcp.load(tensors, storage_reader=reader, no_dist=alone)
     give_states(optimizer, {weights[name]: state for name, state in states.items()})
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Reads the weights and buffers of a checkpoint into a model in one piece, in a process by itself."""
+def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
+    """Reads the weights and buffers of a checkpoint into a model in one piece, in a process by itself.
+
+    Args:
+        averaged: take the averages of the weights; the buffers have none.
+    """
     tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
+    if averaged:
+        for name, weight in model.named_parameters():
+            tensors[AVERAGE + name] = tensors.pop(WEIGHTS + name, weight.detach())
     with failures_as_raised():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
@@ -85,6 +99,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Weights and saved buffers by name; those that are tied appear once."""
     kept = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: tensor for name, tensor in model.state_dict().items() if name in kept}
+
+
+def averages_of(average: WeightAverage | None) -> dict[str, Tensor]:
+    """The averages of weights as `average.NAME`; none if they are not kept."""
+    return {} if average is None else {AVERAGE + name: tensor for name, tensor in average.tensors.items()}
 
 
 def empty_state(weight: Tensor, size: torch.Size) -> Tensor:

@@ -65,6 +65,24 @@ def test_its_gradients_are_the_derivatives_of_its_value() -> None:
     assert torch.autograd.gradcheck(lambda *given: chunked_causal_loss(*given, labels), tensors)
 
 
+def test_z_loss_is_the_square_of_the_logarithm_of_the_softmax_sum() -> None:
+    tensors, labels = problem(torch.float64)
+    hidden, weight, bias = tensors
+    log_z = torch.logsumexp(F.linear(hidden, weight, bias)[:, :-1], -1)[labels[:, 1:] != -100]
+    expected = gradients(with_logits(*tensors, labels).double() + 0.3 * log_z.square().mean(), tensors)
+    found = gradients(chunked_causal_loss(*tensors, labels, z_loss=0.3), tensors)
+    # Transformers' loss has logits in float32.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-20)
+    assert torch.autograd.gradcheck(lambda *given: chunked_causal_loss(*given, labels, z_loss=0.3), tensors)
+
+
+def test_z_loss_is_refused_where_the_loss_has_logits() -> None:
+    model = make_model()
+    ids = torch.arange(8)[None]
+    with pytest.raises(ValueError, match="z_loss is part of the loss in chunks: give skip_logits=True"):
+        model(input_ids=ids, labels=ids, z_loss=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 0}])
 def test_where_all_labels_are_ignored_the_loss_is_nan_and_its_gradients_are_zero(options: dict[str, Any]) -> None:
     tensors, labels = problem()
@@ -124,7 +142,7 @@ def test_a_compiler_sees_one_node() -> None:
     torch.testing.assert_close(gradients(compiled(*tensors, labels), tensors), expected)
     hidden, weight, bias = tensors
     operands = (hidden.detach().flatten(0, 1).requires_grad_(), weight, bias, labels.flatten())
-    torch.library.opcheck(torch.ops.dynattn.chunked_loss.default, (*operands, [True, True, True]))
+    torch.library.opcheck(torch.ops.dynattn.chunked_loss.default, (*operands, [True, True, True], 1e-4))
 
 
 def test_second_derivatives_are_refused() -> None:

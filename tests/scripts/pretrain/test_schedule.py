@@ -1,10 +1,11 @@
 """The learning rate as a function of the step."""
 
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
-from dynattn.scripts.pretrain.schedule import RateSchedule
+from dynattn.scripts.pretrain.schedule import RateSchedule, keeps_past
 
 
 def test_schedule_has_the_values_of_the_formula():
@@ -24,3 +25,14 @@ def test_wsd_stays_at_the_peak_and_falls_in_a_straight_line():
     assert rates[:2] == [1.0, 2.0]
     assert set(rates[1:11]) == {2.0}
     assert rates[11:] == pytest.approx([0.2 + 1.8 * left / 10 for left in range(9, -1, -1)])
+
+
+def test_a_schedule_may_end_elsewhere_as_long_as_its_past_stays():
+    long = RateSchedule(1.0, warmup_steps=2, max_steps=100, min_ratio=0.1, shape="wsd", decay_share=0.2)
+    short = replace(long, max_steps=50)
+    assert keeps_past(asdict(long), asdict(short), 40)
+    assert not keeps_past(asdict(long), asdict(short), 45), "the shorter one has begun to fall"
+    assert keeps_past(asdict(short), asdict(long), 40)
+    assert not keeps_past(asdict(long), asdict(replace(long, max_steps=30)), 30), "nothing would be left to do"
+    assert not keeps_past(asdict(replace(long, shape="cosine")), asdict(replace(short, shape="cosine")), 6)
+    assert not keeps_past({}, asdict(short), 0)

@@ -1,0 +1,45 @@
+"""What `--sweep` means: one number that runs differ in, and its values."""
+
+import re
+from dataclasses import dataclass, fields
+
+from ...common.errors import UserError
+from .optimization import OptimizationOptions
+
+SHORT_NAMES = {"lr": "learning_rate"}
+NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
+MOST_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values of one option, ascending by equal factors.
+
+    Attributes:
+        name: of the option.
+        values: at least two.
+    """
+
+    name: str
+    values: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Sweep":
+        """Reads `NAME=FIRST:LAST:COUNT`; `lr` is short for `learning_rate`.
+
+        Raises:
+            UserError: the option is not a number of the optimization, or the values are not positive and ascending.
+        """
+        match = re.fullmatch(rf"(\w+)=({NUMBER}):({NUMBER}):([0-9]+)", text.lower())
+        if match is None:
+            raise UserError(f"sweep={text} must be NAME=FIRST:LAST:COUNT, like lr=1e-4:1e-2:7")
+        name = SHORT_NAMES.get(match[1], match[1])
+        known = [field.name for field in fields(OptimizationOptions) if "float" in str(field.type)]
+        if name not in known:
+            raise UserError(f"sweep={text}: {name} is none of {', '.join(known)}")
+        first, last, count = float(match[2]), float(match[3]), int(match[4])
+        if not (0 < first < last and 2 <= count <= MOST_RUNS):
+            raise UserError(f"sweep={text} must go up from a positive number, in 2 to {MOST_RUNS} runs")
+        # Rounded as a user would write them: the names of folders and the line for the recipe say them.
+        values = (first * (last / first) ** (index / (count - 1)) for index in range(count))
+        return cls(name, tuple(float(f"{value:.3g}") for value in values))

@@ -1,0 +1,157 @@
+"""Runs that differ in one number, one after the other: `--sweep lr=1e-4:1e-2:7`.
+
+Each run has its folder below `output`. The same command goes on where it was interrupted: it resumes the run that had
+begun, and repeats neither those that have ended nor those that have diverged.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..common.atomic_file import write_json
+from ..common.errors import UserError
+from .arguments import PretrainArguments
+from .guard import DivergedError
+from .job import pretrain
+from .launcher import is_first_process
+from .options.sweep import Sweep
+
+# Settings that may differ between the commands that make one sweep.
+FREE_SETTINGS = ("max_seconds", "resume", "keep_checkpoints", "save_every", "log_every", "engine", "shard_processes")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended.
+
+    Attributes:
+        value: of the number that the runs differ in.
+        loss: of the validation after the last update; None if the run diverged.
+        note: what was wrong then.
+    """
+
+    value: float
+    loss: float | None
+    note: str = ""
+
+
+def run_sweep(arguments: PretrainArguments) -> str:
+    """Makes all runs; writes `sweep.json` and `sweep.png` beside them, and returns the table and the recipe's line.
+
+    Raises:
+        UserError: `output` holds a sweep with other settings, or a run is refused.
+        StoppedError: a signal or `max_seconds` ended it; the same command goes on.
+    """
+    sweep, folder, started = Sweep.parse(arguments.sweep or ""), Path(arguments.output), time.monotonic()
+    record = folder / "sweep.json"
+    settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_SETTINGS}
+    known = read_outcomes(record, settings)
+    for value in sweep.values:
+        if value in known:
+            continue
+        known[value] = run_one(arguments, sweep.name, value, folder, started)
+        if is_first_process():
+            write_json(
+                record, {"settings": settings, "runs": [asdict(outcome) for outcome in known.values()]}, indent=1
+            )
+    outcomes = [known[value] for value in sweep.values]
+    if is_first_process():
+        draw(sweep, outcomes, folder / "sweep.png")
+    return "\n".join([*table(sweep, outcomes), f"plot: {folder / 'sweep.png'}", recipe_line(sweep, outcomes)])
+
+
+def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path, started: float) -> Outcome:
+    """Makes, resumes or reads one run; what is left of `max_seconds` since `started` is its limit."""
+    output, limit = folder / f"{name}={value:g}", arguments.max_seconds
+    if (result := output / "result.json").exists():
+        return Outcome(value, json.loads(result.read_text(encoding="utf-8"))["validation_loss"])
+    changes: dict[str, Any] = {
+        name: value,
+        "output": str(output),
+        "sweep": None,
+        "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
+        "max_seconds": None if limit is None else max(1.0, limit - (time.monotonic() - started)),
+    }
+    if is_first_process():
+        print(f"\n{name}: {value:g}", flush=True)
+    try:
+        return Outcome(value, pretrain(replace(arguments, **changes)).validation_loss)
+    except DivergedError as error:
+        return Outcome(value, None, str(error))
+
+
+def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome]:
+    """The runs that an earlier command has ended, by value.
+
+    Raises:
+        UserError: its settings were others.
+    """
+    if not record.exists():
+        return {}
+    stored = json.loads(record.read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(settings, default=str))
+    changed = sorted(name for name in now if stored["settings"].get(name) != now[name])
+    if changed:
+        name = changed[0]
+        raise UserError(
+            f"{record.parent} holds a sweep with other settings ({name} was {stored['settings'].get(name)}, is "
+            f"{now[name]}); change them back, or give another output"
+        )
+    return {run["value"]: Outcome(**run) for run in stored["runs"]}
+
+
+def best_of(outcomes: list[Outcome]) -> Outcome:
+    """The run of least loss.
+
+    Raises:
+        UserError: all have diverged.
+    """
+    best = min(outcomes, key=lambda outcome: math.inf if outcome.loss is None else outcome.loss)
+    if best.loss is None:
+        raise UserError(f"all {len(outcomes)} runs of the sweep have diverged: {best.note}")
+    return best
+
+
+def table(sweep: Sweep, outcomes: list[Outcome]) -> list[str]:
+    """One line for each run."""
+    lines = [f"{sweep.name:>16}  validation loss"]
+    return lines + [
+        f"{outcome.value:>16g}  {'diverged' if outcome.loss is None else f'{outcome.loss:.4f}'}" for outcome in outcomes
+    ]
+
+
+def recipe_line(sweep: Sweep, outcomes: list[Outcome]) -> str:
+    """The line to put into the recipe; it says where the best value lies at an end of the sweep."""
+    best, values = best_of(outcomes), sweep.values
+    line = (
+        f"{sweep.name}: {best.value:g}  # validation loss {best.loss:.4f}, best of {len(values)} from {values[0]:g} to "
+        f"{values[-1]:g}"
+    )
+    at_end = best.value in (values[0], values[-1])
+    return f"{line}\nthe best value is at an end of the sweep; sweep beyond it before you trust it" if at_end else line
+
+
+def draw(sweep: Sweep, outcomes: list[Outcome], path: Path) -> None:
+    """Draws the validation loss over the number; runs that diverged are crosses at the upper edge."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # slow to import, and not needed before the runs have ended
+
+    best = best_of(outcomes)
+    ended = [(outcome.value, outcome.loss) for outcome in outcomes if outcome.loss is not None]
+    diverged = [outcome.value for outcome in outcomes if outcome.loss is None]
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(*zip(*ended, strict=True), marker="o", color="tab:blue")
+    axes.plot([best.value], [best.loss], marker="o", markersize=11, fillstyle="none", color="tab:red")
+    for value in diverged:
+        axes.plot([value], [0.97], "x", color="tab:gray", transform=axes.get_xaxis_transform())
+    title = f"{len(outcomes)} runs, the best at {best.value:g} with {best.loss:.4f}"
+    title += f", {len(diverged)} diverged (crosses)" if diverged else ""
+    axes.set(xscale="log", xlabel=sweep.name, ylabel="validation loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,88 @@
+"""Sweeps: their values, their runs, which survive interruptions, and the line for the recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases.training import RUN, arguments, killed_after, parse
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.options.sweep import Sweep
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
+from dynattn.scripts.pretrain.stopping import StoppedError
+from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
+
+SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
+
+
+def test_values_ascend_by_equal_factors():
+    sweep = Sweep.parse("lr=1e-4:1e-2:5")
+    assert sweep == Sweep("learning_rate", (1e-4, 3.16e-4, 1e-3, 3.16e-3, 1e-2))
+    assert Sweep.parse("weight_decay=0.1:0.4:2").values == (0.1, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr", "sweep=lr must be NAME=FIRST:LAST:COUNT, like lr=1e-4:1e-2:7"),
+        ("lr=1:2", "must be NAME=FIRST:LAST:COUNT"),
+        ("lr=2:1:3", "must go up from a positive number, in 2 to 1000 runs"),
+        ("lr=0:1:3", "must go up from a positive number"),
+        ("lr=1:2:1", "must go up from a positive number"),
+        ("seed=1:2:3", "sweep=seed=1:2:3: seed is none of"),
+        ("schedule=1:2:3", "schedule is none of"),
+    ],
+)
+def test_what_is_no_sweep_is_one_clear_error(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        parse("--output", "x", "--sweep", text)
+
+
+def test_a_sweep_is_not_overwritten():
+    with pytest.raises(UserError, match="a sweep goes on where it was interrupted; leave out overwrite and resume"):
+        parse("--output", "x", "--sweep", "lr=1:2:3", "--overwrite")
+
+
+def test_runs_survive_interruptions_and_end_in_a_plot_and_a_line(corpus: Path, tmp_path: Path):
+    """The middle run is killed after an update, resumes there, and the largest rate diverges and is not repeated."""
+    output = tmp_path / "sweep"
+    sweep = arguments(output, corpus, **SHORT, sweep="lr=1e-3:1e30:3", weight_decay=0.0, max_grad_norm=1e38)
+    with killed_after(3):
+        run_sweep(sweep)
+    told = run_sweep(sweep)
+    runs = json.loads((output / "sweep.json").read_text())["runs"]
+    assert [run["value"] for run in runs] == [1e-3, 3.16e13, 1e30]
+    assert runs[0]["loss"] is not None
+    assert runs[2]["loss"] is None
+    assert "training stopped" in runs[2]["note"]
+    assert (output / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "diverged" in told
+    assert f"learning_rate: 0.001  # validation loss {runs[0]['loss']:.4f}, best of 3 from 0.001 to 1e+30" in told
+    assert told.splitlines()[-1] == "the best value is at an end of the sweep; sweep beyond it before you trust it"
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")}
+    assert run_sweep(sweep) == told
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")} == before
+    steps = [line["step"] for line in read_metrics(output / "learning_rate=0.001" / "metrics.jsonl", "train")]
+    assert steps == [1, 2, 3, 4]
+    with pytest.raises(UserError, match=r"other settings \(batch_size was 4, is 2\)"):
+        run_sweep(
+            arguments(output, corpus, **{**RUN, **SHORT, "batch_size": 2}, sweep="lr=1e-3:1e30:3", max_grad_norm=1e38)
+        )
+
+
+def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path):
+    with pytest.raises(StoppedError, match="stopped by max_seconds"):
+        run_sweep(
+            arguments(tmp_path / "sweep", corpus, **SHORT | {"max_steps": 4000}, sweep="lr=1e-3:1e-2:2", max_seconds=2)
+        )
+    assert list((tmp_path / "sweep" / "learning_rate=0.001" / "checkpoints").iterdir())
+
+
+def test_the_best_is_the_least_loss_of_runs_that_ended():
+    sweep = Sweep("learning_rate", (1.0, 2.0, 3.0))
+    outcomes = [Outcome(1.0, 3.0), Outcome(2.0, 2.5), Outcome(3.0, None, "it diverged")]
+    assert best_of(outcomes).value == 2.0
+    assert recipe_line(sweep, outcomes) == "learning_rate: 2  # validation loss 2.5000, best of 3 from 1 to 3"
+    with pytest.raises(UserError, match="all 1 runs of the sweep have diverged: it diverged"):
+        best_of(outcomes[2:])
