@@ -2,9 +2,9 @@
 
     python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23
 
-A row needs `pythonX.Y` on the PATH and gets the newest patch releases that pip finds; elsewhere than in a mirror of CPU
-builds, torch brings several gigabytes of CUDA libraries along. Rows that the record holds already are replaced, others
-stay. Run by `make matrix`, with pip, build and this package installed.
+uv finds or downloads the Python of a row, and installs the newest patch releases. The package index has torch for CUDA
+alone, which brings several gigabytes of libraries along; they are shared by the rows. Rows that the record holds already
+are replaced, others stay. Run by `make matrix`.
 """
 
 import argparse
@@ -86,12 +86,13 @@ def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
     """Makes the environment of one row, runs the tests in it, and removes it."""
     python, torch, transformers = row.split("/")
     folder = work / row.replace("/", "-")
-    print(f"{row}: making the environment", flush=True)
-    subprocess.run([f"python{python}", "-m", "venv", folder], check=True)
     inside = folder / "bin/python"
     wanted = [f"torch=={torch}.*", f"transformers=={transformers}.*", str(wheel), *TOOLS]
+    uv = [sys.executable, "-m", "uv"]
+    print(f"{row}: making the environment", flush=True)
     try:
-        subprocess.run([inside, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        subprocess.run([*uv, "venv", "--quiet", "--python", python, folder], check=True)
+        subprocess.run([*uv, "pip", "install", "--quiet", "--python", inside, *wanted], check=True)
         shown = subprocess.run([inside, "-c", SHOW_VERSIONS], check=True, capture_output=True, text=True).stdout
         began = time.monotonic()
         areas = {name: run_area(inside, row, name, folder) for name in AREAS}
