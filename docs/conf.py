@@ -4,9 +4,15 @@ Pages are found from the root of the repository, so that links to cards, records
 repository alike.
 """
 
+import sys
+from pathlib import Path
+
 from sphinx.application import Sphinx
 
 from dynattn import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks  # noqa: E402  (beside this file)
 
 project = "dynattn"
 author = "The dynattn authors"
@@ -25,6 +31,9 @@ napoleon_google_docstring = True
 
 html_theme = "furo"
 html_title = f"dynattn {release}"
+# Files that lie beside the pages as they are.
+EXTRA = Path(__file__).parents[1] / "build" / "extra"
+html_extra_path = [str(EXTRA)]
 
 root_doc = "docs/index"
 include_patterns = ["docs/**", "model_cards/**", "modeling/ops/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
@@ -38,6 +47,17 @@ def without_fences(app: Sphinx, what: str, name: str, obj: object, options: obje
     lines[:] = [line for line in lines if not line.strip().startswith("```")]
 
 
+def link_notebook(app: Sphinx, page: str, source: list[str]) -> None:
+    """Guides that are notebooks, too, offer it below their title."""
+    name = Path(page).name
+    if page.startswith("docs/guides/") and name in notebooks.NOTEBOOKS:
+        title, _, text = source[0].partition("\n")
+        link = f'<a href="../../notebooks/{name}.ipynb" download>Download this page as a notebook</a>'
+        source[0] = f"{title}\n\n{link}\n{text}"
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    notebooks.main(EXTRA / "notebooks")
+    app.connect("source-read", link_notebook)
     app.connect("autodoc-process-docstring", without_fences)

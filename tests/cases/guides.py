@@ -1,0 +1,72 @@
+"""What the commands in guides need: programs under their names, and checkpoints that stand for larger ones."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+
+# Modules behind the programs that guides call, whether or not those are on the PATH of the tests.
+PROGRAMS = {
+    "dynattn": "cases.short_commands",
+    "torchrun": "torch.distributed.run",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
+TESTS = Path(__file__).parents[1]
+
+
+def environment_of_guides(folder: Path) -> dict[str, str]:
+    """An environment in which the programs of the guides are found; `dynattn` trains and evaluates briefly."""
+    programs = folder / ".programs"
+    programs.mkdir()
+    for name, module in PROGRAMS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def write_starting_points(folder: Path) -> None:
+    """Everything that one guide takes from another or from the Hub, under the names that guides use.
+
+    A folder takes precedence over a repository of the Hub with its name, so `EleutherAI/pythia-160m` is a small GPT-NeoX.
+    """
+    tokenizer = train_bpe([builtin_documents("validation")], vocab_size=512)
+    tokenizer.model_max_length = 256
+    tokens = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    composed = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", **tokens))
+    plain = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", compose_pre=False, compose_post=False, **tokens))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    parent = GPTNeoXForCausalLM(GPTNeoXConfig(max_position_embeddings=256, **sizes, **tokens))
+    models = {
+        "runs/first/model": composed,
+        "runs/base/model": composed,
+        "runs/quickstart/dcformer/model": composed,
+        "runs/quickstart/transformer/model": plain,
+        "EleutherAI/pythia-160m": parent,
+    }
+    for name, model in models.items():
+        model.to(torch.float32).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rows = [{"text": text} for text in builtin_documents("validation")]
+    (folder / "my_text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    turns = [{"role": "user", "content": "How many legs has a spider?"}, {"role": "assistant", "content": "Eight."}]
+    (folder / "conversations.jsonl").write_text("\n".join(json.dumps({"messages": [*turns, n]}) for n in speakers()))
+
+
+def speakers() -> list[dict[str, str]]:
+    """Last turns that make conversations differ."""
+    return [{"role": "user", "content": f"And {n} spiders?"} for n in range(40)]
