@@ -20,7 +20,7 @@ FUZZ_SECONDS ?= 1800
 FAULTS ?= 100
 RELEASE := build/release
 
-.PHONY: test test-slow test-vllm fuzz soak lint quickstart release-check docs clean
+.PHONY: test test-slow test-vllm matrix fuzz soak lint quickstart release-check docs clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
 # on whose order the processes have to agree.
@@ -32,6 +32,11 @@ test-slow: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/modeling/serving/vllm
+
+# A selection of the tests with other versions of Python, PyTorch and Transformers, each in an environment of its own.
+matrix: $(INSTALLED)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/python -m tests.package.version_matrix
 
 # Hostile random cases until the time is over; FUZZ_SEED=7 repeats a run.
 fuzz: $(INSTALLED)

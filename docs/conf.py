@@ -12,14 +12,15 @@ from sphinx.application import Sphinx
 from dynattn import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
-import notebooks  # noqa: E402  (beside this file)
+import notebooks
 
 project = "dynattn"
 author = "The dynattn authors"
 project_copyright = "2026, The dynattn authors"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "mathml"]
+html_math_renderer = "mathml"
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 # Docstrings write code in single backticks, as Markdown does.

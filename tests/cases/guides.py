@@ -42,7 +42,7 @@ def environment_of_guides(folder: Path) -> dict[str, str]:
 def write_starting_points(folder: Path) -> None:
     """Everything that one guide takes from another or from the Hub, under the names that guides use.
 
-    A folder takes precedence over a repository of the Hub with its name, so `EleutherAI/pythia-160m` is a small GPT-NeoX.
+    A folder takes precedence over a repository of the Hub with its name: `EleutherAI/pythia-160m` is a small GPT-NeoX.
     """
     tokenizer = train_bpe([builtin_documents("validation")], vocab_size=512)
     tokenizer.model_max_length = 256

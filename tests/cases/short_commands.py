@@ -1,4 +1,4 @@
-"""The `dynattn` command with fewer updates and questions, so that a guide's commands run in a test as they are written."""
+"""The `dynattn` command with fewer updates and questions, so that a test runs commands of guides as they stand."""
 
 import sys
 

@@ -1,5 +1,6 @@
 """What the documentation tells to type works: its Python runs from top to bottom, its commands have these options."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_every_command_has_the_options_that_it_is_given(page: Path) -> None:
         assert words[0] in JOBS.commands, words
         known = {as_field(option) for option in following(words)} | {"import"}
         assert {as_field(word) for word in words if word.startswith("--")} <= known, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", without_blocks(page.read_text(encoding="utf-8"))):
+        assert (page.parent / target).exists(), target
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def as_field(option: str) -> str:

@@ -56,7 +56,9 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_a_block_that_does_not_run_says_why_and_others_become_files_and_commands() -> None:
-    text = "```yaml\n# a.yaml\nx: 1\n```\n<!-- not run: no GPU -->\n```bash\nfalse\n```\n```bash\npip install x\nls\n```\n"
+    text = (
+        "```yaml\n# a.yaml\nx: 1\n```\n<!-- not run: no GPU -->\n```bash\nfalse\n```\n```bash\npip install x\nls\n```\n"
+    )
     assert list(blocks_of(text)) == [("yaml", "# a.yaml\nx: 1\n"), ("bash", "\nls\n")]
     program = as_program(text, "page")
     assert "open('a.yaml', 'w')" in program and "ls" in program and "false" not in program

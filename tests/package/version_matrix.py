@@ -3,8 +3,8 @@
     python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23
 
 uv finds or downloads the Python of a row, and installs the newest patch releases. The package index has torch for CUDA
-alone, which brings several gigabytes of libraries along; they are shared by the rows. Rows that the record holds already
-are replaced, others stay. Run by `make matrix`.
+alone, which brings several gigabytes of libraries along; they are shared by the rows. Rows that the record holds
+already are replaced, others stay. Run by `make matrix`.
 """
 
 import argparse
