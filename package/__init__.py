@@ -11,6 +11,7 @@ from .families import FAMILIES
 from .registration import register_with_transformers
 
 if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
+    from dynattn.configuration.configuration_dcbart import DCBartConfig
     from dynattn.configuration.configuration_dcformer import DCFormerConfig
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.layers.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
     from dynattn.modeling.layers.multihead_replacement import compose_heads_of
+    from dynattn.modeling.modeling_dcbart import DCBartForConditionalGeneration, DCBartModel
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
         DCFormerForSequenceClassification,
@@ -49,6 +51,9 @@ __all__ = [
     "AttentionMaps",
     "ComposedMultiheadAttention",
     "Composition",
+    "DCBartConfig",
+    "DCBartForConditionalGeneration",
+    "DCBartModel",
     "DCFormerConfig",
     "DCFormerForCausalLM",
     "DCFormerForSequenceClassification",

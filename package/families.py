@@ -20,6 +20,8 @@ HEADS = MappingProxyType(
     }
 )
 
+SEQ2SEQ_HEADS = MappingProxyType({"AutoModel": "Model", "AutoModelForSeq2SeqLM": "ForConditionalGeneration"})
+
 
 @dataclass(frozen=True)
 class Family:
@@ -62,6 +64,11 @@ class Family:
         return {auto: f"{self.prefix}{suffix}" for auto, suffix in self.heads.items()}
 
     @property
+    def main_auto_class(self) -> str:
+        """The Auto class of the head that the family is known for: the first one of `heads` that is a head."""
+        return next(auto for auto in self.heads if auto != "AutoModel")
+
+    @property
     def card(self) -> str:
         """File name of the family's card in `model_cards`."""
         return f"{self.model_type}.md"
@@ -81,6 +88,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             Family("dcformer", "DCFormer", attention="dcmha", paper="2405.08553"),
             Family("dcpythia", "DCPythia", attention="dcmha", paper="2405.08553"),
+            Family("dcbart", "DCBart", attention="dcmha", paper="2405.08553", heads=SEQ2SEQ_HEADS),
             Family("rcmha", "RCMHA", attention="relative", paper="2308.03429"),
         )
     }

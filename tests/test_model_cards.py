@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from dynattn.families import FAMILIES, Family
+from dynattn.scripts.publish.card import TASKS
 
 CARDS = Path(__file__).parent.parent / "model_cards"
 FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -23,7 +24,7 @@ def test_metadata(family: Family) -> None:
     card = ModelCard.load(CARDS / family.card)
     data = card.data.to_dict()
     assert data["library_name"] == "transformers"
-    assert data["pipeline_tag"] == "text-generation"
+    assert data["pipeline_tag"] == TASKS[family.main_auto_class]
     assert data["license"] == "mit"
     assert {"dynattn", family.model_type} <= set(data["tags"])
     assert family.paper in card.text
@@ -34,7 +35,7 @@ def test_metadata(family: Family) -> None:
 @FAMILY
 def test_the_table_of_sizes_is_true(family: Family) -> None:
     config_class: Any = family.load_config_class()
-    model_class = family.load_model_class("AutoModelForCausalLM")
+    model_class = family.load_model_class(family.main_auto_class)
     rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (CARDS / family.card).read_text(), flags=re.M)
     told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if cells.count("|") == 6}
     assert told.keys() == config_class.sizes.keys()

@@ -14,7 +14,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -145,15 +144,9 @@ def upgrade_to_composed_cache(cache: Cache) -> None:
     The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
     stay as they are.
 
-    Of an encoder-decoder cache both parts are upgraded.
-
     Raises:
         ValueError: a layer has another kind (a quantized one, for example), or holds tokens without factors.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        upgrade_to_composed_cache(cache.self_attention_cache)
-        upgrade_to_composed_cache(cache.cross_attention_cache)
-        return
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = ComposedDynamicLayer
     for index, layer in enumerate(cache.layers):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
@@ -97,7 +97,7 @@ class ComposedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Any = None,
         key_value_states: Tensor | None = None,
         implementation: str | None = None,
         **kwargs: Any,
@@ -110,17 +110,18 @@ class ComposedAttention(nn.Module):
             hidden_states: `[B, T, E]`, normed.
             position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them nothing is rotated.
             attention_mask: as the mask function of the implementation makes it.
+            past_key_values: a `Cache`, or an `EncoderDecoderCache`, of which the layer uses its part.
             key_value_states: in cross-attention, what keys and values are projections of, `[B, S, E]`.
             implementation: of the attention op, by default the configuration's.
         """
-        query, key, value = self._project(hidden_states, position_embeddings, key_value_states)
         factors = self.composition(hidden_states) if self.composition is not None else {}
-        if self.key_composition is not None:
-            factors |= self.key_composition(key_value_states)
-        if past_key_values is not None and "key" in factors:
-            key, (value, factors["key"]) = past_key_values.update(key, value, self.layer_idx, factors["key"])
-        elif past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if key_value_states is not None:
+            query = self._heads(self.q_proj, hidden_states, self.q_norm)
+            key, value, factors = self._read_source(key_value_states, past_key_values, factors)
+        else:
+            query, key, value = self._project(hidden_states, position_embeddings)
+            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+            key, value, factors = self._remember(key, value, factors, cache)
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or self.config._attn_implementation, eager_attention_forward
@@ -148,26 +149,59 @@ class ComposedAttention(nn.Module):
         return pre, post if self.differential is None else self.differential.subtract(post)
 
     def _project(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        source: Tensor | None = None,
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]` of `hidden_states` `[B, T, E]`, keys and values `[B, H_kv, S, D]` of `source`.
+        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]` of a layer's own `hidden_states` `[B, T, E]`."""
+        query = self._heads(self.q_proj, hidden_states, self.q_norm, position_embeddings)
+        key = self._heads(self.k_proj, hidden_states, self.k_norm, position_embeddings)
+        return query, key, self._heads(self.v_proj, hidden_states)
 
-        Queries and keys are normed, then rotated. `source` is `[B, S, E]`, in self-attention `hidden_states`.
+    def _heads(
+        self,
+        projection: nn.Module,
+        states: Tensor,
+        norm: nn.Module | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Queries, keys or values `[B, H, T, D]` of `states` `[B, T, E]`, normed and then rotated where asked to."""
+        heads = projection(states).unflatten(-1, (-1, self.head_dim))
+        heads = (heads if norm is None else norm(heads)).transpose(1, 2)
+        return heads if position_embeddings is None else rotate(heads, *position_embeddings)
+
+    def _read_source(
+        self, source: Tensor, past_key_values: EncoderDecoderCache | None, factors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Keys and values `[B, H_kv, S, D]` of `source` `[B, S, E]`, and `factors` with those of the key side.
+
+        All are made once for a generation, and then read from the cache. A static one may be longer than the source.
         """
-        source = hidden_states if source is None else source
-        query, key, value = (
-            projection(states).unflatten(-1, (-1, self.head_dim))
-            for projection, states in ((self.q_proj, hidden_states), (self.k_proj, source), (self.v_proj, source))
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if position_embeddings is None:
-            return query, key, value
-        return rotate(query, *position_embeddings), rotate(key, *position_embeddings), value
+        cache = None if past_key_values is None else past_key_values.cross_attention_cache
+        if past_key_values is not None and cache is not None and past_key_values.is_updated.get(self.layer_idx):
+            layer = cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
+            if self.key_composition is not None:
+                factors = factors | {"key": layer.factors.keys}  # type: ignore[attr-defined]
+        else:
+            if self.key_composition is not None:
+                factors = factors | self.key_composition(source)
+            key, value = self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source)
+            key, value, factors = self._remember(key, value, factors, cache)
+            if past_key_values is not None:
+                past_key_values.is_updated[self.layer_idx] = True
+        length = source.shape[1]
+        key, value = key[:, :, :length], value[:, :, :length]
+        return key, value, {side: f[:, :, :length] if side == "key" else f for side, f in factors.items()}
+
+    def _remember(
+        self, key: Tensor, value: Tensor, factors: dict[str, Tensor], cache: Cache | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it."""
+        if cache is not None and "key" in factors:
+            key, (value, key_factors) = cache.update(key, value, self.layer_idx, factors["key"])
+            return key, value, factors | {"key": key_factors}
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        return key, value, factors
 
 
 def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:

@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "translation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }

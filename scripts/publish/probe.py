@@ -43,8 +43,9 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
     mask = torch.ones_like(tokens)
     for row in range(len(tokens)):
         mask[row, : (row + (len(tokens) == 1)) * tokens.shape[1] // 4] = 0
-    plain = model(tokens, use_cache=True)
-    answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask)[0], mask)}
+    target = _target(model, tokens)
+    plain = model(tokens, **target, use_cache=True)
+    answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask, **target)[0], mask)}
     if plain.get("past_key_values") is not None:
         answers["cached"] = _decode(model, tokens)
     if model.can_generate():
@@ -122,13 +123,26 @@ def _probe_tokens(model: Any) -> Tensor:
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
+def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """What the decoder of an encoder-decoder reads beside source `tokens` `[B, S]`: fewer tokens; else nothing."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    return {"decoder_input_ids": tokens.flip(1)[:, : tokens.shape[1] // 2]}
+
+
 def _decode(model: Any, tokens: Tensor) -> Tensor:
-    """First outputs `[B, T, V]` for `tokens` `[B, T]`: a prompt at once, then one token at a time with the cache."""
-    prompt = max(1, tokens.shape[1] - DECODED)
-    step = model(tokens[:, :prompt], use_cache=True)
+    """First outputs `[B, T, V]`: of a prompt at once, then of one token at a time with the cache.
+
+    A decoder reads `tokens` `[B, T]`, an encoder-decoder its target beside them.
+    """
+    target = _target(model, tokens)
+    source = {"input_ids": tokens} if target else {}
+    name, sequence = next(iter(target.items()), ("input_ids", tokens))
+    prompt = max(1, sequence.shape[1] - DECODED)
+    step = model(**source, **{name: sequence[:, :prompt]}, use_cache=True)
     outputs = [step[0]]
-    for position in range(prompt, tokens.shape[1]):
-        step = model(tokens[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
+    for token in sequence[:, prompt:].split(1, dim=1):
+        step = model(**source, **{name: token}, past_key_values=step.past_key_values, use_cache=True)
         outputs.append(step[0])
     return torch.cat(outputs, dim=1)
 

@@ -19,6 +19,10 @@ STUDIES = CommandTable(
             "dynattn.scripts.reproduce.upcycling.main",
             "continued training of a GPT-NeoX with and without composition",
         ),
+        "mechanisms": (
+            "dynattn.scripts.reproduce.mechanisms.main",
+            "small tasks on which mixing heads is predicted to matter",
+        ),
         "quantization": (
             "dynattn.scripts.reproduce.quantization",
             "perplexity with smaller weights, composition quantised too or not",

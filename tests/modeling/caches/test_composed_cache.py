@@ -8,10 +8,10 @@ import torch
 from cases.models import decode, make_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from dynattn import DCFormerForCausalLM
-from dynattn.modeling.caches.composed_cache import ComposedLayerMixin, upgrade_to_composed_cache
+from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
 
 
 def random_ids(batch: int, length: int) -> Tensor:
@@ -142,11 +142,3 @@ def test_a_cache_filled_by_another_model_is_refused() -> None:
     cache = filled(make_model(compose_pre=False, compose_post=False), random_ids(1, 5))
     with pytest.raises(ValueError, match="holds 5 tokens without composition factors"):
         make_model()(random_ids(1, 1), past_key_values=cache)
-
-
-def test_both_parts_of_an_encoder_decoder_cache_keep_factors() -> None:
-    model = make_model()
-    parts = (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=8))
-    upgrade_to_composed_cache(EncoderDecoderCache(*parts))
-    for part in parts:
-        assert all(isinstance(layer, ComposedLayerMixin) for layer in part.layers)

@@ -1,0 +1,209 @@
+"""DCBart: an encoder-decoder like BART and Marian, with dynamically composed attention heads (arXiv 2405.08553)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..configuration.configuration_dcbart import DCBartConfig
+from .caches.composed_cache import upgrade_to_composed_cache
+from .common.composed_model import ComposedPreTrainedModel
+from .common.encoder import EncoderBody
+from .common.seq2seq import (
+    Seq2SeqBody,
+    Seq2SeqDecoderBody,
+    Seq2SeqLMHead,
+    check_positions,
+    init_final_logits_bias,
+)
+from .layers.composed_attention import ComposedAttention
+from .layers.mlp import MLP
+from .positions.absolute import ScaledEmbedding, SinusoidalPositions, init_sinusoids
+
+
+class DCBartLayer(GradientCheckpointingLayer):
+    """What layers of encoder and decoder share: the MLP, norms, and where norms stand."""
+
+    def __init__(self, config: DCBartConfig) -> None:
+        super().__init__()
+        self.normalize_before = config.normalize_before
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.self_attn_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, config.hidden_act, dropout=config.activation_dropout
+        )
+        self.mlp_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def add(self, hidden_states: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """`norm(h + sublayer(h))`, or `h + sublayer(norm(h))` in pre-norm models, of `h` `[B, T, E]`."""
+        if self.normalize_before:
+            return hidden_states + self.dropout(sublayer(norm(hidden_states)))
+        return norm(hidden_states + self.dropout(sublayer(hidden_states)))
+
+
+class DCBartEncoderLayer(DCBartLayer):
+    """Bidirectional self-attention, then the MLP."""
+
+    def __init__(self, config: DCBartConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.self_attn = ComposedAttention(config, layer_idx, is_causal=False, composes=config.composes_in("encoder"))
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; the rest goes to attention."""
+        hidden_states = self.add(hidden_states, self.self_attn_layer_norm, lambda x: self.self_attn(x, **kwargs)[0])
+        return self.add(hidden_states, self.mlp_layer_norm, self.mlp)
+
+
+class DCBartDecoderLayer(DCBartLayer):
+    """Causal self-attention, attention to the source, then the MLP."""
+
+    def __init__(self, config: DCBartConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.self_attn = ComposedAttention(config, layer_idx, composes=config.composes_in("decoder"))
+        self.cross_attn = ComposedAttention(
+            config, layer_idx, is_cross_attention=True, composes=config.composes_in("cross")
+        )
+        self.cross_attn_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Maps hidden states `[B, T, E]`, beside the encoder's `[B, S, E]`, to hidden states `[B, T, E]`."""
+        kwargs["past_key_values"] = past_key_values
+
+        def attend(x: Tensor) -> Tensor:
+            """Self-attention of `x` `[B, T, E]`."""
+            return self.self_attn(x, attention_mask=attention_mask, **kwargs)[0]
+
+        def read_source(x: Tensor) -> Tensor:
+            """Cross-attention of `x` `[B, T, E]`."""
+            return self.cross_attn(
+                x, key_value_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **kwargs
+            )[0]
+
+        hidden_states = self.add(hidden_states, self.self_attn_layer_norm, attend)
+        hidden_states = self.add(hidden_states, self.cross_attn_layer_norm, read_source)
+        return self.add(hidden_states, self.mlp_layer_norm, self.mlp)
+
+
+class DCBartPreTrainedModel(ComposedPreTrainedModel):
+    """What all DCBart models share."""
+
+    config: DCBartConfig
+    _no_split_modules = ["DCBartEncoderLayer", "DCBartDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_final_logits_bias(module)
+        if isinstance(module, SinusoidalPositions):
+            init_sinusoids(module)
+
+
+class DCBartStack(DCBartPreTrainedModel):
+    """What encoder and decoder share: embeddings, positions and the last norm."""
+
+    def __init__(self, config: DCBartConfig, layers: list[nn.Module]) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = make_embedding(config)
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset, width)
+        else:
+            self.embed_positions = SinusoidalPositions(config.max_position_embeddings, width)
+        self.embed_norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.normalize_embedding else None
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.normalize_before else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def add_positions(self, inputs_embeds: Tensor, position_ids: Tensor) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` at positions `[.., T]`."""
+        positions = self.embed_positions(position_ids + self.config.position_offset)
+        hidden_states = inputs_embeds + positions.to(inputs_embeds.dtype)
+        return self.dropout(hidden_states if self.embed_norm is None else self.embed_norm(hidden_states))
+
+
+class DCBartEncoder(EncoderBody, DCBartStack):
+    """The encoder: every token sees all tokens of the source."""
+
+    _can_record_outputs = {"hidden_states": DCBartEncoderLayer, "attentions": ComposedAttention}
+
+    def __init__(self, config: DCBartConfig) -> None:
+        super().__init__(config, [DCBartEncoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
+
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
+        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
+        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        return self.add_positions(inputs_embeds, position_ids)
+
+
+class DCBartDecoder(Seq2SeqDecoderBody, DCBartStack):
+    """The decoder: a token sees itself, earlier tokens, and the source."""
+
+    _can_record_outputs = {
+        "hidden_states": DCBartDecoderLayer,
+        "attentions": OutputRecorder(ComposedAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(ComposedAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: DCBartConfig) -> None:
+        super().__init__(config, [DCBartDecoderLayer(config, layer) for layer in range(config.decoder_layers or 0)])
+
+    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
+        length = inputs_embeds.shape[1]
+        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
+        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
+
+    def prepare_cache(self, cache: EncoderDecoderCache) -> None:
+        """Makes the caches keep composition factors beside keys and values where they depend on the key token."""
+        parts = {"decoder": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+        for place, part in parts.items():
+            if self.config.composes_in(place) and self.config.composes_keys:
+                upgrade_to_composed_cache(part)
+
+
+class DCBartModel(Seq2SeqBody, DCBartPreTrainedModel):
+    """Encoder and decoder without a head."""
+
+    def __init__(self, config: DCBartConfig) -> None:
+        super().__init__(config)
+        self.shared = make_embedding(config)
+        self.encoder, self.decoder = DCBartEncoder(config), DCBartDecoder(config)
+        self.post_init()
+
+
+class DCBartForConditionalGeneration(Seq2SeqLMHead, DCBartPreTrainedModel, GenerationMixin):
+    """Encoder and decoder with a language modeling head: translation, summarization, denoising."""
+
+    base_class = DCBartModel
+
+
+def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
+    """Embeddings of tokens, scaled if configured, whose padding row does not learn."""
+    scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+    return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)
+
+
+__all__ = [
+    "DCBartForConditionalGeneration",
+    "DCBartModel",
+    "DCBartPreTrainedModel",
+]

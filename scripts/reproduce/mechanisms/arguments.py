@@ -1,0 +1,47 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...common.errors import UserError
+from ...compare.arguments import check_rates, check_seeds
+
+
+@dataclass
+class MechanismsArguments:
+    """Arguments of the study.
+
+    Raises:
+        UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
+    """
+
+    output: str = field(default="runs/mechanisms", metadata={"help": "folder of the study"})
+    preset: Literal["cpu", "gpu"] = field(
+        default="cpu", metadata={"help": "sizes of tasks and models: two layers of width 64, or four of 256"}
+    )
+    tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all of the preset if not given"})
+    arms: list[str] | None = field(default=None, metadata={"help": "names of attentions; all if not given"})
+    layers: list[int] | None = field(default=None, metadata={"help": "numbers of layers; the preset's if not given"})
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 3e-3], metadata={"help": "peaks from which each arm gets its best for each task"}
+    )
+    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
+    max_seconds: float | None = field(
+        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+    )
+    quick: bool = field(default=False, metadata={"help": "three arms, two seeds, few updates and one learning rate"})
+    redraw: bool = field(default=False, metadata={"help": "only make record, table and plots again, from the runs"})
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            self.arms, self.seeds, self.learning_rates = list(QUICK_ARMS), [0, 1], [3e-3]
+        check_seeds(self.seeds, self.tuning_seed)
+        check_rates(self.learning_rates)
+        if self.workers < 1 or not all(1 <= layers <= 64 for layers in self.layers or ()):
+            raise UserError(f"workers={self.workers} must be 1 or more, and layers={self.layers} from 1 to 64")
+
+
+QUICK_ARMS = ("plain", "plain-2h", "full")
+QUICK_STEPS = 100

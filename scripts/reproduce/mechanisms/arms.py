@@ -1,0 +1,79 @@
+"""The attentions that the study compares, as fields of configurations."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ....configuration.configuration_dcformer import DCFormerConfig
+from ....configuration.configuration_rcmha import RCMHAConfig
+from ....configuration.mixers import mixer_fields
+from ....modeling.modeling_dcformer import DCFormerForCausalLM
+from ....modeling.modeling_rcmha import RCMHAForCausalLM
+
+PLAIN = {"compose_pre": False, "compose_post": False}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The models of one preset.
+
+    Attributes:
+        heads: of every arm but those with twice as many; each head is `head_dim` wide in all of them.
+    """
+
+    hidden_size: int
+    heads: int
+    head_dim: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One attention: the fields that make it, and how many times the heads it has."""
+
+    label: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    times_heads: int = 1
+    attention_type: str | None = None
+
+    def config(self, size: Size, vocabulary: int, length: int) -> PreTrainedConfig:
+        """The configuration of a model for sequences of `length` tokens."""
+        common = {
+            "vocab_size": vocabulary,
+            "hidden_size": size.hidden_size,
+            "intermediate_size": 2 * size.hidden_size,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": self.times_heads * size.heads,
+            "max_position_embeddings": length,
+        }
+        if self.attention_type is not None:
+            reach = {"mem_len": length, "max_position_embeddings": 2 * length}  # a token sees all tokens before it
+            return RCMHAConfig(**{**common, **reach}, attention_type=self.attention_type, **self.fields)
+        return DCFormerConfig(**common, head_dim=size.head_dim, **self.fields)
+
+    def make(self, size: Size, vocabulary: int, length: int) -> PreTrainedModel:
+        """A model with fresh weights."""
+        config = self.config(size, vocabulary, length)
+        return RCMHAForCausalLM(config) if isinstance(config, RCMHAConfig) else DCFormerForCausalLM(config)
+
+
+# The first is the baseline, and the next two the other sides of the question that was asked before the runs.
+ARMS = {
+    "plain": Arm("plain", PLAIN),
+    "plain-2h": Arm("plain, twice the heads", PLAIN, times_heads=2),
+    "full": Arm("DCMHA"),
+    "talking-heads": Arm("talking heads (static)", dict(mixer_fields("talking_heads"))),
+    "differential": Arm("differential attention", dict(mixer_fields("differential"))),
+    "query-only": Arm("DCMHA, query-wise only", {"compose_key_wise": False}),
+    "key-only": Arm("DCMHA, key-wise only", {"compose_query_wise": False}),
+    "pre-only": Arm("DCMHA, scores only", {"compose_post": False}),
+    "post-only": Arm("DCMHA, probabilities only", {"compose_pre": False}),
+    "low-rank-only": Arm("DCMHA, no gates", {"compose_gate": False}),
+    "gates-only": Arm("DCMHA, gates only", {"compose_low_rank": False}),
+    "rank-1": Arm("DCMHA, rank 1", {"compose_rank": 1}),
+    "rank-4": Arm("DCMHA, rank 4", {"compose_rank": 4}),
+    "mdha": Arm("multi-DConv-head attention", attention_type="mdha"),
+    "rcmha": Arm("RCMHA", attention_type="rcmha"),
+}
+QUESTION = ("plain", "plain-2h", "full")

@@ -1,0 +1,57 @@
+"""Survival curves of the study: the share of runs that have not solved their task yet."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from .arms import ARMS, QUESTION
+
+COLUMNS = 3
+# The arms of the question stand out; the others are there to be compared with them.
+STYLES = dict(zip(QUESTION, ("#000000", "#d55e00", "#0072b2"), strict=True))
+
+
+def draw_survival(record: Mapping[str, Any], path: Path) -> None:
+    """Draws one panel for each task: the share of unsolved runs of each arm against the sequences that they read."""
+    tasks = record["tasks"]
+    rows = -(-len(tasks) // COLUMNS)
+    figure, panels = plt.subplots(
+        rows, min(COLUMNS, len(tasks)), figsize=(4.6 * min(COLUMNS, len(tasks)), 3.6 * rows + 0.8), dpi=150,
+        squeeze=False, sharey=True,
+    )  # fmt: skip
+    for axes, task in zip(panels.flat, tasks, strict=False):
+        _draw_task(axes, task)
+    for axes in panels.flat[len(tasks) :]:
+        axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("share of runs not solved")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.12 if rows == 1 else 0.09, 1, 1))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
+    others = iter(plt.get_cmap("tab20").colors)  # type: ignore[attr-defined]
+    for name, arm in task["arms"].items():
+        solved = sorted(at for at in arm["solved_at"] if at is not None)
+        total = len(arm["solved_at"])
+        x = [0, *solved, task["budget"]]
+        y = [1.0, *(1 - rank / total for rank in range(1, len(solved) + 1)), 1 - len(solved) / total]
+        bold = name in STYLES
+        axes.step(
+            x, y, where="post", label=ARMS[name].label, color=STYLES.get(name) or next(others),
+            linewidth=2.2 if bold else 0.9, alpha=1 if bold else 0.7, zorder=3 if bold else 2,
+        )  # fmt: skip
+    axes.set_title(f"{task['task']}, {task['layers']} layers", fontsize=10)
+    axes.set_xlabel("sequences read")
+    axes.set_ylim(-0.03, 1.03)
+    axes.grid(alpha=0.3)

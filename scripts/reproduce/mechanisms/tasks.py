@@ -1,0 +1,220 @@
+"""Tasks in which a sequence states facts and asks about them; fresh sequences are drawn for every update.
+
+A task draws tokens `[N, T]` and targets `[N, T]`: the token that should follow each position, or `IGNORED` where
+nothing is asked.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+IGNORED = -100
+
+
+class Task(Protocol):
+    """What a study trains on.
+
+    Attributes:
+        vocabulary: number of tokens.
+        length: tokens of a sequence.
+    """
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Draws `number` sequences: tokens and targets, both `[number, length]`."""
+
+
+def permutations(number: int, size: int, random: Generator) -> Tensor:
+    """Independent random orders of `size` things, `[number, size]`."""
+    return torch.rand(number, size, generator=random).argsort(dim=1)
+
+
+def asked_at(tokens: Tensor, positions: slice, answers: Tensor) -> Tensor:
+    """Targets that ask for `answers` at some positions, and for nothing elsewhere."""
+    targets = torch.full_like(tokens, IGNORED)
+    targets[:, positions] = answers
+    return targets
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 3).
+
+    `pairs` keys, each with a value behind it; then all keys again in another order, each asking for its value.
+    """
+
+    pairs: int
+    values: int = 32
+
+    @property
+    def vocabulary(self) -> int:
+        return 2 * self.pairs + self.values
+
+    @property
+    def length(self) -> int:
+        return 3 * self.pairs
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Keys are tokens from `values` on, of which every sequence uses half."""
+        keys = self.values + permutations(number, 2 * self.pairs, random)[:, : self.pairs]
+        values = torch.randint(self.values, keys.shape, generator=random)
+        facts = torch.stack([keys, values], dim=2).flatten(1)
+        order = permutations(number, self.pairs, random)
+        tokens = torch.cat([facts, keys.gather(1, order)], dim=1)
+        return tokens, asked_at(tokens, slice(2 * self.pairs, None), values.gather(1, order))
+
+
+@dataclass(frozen=True)
+class TwoHops:
+    """Recall of what was recalled: the two-hop case of k-hop induction (Sanford et al., arXiv 2402.09268).
+
+    Pairs state a random map of `symbols` onto themselves; then each symbol asks for the image of its image. The symbols
+    of a question and the pair that answers it never stand together.
+    """
+
+    symbols: int
+
+    @property
+    def vocabulary(self) -> int:
+        return self.symbols
+
+    @property
+    def length(self) -> int:
+        return 3 * self.symbols
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        image = permutations(number, self.symbols, random)
+        sources, questions = (permutations(number, self.symbols, random) for _ in range(2))
+        facts = torch.stack([sources, image.gather(1, sources)], dim=2).flatten(1)
+        tokens = torch.cat([facts, questions], dim=1)
+        return tokens, asked_at(tokens, slice(2 * self.symbols, None), image.gather(1, image.gather(1, questions)))
+
+
+@dataclass(frozen=True)
+class FindBlock:
+    """Find the block that holds all asked letters (multi-token attention's toy task; arXiv 2504.00927, section 4.1).
+
+    `blocks` blocks of `size` different letters, each with a full stop behind it; then `asked` letters of one block, and
+    a question mark that asks for the block's first letter. No single letter tells the block: each of the asked ones
+    also stands in another block, while no other block holds all of them.
+    """
+
+    blocks: int
+    size: int = 4
+    asked: int = 2
+    letters: int = 24
+
+    @property
+    def vocabulary(self) -> int:
+        return self.letters + 2
+
+    @property
+    def length(self) -> int:
+        return self.blocks * (self.size + 1) + self.asked + 1
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Draws again until enough sequences have one block only that holds the asked letters."""
+        found: list[tuple[Tensor, Tensor]] = []
+        while sum(len(tokens) for tokens, _ in found) < number:
+            found.append(self._draw(number, random))
+        tokens, targets = (torch.cat(parts)[:number] for parts in zip(*found, strict=True))
+        return tokens, targets
+
+    def _draw(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        letters = permutations(number * self.blocks, self.letters, random)[:, : self.size]
+        blocks = letters.view(number, self.blocks, self.size)
+        rows, chosen = torch.arange(number), torch.randint(self.blocks, (number,), generator=random)
+        block = blocks[rows, chosen]
+        asked = block.gather(1, permutations(number, self.size, random)[:, : self.asked])
+        holds = (blocks[..., None] == asked[:, None, None]).any(dim=2)  # [number, blocks, asked]
+        told_by_one = holds.sum(dim=1).eq(1).any(dim=1)
+        kept = holds.all(dim=2).sum(dim=1).eq(1) & ~told_by_one
+        stops = torch.full((number, self.blocks, 1), self.letters)
+        question = torch.full((number, 1), self.letters + 1)
+        tokens = torch.cat([torch.cat([blocks, stops], dim=2).flatten(1), asked, question], dim=1)
+        return tokens[kept], asked_at(tokens, slice(-1, None), block[:, :1])[kept]
+
+
+@dataclass(frozen=True)
+class OrderedMatch:
+    """Which value follows two letters in this order? A task of our own.
+
+    Every fact is two letters and a value, and beside each stands the fact of the same letters in the other order, with
+    another value; then one question. Finding both letters is not enough, and neither is either of them.
+    """
+
+    pairs: int
+    letters: int = 12
+    values: int = 24
+
+    @property
+    def vocabulary(self) -> int:
+        return self.letters + self.values
+
+    @property
+    def length(self) -> int:
+        return 6 * self.pairs + 2
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        both = torch.combinations(torch.arange(self.letters))
+        pair = both[permutations(number, len(both), random)[:, : self.pairs]]  # [number, pairs, 2]
+        ordered = torch.cat([pair, pair.flip(2)], dim=1)
+        values = self.letters + permutations(number, self.values, random)[:, : 2 * self.pairs]
+        facts = torch.cat([ordered, values[..., None]], dim=2)
+        facts = facts.gather(1, permutations(number, 2 * self.pairs, random)[..., None].expand_as(facts))
+        rows, chosen = torch.arange(number), torch.randint(2 * self.pairs, (number,), generator=random)
+        question = facts[rows, chosen]
+        tokens = torch.cat([facts.flatten(1), question[:, :2]], dim=1)
+        return tokens, asked_at(tokens, slice(-1, None), question[:, 2:])
+
+
+@dataclass(frozen=True)
+class SelectiveCopy:
+    """Repeat the letters between the noise in order (selective copying; Mamba, arXiv 2312.00752, section 3.1)."""
+
+    letters: int
+    space: int
+    alphabet: int = 16
+
+    @property
+    def vocabulary(self) -> int:
+        return self.alphabet + 2
+
+    @property
+    def length(self) -> int:
+        return self.space + self.letters
+
+    def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Noise is one token, and a token of its own asks for each letter."""
+        places = permutations(number, self.space, random)[:, : self.letters].sort(dim=1).values
+        letters = torch.randint(self.alphabet, (number, self.letters), generator=random)
+        text = torch.full((number, self.space), self.alphabet).scatter(1, places, letters)
+        questions = torch.full((number, self.letters), self.alphabet + 1)
+        tokens = torch.cat([text, questions], dim=1)
+        return tokens, asked_at(tokens, slice(self.space, None), letters)
+
+
+TASKS: dict[str, Task] = {
+    "recall-8": Recall(8),
+    "recall-16": Recall(16),
+    "two-hops-12": TwoHops(12),
+    "find-block-6": FindBlock(6),
+    "ordered-match-5": OrderedMatch(5),
+    "selective-copy-8": SelectiveCopy(8, 40),
+}
+# As many positions as a task has, and twice the load.
+LARGE: dict[str, Task] = {
+    "recall-32": Recall(32, values=64),
+    "recall-64": Recall(64, values=128),
+    "two-hops-32": TwoHops(32),
+    "find-block-20": FindBlock(20, size=5, letters=40),
+    "ordered-match-12": OrderedMatch(12, letters=20, values=48),
+    "selective-copy-16": SelectiveCopy(16, 240),
+}

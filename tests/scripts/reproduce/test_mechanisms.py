@@ -1,0 +1,197 @@
+"""The study of mechanisms: its tasks against their definitions, its statistics, and a tiny one from end to end."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+from torch import Generator, Tensor
+
+from dynattn.scripts import cli
+from dynattn.scripts.reproduce.mechanisms import job
+from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
+from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
+from dynattn.scripts.reproduce.mechanisms.record import log_rank, make_record, table
+from dynattn.scripts.reproduce.mechanisms.tasks import (
+    IGNORED,
+    LARGE,
+    TASKS,
+    FindBlock,
+    OrderedMatch,
+    Recall,
+    SelectiveCopy,
+    Task,
+    TwoHops,
+)  # fmt: skip
+from dynattn.scripts.reproduce.mechanisms.training import rate_at
+
+
+def draw(task: Task, number: int = 200) -> tuple[list[list[int]], list[list[int]]]:
+    tokens, targets = task.sample(number, Generator().manual_seed(3))
+    return tokens.tolist(), targets.tolist()
+
+
+@pytest.mark.parametrize("name", [*TASKS, *LARGE])
+def test_sequences_have_the_length_and_vocabulary_that_the_task_says(name: str):
+    task = {**TASKS, **LARGE}[name]
+    tokens, targets = task.sample(64, Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (64, task.length)
+    assert tokens.min() >= 0 and tokens.max() < task.vocabulary
+    asked = targets[targets != IGNORED]
+    assert len(asked) >= 64
+    assert asked.min() >= 0 and asked.max() < task.vocabulary
+    again = task.sample(64, Generator().manual_seed(0))
+    assert tokens.equal(again[0]) and targets.equal(again[1])
+
+
+def test_recall_asks_for_the_value_behind_each_key():
+    task = Recall(5)
+    for tokens, targets in zip(*draw(task), strict=True):
+        facts = dict(zip(tokens[0:10:2], tokens[1:10:2], strict=True))
+        assert len(facts) == 5
+        assert sorted(tokens[10:]) == sorted(facts)
+        assert targets == [IGNORED] * 10 + [facts[key] for key in tokens[10:]]
+
+
+def test_two_hops_asks_for_the_image_of_the_image():
+    for tokens, targets in zip(*draw(TwoHops(6)), strict=True):
+        image = dict(zip(tokens[0:12:2], tokens[1:12:2], strict=True))
+        assert targets == [IGNORED] * 12 + [image[image[symbol]] for symbol in tokens[12:]]
+
+
+def test_find_block_has_one_answer_that_no_single_letter_tells():
+    task = FindBlock(4)
+    for tokens, targets in zip(*draw(task), strict=True):
+        blocks = [tokens[start : start + 4] for start in range(0, 20, 5)]
+        asked = set(tokens[20:22])
+        holding = [block for block in blocks if asked <= set(block)]
+        assert [targets[-1]] == [block[0] for block in holding]
+        assert all(sum(letter in block for block in blocks) >= 2 for letter in asked)
+        assert set(targets[:-1]) == {IGNORED}
+
+
+def test_an_ordered_match_has_its_reverse_beside_it():
+    for tokens, targets in zip(*draw(OrderedMatch(3)), strict=True):
+        facts = {(tokens[at], tokens[at + 1]): tokens[at + 2] for at in range(0, 18, 3)}
+        question = tuple(tokens[18:])
+        assert targets[-1] == facts[question] != facts[question[::-1]]
+        assert len(facts) == 6
+
+
+def test_selective_copy_asks_for_the_letters_in_their_order():
+    for tokens, targets in zip(*draw(SelectiveCopy(3, 9)), strict=True):
+        assert [token for token in tokens[:9] if token != 16] == targets[9:]
+        assert tokens[9:] == [17] * 3
+
+
+@pytest.mark.parametrize("task", [Recall(8), TwoHops(12), FindBlock(6), OrderedMatch(5), SelectiveCopy(8, 40)])
+def test_no_constant_answer_is_often_right(task: Task):
+    _, targets = draw(task, 2000)
+    answers = [target for row in targets for target in row if target != IGNORED]
+    assert Counter(answers).most_common(1)[0][1] / len(answers) < 2.0 / len(set(answers))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_learns_from_every_answer(name: str):
+    task = TASKS["recall-8"]
+    model = ARMS[name].make(Size(16, heads=4, head_dim=4, layers=1), task.vocabulary, task.length)
+    tokens, _ = task.sample(2, Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    missing = [name for name, weight in model.named_parameters() if weight.grad is None]
+    assert not missing
+    heads = model.config.num_attention_heads
+    assert heads == (8 if name == "plain-2h" else 4)
+
+
+def test_the_rate_warms_up_and_falls_to_a_tenth():
+    rates = [rate_at(step, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_unsolved_runs_are_censored_in_the_log_rank_test():
+    """Two groups of two by hand: at 10 one of four at risk ends, in the first group; at 20 one of three."""
+    found = log_rank([10, None], [20, None], budget=30)["p"]
+    expected = (1 / 2) + (1 / 3)
+    variance = (1 / 4) + (1 / 3) * (2 / 3)
+    assert found == pytest.approx(2 * stats.norm.sf(abs(1 - expected) / variance**0.5))
+    assert log_rank([None], [None], budget=30) == {"p": None}
+
+
+def finished(task: str, arm: str, seed: int, solved: int | None) -> dict[str, object]:
+    run = Run(task, arm, 2, seed, 1e-3).settings()
+    accuracy = 1.0 if solved else 0.5
+    return {
+        "run": run, "parameters": 1234, "solved_at": solved, "accuracy": accuracy, "hardware": "h", "versions": {},
+    }  # fmt: skip
+
+
+def test_the_table_answers_the_question():
+    runs = [finished("recall-8", "plain", seed, None) for seed in range(5)]
+    runs += [finished("recall-8", arm, seed, 100 + seed) for arm in ("plain-2h", "full") for seed in range(5)]
+    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
+    record = make_record(runs, settings)
+    text = table(record)
+    assert "| recall-8, 2 layers | 0 of 5 | 5 of 5 | 5 of 5 |" in text
+    assert "| plain | 1,234 | 0 of 5 | 500 | 0.500 |  |" in text
+    assert record["tasks"][0]["log_rank"]["full against plain-2h"]["p"] == pytest.approx(1.0)
+    assert record["tasks"][0]["log_rank"]["full against plain"]["p_holm"] < 0.01
+
+
+TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-8": Recall(2, values=4)}, 4, 2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "chess"], "tasks ['chess'] do not exist; choose from recall-8"),
+        (["--arms", "magic"], "arms ['magic'] do not exist; choose from plain"),
+        (["--seeds", "1", "1"], "two or more different ones"),
+        (["--workers", "0"], "workers=0 must be 1 or more"),
+        (["--redraw"], "holds no measured run yet"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert cli.main(["reproduce", "mechanisms", "--output", str(tmp_path / "study"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_tiny_study_stops_in_time_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(PRESETS, "cpu", TINY)
+    command = ["reproduce", "mechanisms", "--output", str(tmp_path / "study"), "--arms", "plain", "full"]
+    command += ["--seeds", "0", "1", "--learning_rates", "1e-3", "1e-2"]
+    assert cli.main([*command, "--max_seconds", "0.001"]) == 2
+    assert not list((tmp_path / "study").rglob("runs/*/*.json"))
+    assert cli.main(command) == 0
+    made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("runs/*/*.json")}
+    assert len(made) == 4 + 4
+    assert cli.main(command) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("runs/*/*.json")} == made
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert record["tasks"][0]["arms"]["full"]["seeds"] == [0, 1]
+    assert (tmp_path / "study" / "survival.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(PRESETS, "cpu", Preset(TINY.size, TINY.tasks, 4, steps=3))
+    assert cli.main(command) == 2
+    assert "holds a study with other steps" in capsys.readouterr().err
+
+
+def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Tensor] = []
+
+    class Watched(Recall):
+        def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+            tokens, targets = super().sample(number, random)
+            seen.append(tokens)
+            return tokens, targets
+
+    preset = Preset(TINY.size, {"recall-8": Watched(2, values=4)}, 4, 2, 1, 8)
+    for arm in ("plain", "full"):
+        job.run_one(Run("recall-8", arm, 1, 0, 1e-3), preset)
+    assert all(map(torch.equal, seen[:3], seen[3:]))
+    assert not torch.equal(seen[1], seen[2])
