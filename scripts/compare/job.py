@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -55,10 +56,8 @@ def choose_rates(
     rates: Rates = {variant.name: None for variant in variants}
     losses: dict[str, dict[str, float]] = {}
     for variant in variants if arguments.learning_rates else ():
-        rates[variant.name], losses[variant.name] = choose_rate(
-            lambda rate, variant=variant: runs.trained(variant, arguments.tuning_seed, rate),
-            arguments.learning_rates or [],
-        )
+        train = partial(runs.trained, variant, arguments.tuning_seed)
+        rates[variant.name], losses[variant.name] = choose_rate(train, arguments.learning_rates or [])
     return rates, losses
 
 

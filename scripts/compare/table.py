@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .record import Record, Run, final
+from .record import Run, final
 
 EMPTY: tuple[str, ...] = ("", "", "")
 
 
-def table(record: Record) -> str:
+def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on reading them.
 
     Losses at equal time and the ratio of tokens have columns where the record holds them.
@@ -58,7 +58,7 @@ def _interval(summary: Mapping[str, Any], form: str) -> str:
     return " to ".join(format(limit, form) for limit in summary["interval_95"] or ())
 
 
-def _reading(record: Record, timed: bool) -> str:
+def _reading(record: Mapping[str, Any], timed: bool) -> str:
     arms = record["arms"]
     baseline = next(iter(arms.values()))
     targets = " or ".join(f"{number:,}" for number in record["validation_targets"])
@@ -79,7 +79,7 @@ def _reading(record: Record, timed: bool) -> str:
     )
 
 
-def _learning_rates(record: Record) -> str:
+def _learning_rates(record: Mapping[str, Any]) -> str:
     grid, tuning_seed = record["settings"]["learning_rates"], record["settings"]["tuning_seed"]
     tuned = len(grid or ()) > 1
     choice = f"chosen on seed {tuning_seed} from {', '.join(f'{rate:g}' for rate in grid)}" if tuned else "not tuned"

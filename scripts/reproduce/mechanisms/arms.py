@@ -39,7 +39,7 @@ class Arm:
 
     def config(self, size: Size, vocabulary: int, length: int) -> PreTrainedConfig:
         """The configuration of a model for sequences of `length` tokens."""
-        common = {
+        common: dict[str, Any] = {
             "vocab_size": vocabulary,
             "hidden_size": size.hidden_size,
             "intermediate_size": 2 * size.hidden_size,

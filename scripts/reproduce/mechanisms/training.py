@@ -32,7 +32,8 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     task = preset.tasks[run.task]
     torch.manual_seed(run.seed)
     size = replace(preset.size, layers=run.layers)
-    model = ARMS[run.arm].make(size, task.vocabulary, task.length).to(device)
+    model = ARMS[run.arm].make(size, task.vocabulary, task.length)
+    model.to(torch.device(device))
     began = time.process_time()
     curve = train(model, task, run, preset, device)
     solved = [sequences for sequences, accuracy in curve if accuracy >= SOLVED]
