@@ -4,23 +4,20 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .portable_config import PortableConfig, default_head_dim, model_size
+from .portable_config import model_size
+from .relative_config import RelativeConfig
 
-ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
 MEMORY_TYPES = ("streaming", "segment")
 POSITION_SCHEMES = ("none", "rope", "alibi", "learned")
 
 
 @strict
-class RCMHAConfig(PortableConfig):
+class RCMHAConfig(RelativeConfig):
     r"""
-    Configuration of an RCMHA model; the defaults are the shape of the official training script.
+    Configuration of an RCMHA model: what `RelativeConfig` has, with memory. The defaults are the shape of the official
+    training script.
 
     Args:
-        attention_type (`str`, defaults to `"rcmha"`): `"rcmha"` (relative positions and convolutions), `"rmha"`
-            (relative positions), `"mdha"` (convolutions) or `"mha"` (neither): the four that the paper compares.
-        conv_kernel_size (`int`, defaults to 3): tokens under the causal depthwise convolution after the query, key and
-            value projections, the token itself included.
         conv_is_causal (`bool`, defaults to `True`): a decoder has no other choice; `False` is refused.
         memory_type (`str`, defaults to `"streaming"`): what a segment sees of the tokens before it.
             `"streaming"`: a token sees itself and the `mem_len` tokens before it, and convolutions see across segments,
@@ -34,11 +31,6 @@ class RCMHAConfig(PortableConfig):
         position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have none of their own:
             `"none"` (the paper's), `"rope"`, `"alibi"` or `"learned"`.
         rope_theta (`float`, defaults to 10000.0): base of the angles of `"rope"`.
-        qk_bias (`bool`, *optional*): bias of the query and key projections; officially, and by default, only `mdha` and
-            `mha` have it. The value and output projections always do.
-        hidden_act (`str`, defaults to `"relu2"`): squared ReLU; the official script runs `"relu"`.
-        hidden_dropout, attention_dropout (`float`, default to 0.0): on the outputs of attention and MLP, and on the
-            attention probabilities.
 
     ```python
     >>> from dynattn import RCMHAConfig, RCMHAForCausalLM
@@ -47,7 +39,6 @@ class RCMHAConfig(PortableConfig):
     """
 
     model_type = "rcmha"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
@@ -58,23 +49,12 @@ class RCMHAConfig(PortableConfig):
     intermediate_size: int = 256
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
-    head_dim: int | None = None
-    attention_type: str = "rcmha"
-    conv_kernel_size: int = 3
     conv_is_causal: bool = True
     memory_type: str = "streaming"
     mem_len: int | None = 128
     max_position_embeddings: int = 2048
     position_scheme: str = "none"
     rope_theta: float | int = 10000.0
-    qk_bias: bool | None = None
-    hidden_act: str = "relu2"
-    hidden_dropout: float | int = 0.0
-    attention_dropout: float | int = 0.0
-    layer_norm_eps: float = 1e-5
-    initializer_range: float | int = 0.02
-    lm_head_bias: bool = True
-    use_cache: bool = True
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -83,22 +63,7 @@ class RCMHAConfig(PortableConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if derived := sorted({"sliding_window", "layer_types"} & kwargs.keys()):
             raise ValueError(f"{derived} follow from memory_type and mem_len; set those instead")
-        self.validate_fields()
-        if self.head_dim is None:
-            self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
-        if self.qk_bias is None:
-            self.qk_bias = not self.is_relative
         super().__post_init__(**kwargs)
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether scores depend on the distance between query and key through learned tables."""
-        return self.attention_type in ("rcmha", "rmha")
-
-    @property
-    def convolves(self) -> bool:
-        """Whether queries, keys and values are convolved."""
-        return self.attention_type in ("rcmha", "mdha")
 
     @property
     def sliding_window(self) -> int | None:
@@ -118,18 +83,7 @@ class RCMHAConfig(PortableConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and go together."""
-        for field, choices in (
-            ("attention_type", ATTENTION_TYPES),
-            ("memory_type", MEMORY_TYPES),
-            ("position_scheme", POSITION_SCHEMES),
-        ):
-            if getattr(self, field) not in choices:
-                raise ValueError(f"{field} {getattr(self, field)!r} does not exist; choose from {list(choices)}")
-        if self.is_relative and self.position_scheme != "none":
-            raise ValueError(
-                f"position_scheme {self.position_scheme!r} is for 'mdha' and 'mha'; {self.attention_type!r} has "
-                "relative positions of its own, so leave it at 'none'"
-            )
+        self.require_choices(memory_type=MEMORY_TYPES, position_scheme=POSITION_SCHEMES)
 
     def validate_heads(self) -> None:
         """Part of the strict validation: rotary embedding turns pairs."""

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -15,10 +13,9 @@ from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .layers.headwise_conv import HeadwiseConv, init_conv
+from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
-from .ops.relative.attention import resolve_relative
 from .positions.rotary import RotaryEmbedding
 
 
@@ -58,39 +55,12 @@ class RCMHADecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class RCMHAPreTrainedModel(DecoderPreTrainedModel):
-    """Flags for Transformers, initial weights, and the choice of the attention implementation."""
+class RCMHAPreTrainedModel(RelativePreTrainedModel, DecoderPreTrainedModel):
+    """What all RCMHA models share."""
 
     config: RCMHAConfig
     _no_split_modules = ["RCMHADecoderLayer"]
     _can_record_outputs = {"hidden_states": RCMHADecoderLayer, "attentions": RCMHAAttention}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        std = self.config.initializer_range
-        if isinstance(module, HeadwiseConv):
-            init_conv(module, std)
-        elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
-            for table in (module.position_embeddings, module.position_bias, module.content_bias):
-                init.normal_(table, std=std)
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        """True: every call of a layer looks its implementation up in the configuration."""
-        return True
-
-    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """The attention implementation that the model runs with, from the one that the caller asked for.
-
-        The model takes only this family's ops (`eager`, `sdpa`, `chunked`), which know its position terms. The default
-        is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
-
-        Raises:
-            ValueError: the implementation is none of this family.
-        """
-        relative = self.config.is_relative or self.config.position_scheme == "alibi"
-        return resolve_relative(attn_implementation, relative=relative)
 
 
 class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_dcformer import DCFormerConfig
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
+    from dynattn.configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
     from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
     from dynattn.modeling.layers.composed_attention import register_implementation
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
         RCMHAForTokenClassification,
         RCMHAModel,
     )
+    from dynattn.modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGeneration, RCMHASeq2SeqModel
     from dynattn.modeling.ops.dcmha.attention import dcmha_attention
     from dynattn.modeling.ops.dcmha.composition import Composition
     from dynattn.modeling.ops.dcmha.eager import AttentionMaps
@@ -69,6 +71,9 @@ __all__ = [
     "RCMHAForSequenceClassification",
     "RCMHAForTokenClassification",
     "RCMHAModel",
+    "RCMHASeq2SeqConfig",
+    "RCMHASeq2SeqForConditionalGeneration",
+    "RCMHASeq2SeqModel",
     "__version__",
     "add_map_hooks",
     "compose_heads_of",

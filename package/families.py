@@ -90,6 +90,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("dcpythia", "DCPythia", attention="dcmha", paper="2405.08553"),
             Family("dcbart", "DCBart", attention="dcmha", paper="2405.08553", heads=SEQ2SEQ_HEADS),
             Family("rcmha", "RCMHA", attention="relative", paper="2308.03429"),
+            Family("rcmha_seq2seq", "RCMHASeq2Seq", attention="relative", paper="2308.03429", heads=SEQ2SEQ_HEADS),
         )
     }
 )

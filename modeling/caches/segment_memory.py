@@ -205,16 +205,19 @@ STREAMING_LAYERS: dict[type, type[StreamingLayerMixin]] = {
 }
 
 
-def upgrade_to_memory_cache(cache: Cache, config: PreTrainedConfig) -> None:
+def upgrade_to_memory_cache(cache: Cache, config: PreTrainedConfig, layers: int | None = None) -> None:
     """Replaces the plain layers of `cache`, in place, by layers that keep the memory of an RCMHA model.
 
     The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
     stay as they are.
 
+    Args:
+        layers: of the model, by default the configuration's.
+
     Raises:
         ValueError: a layer has a kind that cannot keep memory, or holds tokens whose memory is lost.
     """
-    while len(cache.layers) < config.num_hidden_layers and cache.layer_class_to_replicate is not None:
+    while len(cache.layers) < (layers or config.num_hidden_layers) and cache.layer_class_to_replicate is not None:
         window = config.sliding_window
         cache.layers.append(DynamicLayer() if window is None else DynamicSlidingWindowLayer(window))
     for index, layer in enumerate(cache.layers):

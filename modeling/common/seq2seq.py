@@ -85,7 +85,7 @@ class Seq2SeqDecoderBody:
             ),
         }
         implementation = implementation_for(self.config, kwargs)
-        arguments = self.layer_arguments(inputs_embeds, cache, attention_mask, encoder_attention_mask)
+        arguments = self.layer_arguments(inputs_embeds, cache, masks, attention_mask, encoder_attention_mask)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -112,10 +112,11 @@ class Seq2SeqDecoderBody:
         self,
         inputs_embeds: Tensor,
         cache: EncoderDecoderCache | None,
+        masks: dict[str, Tensor | None],
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:
-        """What else the family passes to all its layers; the arguments are those of `forward`."""
+        """What else the family passes to all its layers, from arguments of `forward` and the `masks` made of them."""
         return {}
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
@@ -187,6 +188,7 @@ class Seq2SeqBody:
         elif not isinstance(encoder_outputs, BaseModelOutput):
             names = ("last_hidden_state", "hidden_states", "attentions")
             encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))  # type: ignore[arg-type]
+        assert isinstance(encoder_outputs, BaseModelOutput)
         decoded = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,

@@ -1,13 +1,15 @@
 """Relative convolutional attention (RCMHA, arXiv 2308.03429) and the paper's three baselines, as one layer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...configuration.configuration_rcmha import RCMHAConfig
+from ...configuration.relative_config import RelativeConfig
 from ..caches.segment import Segment
 from ..ops.relative.attention import RELATIVE
 from ..positions.alibi import alibi_bias
@@ -19,27 +21,79 @@ from .headwise_conv import HeadwiseConv
 AttentionMaskInterface.register("chunked", chunked_mask)
 
 
-class RCMHAAttention(nn.Module):
-    """Multi-head attention with the convolutions and position terms of the configured `attention_type`."""
+class ConvolvedHeads(nn.Module):
+    """The projections of an attention layer and, where the type of attention has them, convolutions after them."""
 
-    def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
+    is_causal: bool
+
+    def __init__(self, config: RelativeConfig, layer_idx: int, *, qk_bias: bool, later: int, query_later: int) -> None:
+        """Makes projections and convolutions.
+
+        Args:
+            qk_bias: bias of the query and key projections; the others always have one.
+            later: tokens after a key's own that its convolution sees.
+            query_later: the same for queries.
+        """
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        heads, self.head_dim = config.num_attention_heads, config.head_dim or 0
+        self.head_dim = config.head_dim or 0
         self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        size = heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
-        self.k_proj = nn.Linear(config.hidden_size, size, bias=bool(config.qk_bias))
+        size = config.num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=qk_bias)
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=qk_bias)
         self.v_proj = nn.Linear(config.hidden_size, size)
         self.o_proj = nn.Linear(size, config.hidden_size)
-        for name in ("q_conv", "k_conv", "v_conv"):
-            conv = HeadwiseConv(self.head_dim, config.conv_kernel_size) if config.convolves else None
+        for name, ahead in {"q_conv": query_later, "k_conv": later, "v_conv": later}.items():
+            conv = HeadwiseConv(self.head_dim, config.conv_kernel_size, ahead) if config.convolves else None
             self.register_module(name, conv)
+
+    def project(
+        self,
+        name: str,
+        hidden_states: Tensor,
+        token_mask: Tensor | None = None,
+        document_positions: Tensor | None = None,
+        extend: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Queries, keys or values `[B, H, T, D]`, projected and convolved, of hidden states `[B, T, E]`.
+
+        Args:
+            name: `"q"`, `"k"` or `"v"`.
+            token_mask: `[B, T]` or longer, False for padding, which is zero to the convolution.
+            document_positions: `[B, T]` places in the token's document.
+            extend: puts what a cache keeps of earlier tokens before `[B, T, H * D]`; without it there are none.
+        """
+        projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
+        projected = projection(hidden_states)
+        if conv is None:
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if token_mask is not None:
+            projected = projected * token_mask[:, -projected.shape[1] :, None]
+        projected = conv.pad(projected) if extend is None else extend(projected)
+        return conv(projected.unflatten(-1, (-1, self.head_dim)), document_positions).transpose(1, 2)
+
+    def implementation(self, name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The attention op of a call, by default the configuration's.
+
+        `chunked` has no chunks without causality, so that `sdpa`, which holds one map less, takes its place.
+        """
+        name = name or self.config._attn_implementation
+        return RELATIVE["sdpa" if name == "chunked" and not self.is_causal else name]
+
+
+class RCMHAAttention(ConvolvedHeads):
+    """Multi-head attention with the convolutions and position terms of the configured `attention_type`."""
+
+    def __init__(self, config: RelativeConfig, layer_idx: int, *, is_causal: bool = True) -> None:
+        """Makes a layer; if not `is_causal` that of an encoder, whose tokens see later ones too."""
+        later = 0 if is_causal else config.later_conv_tokens
+        super().__init__(config, layer_idx, qk_bias=bool(config.qk_bias), later=later, query_later=later)
+        self.is_causal = is_causal
+        self.later_rows = 0 if is_causal else config.num_relative_positions - 1
         for name in ("position_embeddings", "position_bias", "content_bias"):
             self.register_parameter(name, None)
         if config.is_relative:
-            rows = config.num_relative_positions
+            rows, heads = self.later_rows + config.num_relative_positions, config.num_attention_heads
             self.position_embeddings = nn.Parameter(torch.empty(rows, heads, self.head_dim))
             self.position_bias = nn.Parameter(torch.empty(rows, heads))
             self.content_bias = nn.Parameter(torch.empty(heads, self.head_dim))
@@ -72,7 +126,7 @@ class RCMHAAttention(nn.Module):
         position_bias = self.position_bias
         if self.config.position_scheme == "alibi":
             position_bias = alibi_bias(key.shape[2], query) / self.scaling
-        output, weights = RELATIVE[implementation or self.config._attn_implementation](
+        output, weights = self.implementation(implementation)(
             query,
             key,
             value,
@@ -81,27 +135,78 @@ class RCMHAAttention(nn.Module):
             content_bias=self.content_bias,
             scaling=self.scaling,
             attention_mask=attention_mask,
-            is_causal=True,
+            is_causal=self.is_causal,
             sliding_window=self.config.sliding_window,
             offset=segment.query_offset,
             dropout=self.config.attention_dropout if self.training else 0.0,
+            later_rows=self.later_rows,
         )
         return self.o_proj(output.flatten(2)), weights
 
     def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
-        """Queries, keys or values `[B, H, T, D]`, projected and convolved, of hidden states `[B, T, E]`.
+        """Queries, keys or values `[B, H, T, D]` of hidden states `[B, T, E]`, after those that `streaming` keeps."""
+        extend = None if streaming is None else partial(streaming.layers[self.layer_idx].extend, name)  # type: ignore[attr-defined]
+        return self.project(name, hidden_states, segment.token_mask, segment.document_positions, extend)
 
-        Padding is set to zero before the convolution. `streaming` is the cache that holds its left context.
+
+class RCMHACrossAttention(ConvolvedHeads):
+    """Attention of a target to a source: between them there are no distances, so that only content counts."""
+
+    def __init__(self, config: RelativeConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, qk_bias=True, later=config.later_conv_tokens, query_later=0)
+        self.is_causal = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor,
+        segment: Segment,
+        source_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        implementation: str | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`.
+
+        Args:
+            hidden_states: `[B, T, E]`, of the target.
+            key_value_states: `[B, S, E]`, of the source.
+            source_mask: `[B, S]`, False for padding.
+            attention_mask: broadcastable to `[B, 1, T, S]`, boolean or additive.
+            past_key_values: keys and values of the source are made once; the queries' context is kept with the target.
         """
-        projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
-        projected = projection(hidden_states)
-        if conv is None:
-            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if segment.token_mask is not None:
-            projected = projected * segment.token_mask[:, -projected.shape[1] :, None]
-        if streaming is not None:
-            projected = streaming.layers[self.layer_idx].extend(name, projected)  # type: ignore[union-attr]
+        extend = None
+        if past_key_values is not None:
+            extend = partial(past_key_values.self_attention_cache.layers[self.layer_idx].extend, "cross_q")  # type: ignore[attr-defined]
+        query = self.project("q", hidden_states, segment.token_mask, extend=extend)
+        key, value = self._read_source(key_value_states, source_mask, past_key_values)
+        output, weights = self.implementation(implementation)(
+            query,
+            key,
+            value,
+            position_embeddings=None,
+            position_bias=None,
+            content_bias=None,
+            scaling=self.scaling,
+            attention_mask=attention_mask,
+            is_causal=False,
+            sliding_window=None,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+    def _read_source(
+        self, source: Tensor, source_mask: Tensor | None, past_key_values: EncoderDecoderCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, S, D]` of `source` `[B, S, E]`, convolved; from the cache if they are there."""
+        if past_key_values is None:
+            return self.project("k", source, source_mask), self.project("v", source, source_mask)
+        cache, length = past_key_values.cross_attention_cache, source.shape[1]
+        if past_key_values.is_updated.get(self.layer_idx):
+            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
-            projected = conv.pad(projected)
-        projected = projected.unflatten(-1, (-1, self.head_dim))
-        return conv(projected, segment.document_positions).transpose(1, 2)
+            key, value = self.project("k", source, source_mask), self.project("v", source, source_mask)
+            key, value = cache.update(key, value, self.layer_idx)
+            past_key_values.is_updated[self.layer_idx] = True
+        return key[:, :, :length], value[:, :, :length]  # type: ignore[index]

@@ -16,7 +16,12 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from dynattn import DCBartConfig, DCBartForConditionalGeneration
+from dynattn import (
+    DCBartConfig,
+    DCBartForConditionalGeneration,
+    RCMHASeq2SeqConfig,
+    RCMHASeq2SeqForConditionalGeneration,
+)
 
 VOCAB = 83
 SHAPE = {"vocab_size": VOCAB, "num_hidden_layers": 2, "decoder_layers": 3, "num_attention_heads": 4}
@@ -94,10 +99,29 @@ def rename(name: str) -> str:
     return name
 
 
-def make_model(**fields: Any) -> DCBartForConditionalGeneration:
-    """Ours in eval mode, with a composition that matters."""
+# What distinguishes the models of tests that all encoder-decoders have to pass.
+KINDS: dict[str, dict[str, Any]] = {
+    "dcbart": {},
+    "dcbart-before": {"normalize_before": True, "use_qk_norm": True, "compose_static": True},
+    "rcmha": {"attention_type": "rcmha"},
+    "rcmha-causal": {"attention_type": "rcmha", "encoder_conv_is_causal": True, "conv_kernel_size": 4},
+    "rmha": {"attention_type": "rmha"},
+    "mdha": {"attention_type": "mdha"},
+    "mha": {"attention_type": "mha"},
+}
+
+
+def make_model(kind: str = "dcbart", **fields: Any) -> PreTrainedModel:
+    """One of ours in eval mode, whose composition, convolutions and positions matter."""
     torch.manual_seed(0)
-    return DCBartForConditionalGeneration(DCBartConfig(**{**SMALL, **STRONG, **fields})).eval()
+    if kind.startswith("dcbart"):
+        config = DCBartConfig(**{**SMALL, **STRONG, **KINDS[kind], **fields})
+        return DCBartForConditionalGeneration(config).eval()
+    strong = {"initializer_range": 0.15}
+    shared = {name: value for name, value in SMALL.items() if name != "forced_eos_token_id"}
+    return RCMHASeq2SeqForConditionalGeneration(
+        RCMHASeq2SeqConfig(**{**shared, **strong, **KINDS[kind], **fields})
+    ).eval()
 
 
 def random_tokens(batch: int, length: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases.golden import case_names, read_case, tensors_under
+from cases.rcmha import our_attention
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -36,20 +37,6 @@ def case_config(meta: dict[str, Any], **fields: Any) -> RCMHAConfig:
         max_position_embeddings=meta["P"],
         **fields,
     )
-
-
-def our_attention(key: str, value: Tensor) -> tuple[str, Tensor]:
-    """One official attention tensor, or its gradient, under our name and in our layout: tables by distance from 0."""
-    half = value.shape[0] // 2
-    if key in ("key_pos_embeddings", "key_pos_bias"):
-        return key.replace("key_pos", "position"), value[1 : half + 1].flip(0)
-    if key == "query_pos_bias":
-        return "content_bias", value
-    if key.startswith("output."):
-        return key.replace("output", "o_proj"), value
-    name, stage, kind = re.fullmatch(r"(query|key|value)\.(?:\d\.)?(linear|conv)\.(weight|bias)", key).groups()  # type: ignore[union-attr]
-    value = value[:, 0].T.flip(0) if (stage, kind) == ("conv", "weight") else value
-    return f"{name[0]}_{'proj' if stage == 'linear' else 'conv'}.{kind}", value
 
 
 def our_model(official: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -145,6 +145,7 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
         ("DCPythia", "ForCausalLM"),
         ("RCMHA", "ForCausalLM"),
         ("DCBart", "ForConditionalGeneration"),
+        pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "ForTokenClassification", marks=pytest.mark.slow),
         pytest.param("DCPythia", "ForSequenceClassification", marks=pytest.mark.slow),

@@ -1,0 +1,94 @@
+"""RCMHA as an encoder-decoder: relative convolutional attention in both directions (arXiv 2308.03429)."""
+
+from typing import ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .portable_config import model_size
+from .relative_config import RelativeConfig
+
+POSITION_SCHEMES = ("learned", "none")
+
+
+@strict
+class RCMHASeq2SeqConfig(RelativeConfig):
+    r"""
+    Configuration of an RCMHA encoder-decoder: what `RelativeConfig` has, for two stacks of layers.
+
+    The encoder's tables have rows for later tokens too. Between source and target there are no distances, so that
+    cross-attention reads content alone.
+
+    Args:
+        num_hidden_layers (`int`, defaults to 4): layers of the encoder.
+        decoder_layers (`int`, *optional*): layers of the decoder, by default as many.
+        encoder_conv_is_causal (`bool`, defaults to `False`): whether the encoder's convolutions see earlier tokens
+            only, as in the official code; otherwise they are centred, and `conv_kernel_size` is odd.
+        max_position_embeddings (`int`, defaults to 512): tokens of a source, and of a target.
+        position_scheme (`str`, *optional*): positions of `mdha` and `mha`, which have none of their own: `"learned"`,
+            by default, or `"none"`.
+
+    ```python
+    >>> from dynattn import RCMHASeq2SeqConfig, RCMHASeq2SeqForConditionalGeneration
+    >>> model = RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig.from_size("tiny"))
+    ```
+    """
+
+    model_type = "rcmha_seq2seq"
+    # What the cache of the decoder reads: all earlier tokens stay in it.
+    memory_type: ClassVar[str] = "streaming"
+    sliding_window: ClassVar[None] = None
+
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 4
+    decoder_layers: int | None = None
+    num_attention_heads: int = 8
+    encoder_conv_is_causal: bool = False
+    max_position_embeddings: int = 512
+    position_scheme: str | None = None
+    is_encoder_decoder: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+    decoder_start_token_id: int | None = 0
+
+    def fill_defaults(self) -> None:
+        """As the base; the decoder has as many layers as the encoder, and positions are learned if there are none."""
+        super().fill_defaults()
+        if self.decoder_layers is None:
+            self.decoder_layers = self.num_hidden_layers
+        if self.position_scheme is None:
+            self.position_scheme = "none" if self.is_relative else "learned"
+
+    @property
+    def num_relative_positions(self) -> int:
+        """Rows of the position tables for a token and those before it; the encoder has all but one as many besides."""
+        return self.max_position_embeddings
+
+    @property
+    def later_conv_tokens(self) -> int:
+        """Tokens after a source token that the encoder's convolutions see with it."""
+        return 0 if self.encoder_conv_is_causal else (self.conv_kernel_size - 1) // 2
+
+    def validate_choices(self) -> None:
+        """Part of the strict validation: named options exist and go together."""
+        self.require_choices(position_scheme=POSITION_SCHEMES)
+
+    def validate_convolution(self) -> None:
+        """Part of the strict validation: a centred kernel has a token in its middle."""
+        if self.convolves and not self.encoder_conv_is_causal and self.conv_kernel_size % 2 == 0:
+            raise ValueError(
+                f"conv_kernel_size ({self.conv_kernel_size}) must be odd: the encoder's convolutions are centred; or "
+                "set encoder_conv_is_causal=True"
+            )
+
+
+RCMHASeq2SeqConfig.sizes = {
+    "tiny": model_size(128, 2, 4, 256, vocab_size=2048, max_position_embeddings=256),
+    "small": model_size(256, 4, 8, 1024),
+    "translator": model_size(512, 6, 8, 2048),
+}
+
+__all__ = ["RCMHASeq2SeqConfig"]

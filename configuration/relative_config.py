@@ -1,0 +1,74 @@
+"""The attention fields that RCMHA's language models and encoder-decoders share."""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .portable_config import PortableConfig, default_head_dim
+
+ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
+
+
+@strict
+class RelativeConfig(PortableConfig):
+    r"""
+    Relative convolutional attention (RCMHA, arXiv 2308.03429) and the paper's baselines.
+
+    Args:
+        attention_type (`str`, defaults to `"rcmha"`): `"rcmha"` (relative positions and convolutions), `"rmha"`
+            (relative positions), `"mdha"` (convolutions) or `"mha"` (neither): the four that the paper compares.
+        conv_kernel_size (`int`, defaults to 3): tokens under the depthwise convolution after the query, key and value
+            projections, the token itself included.
+        qk_bias (`bool`, *optional*): bias of the query and key projections; officially, and by default, only `mdha` and
+            `mha` have it. The value and output projections always do.
+        hidden_act (`str`, defaults to `"relu2"`): squared ReLU; the official script runs `"relu"`.
+        hidden_dropout, attention_dropout (`float`, default to 0.0): on the outputs of attention and MLP, and on the
+            attention probabilities.
+    """
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    head_dim: int | None = None
+    attention_type: str = "rcmha"
+    conv_kernel_size: int = 3
+    qk_bias: bool | None = None
+    hidden_act: str = "relu2"
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float | int = 0.02
+    lm_head_bias: bool = True
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.validate_fields()
+        self.fill_defaults()
+        super().__post_init__(**kwargs)
+
+    def fill_defaults(self) -> None:
+        """Sets the fields that were left out and follow from others."""
+        if self.head_dim is None:
+            self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
+        if self.qk_bias is None:
+            self.qk_bias = not self.is_relative
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether scores depend on the distance between query and key through learned tables."""
+        return self.attention_type in ("rcmha", "rmha")
+
+    @property
+    def convolves(self) -> bool:
+        """Whether queries, keys and values are convolved."""
+        return self.attention_type in ("rcmha", "mdha")
+
+    def require_choices(self, **choices: tuple[str, ...]) -> None:
+        """Raises ValueError where a field has none of its choices, or positions are given to a relative model."""
+        for field, allowed in {"attention_type": ATTENTION_TYPES, **choices}.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} {getattr(self, field)!r} does not exist; choose from {list(allowed)}")
+        if self.is_relative and self.position_scheme != "none":
+            raise ValueError(
+                f"position_scheme {self.position_scheme!r} is for 'mdha' and 'mha'; {self.attention_type!r} has "
+                "relative positions of its own, so leave it at 'none'"
+            )

@@ -1,0 +1,46 @@
+"""What RCMHA's language models and encoder-decoders share around their layers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ...configuration.relative_config import RelativeConfig
+from ..layers.headwise_conv import HeadwiseConv, init_conv
+from ..layers.relative_attention import RCMHAAttention
+from ..ops.relative.attention import resolve_relative
+from .family_model import FamilyPreTrainedModel
+
+
+class RelativePreTrainedModel(FamilyPreTrainedModel):
+    """Initial weights, and the choice of the attention implementation."""
+
+    config: RelativeConfig
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, HeadwiseConv):
+            init_conv(module, std)
+        elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
+            for table in (module.position_embeddings, module.position_bias, module.content_bias):
+                init.normal_(table, std=std)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """True: every call of a layer looks its implementation up in the configuration."""
+        return True
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """The attention implementation that the model runs with, from the one that the caller asked for.
+
+        The model takes only this family's ops (`eager`, `sdpa`, `chunked`), which know its position terms. The default
+        is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
+
+        Raises:
+            ValueError: the implementation is none of this family.
+        """
+        relative = self.config.is_relative or self.config.position_scheme == "alibi"
+        return resolve_relative(attn_implementation, relative=relative)

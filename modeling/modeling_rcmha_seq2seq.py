@@ -1,0 +1,211 @@
+"""RCMHA as an encoder-decoder: relative convolutional attention in both directions (arXiv 2308.03429)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
+from .caches.segment import Segment, describe_segment, find_tokens
+from .caches.segment_memory import upgrade_to_memory_cache
+from .common.encoder import EncoderBody
+from .common.relative_model import RelativePreTrainedModel
+from .common.seq2seq import Seq2SeqBody, Seq2SeqDecoderBody, Seq2SeqLMHead, check_positions
+from .layers.mlp import MLP
+from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
+
+
+class RCMHASeq2SeqEncoderLayer(GradientCheckpointingLayer):
+    """Pre-norm attention in both directions, then a pre-norm MLP, each with a residual."""
+
+    is_causal = False
+
+    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = RCMHAAttention(config, layer_idx, is_causal=self.is_causal)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; the rest goes to attention."""
+        hidden_states = hidden_states + self.dropout(self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0])
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqEncoderLayer):
+    """Pre-norm causal attention, attention to the source, then the MLP."""
+
+    is_causal = True
+
+    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.cross_attn = RCMHACrossAttention(config, layer_idx)
+        self.cross_attn_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        segment: Segment,
+        source_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Maps hidden states `[B, T, E]`, beside the encoder's `[B, S, E]`, to hidden states `[B, T, E]`."""
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            segment=segment,
+            attention_mask=attention_mask,
+            past_key_values=None if past_key_values is None else past_key_values.self_attention_cache,
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.dropout(attended)
+        read, _ = self.cross_attn(
+            self.cross_attn_layernorm(hidden_states),
+            key_value_states=encoder_hidden_states,
+            segment=segment,
+            source_mask=source_mask,
+            attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.dropout(read)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
+    """What all RCMHA encoder-decoders share."""
+
+    config: RCMHASeq2SeqConfig
+    _no_split_modules = ["RCMHASeq2SeqEncoderLayer", "RCMHASeq2SeqDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+
+
+class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
+    """What encoder and decoder share: embeddings, positions where the attention has none, and the last norm."""
+
+    def __init__(self, config: RCMHASeq2SeqConfig, layers: list[nn.Module]) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        learned = config.position_scheme == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def add_positions(self, inputs_embeds: Tensor, position_ids: Tensor) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` at positions `[.., T]`."""
+        if self.embed_positions is not None:
+            inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
+        return self.dropout(inputs_embeds)
+
+
+class RCMHASeq2SeqEncoder(EncoderBody, RCMHASeq2SeqStack):
+    """The encoder: every token sees all tokens of the source."""
+
+    _can_record_outputs = {"hidden_states": RCMHASeq2SeqEncoderLayer, "attentions": RCMHAAttention}
+
+    def __init__(self, config: RCMHASeq2SeqConfig) -> None:
+        super().__init__(config, [RCMHASeq2SeqEncoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
+
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
+        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
+        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        return self.add_positions(inputs_embeds, position_ids)
+
+    def run_layers(self, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As the base, for hidden states `[B, S, E]`; padding is zero to the convolutions."""
+        length = hidden_states.shape[1]
+        segment = Segment(length, token_mask=source_tokens(self.config, attention_mask, length))
+        return super().run_layers(hidden_states, attention_mask, *args, segment=segment, **kwargs)
+
+
+class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
+    """The decoder: a token sees itself, earlier tokens, and the source."""
+
+    _can_record_outputs = {
+        "hidden_states": RCMHASeq2SeqDecoderLayer,
+        "attentions": RCMHAAttention,
+        "cross_attentions": OutputRecorder(RCMHACrossAttention, index=1),
+    }
+
+    def __init__(self, config: RCMHASeq2SeqConfig) -> None:
+        layers = range(config.decoder_layers or 0)
+        super().__init__(config, [RCMHASeq2SeqDecoderLayer(config, layer) for layer in layers])
+
+    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
+        length = inputs_embeds.shape[1]
+        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
+        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
+
+    def prepare_cache(self, cache: EncoderDecoderCache) -> None:
+        """Makes the decoder's own cache keep what its convolutions read of earlier tokens."""
+        upgrade_to_memory_cache(cache.self_attention_cache, self.config, layers=len(self.layers))
+
+    def layer_arguments(
+        self,
+        inputs_embeds: Tensor,
+        cache: EncoderDecoderCache | None,
+        masks: dict[str, Tensor | None],
+        attention_mask: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+    ) -> dict[str, Any]:
+        """The segment of the target `[B, T]`, and which source tokens are real."""
+        own: Cache | None = None if cache is None else cache.self_attention_cache
+        positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        segment = describe_segment(
+            self.config,
+            inputs_embeds,
+            positions,
+            own,
+            masks["attention_mask"],
+            given_mask=attention_mask,
+            document_starts=None,
+            rotary_emb=None,
+        )
+        return {"segment": segment, "source_mask": source_tokens(self.config, encoder_attention_mask)}
+
+
+class RCMHASeq2SeqModel(Seq2SeqBody, RCMHASeq2SeqPreTrainedModel):
+    """Encoder and decoder without a head."""
+
+    def __init__(self, config: RCMHASeq2SeqConfig) -> None:
+        super().__init__(config)
+        self.shared = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.encoder, self.decoder = RCMHASeq2SeqEncoder(config), RCMHASeq2SeqDecoder(config)
+        self.post_init()
+
+
+class RCMHASeq2SeqForConditionalGeneration(Seq2SeqLMHead, RCMHASeq2SeqPreTrainedModel, GenerationMixin):
+    """Encoder and decoder with a language modeling head: translation, summarization, denoising."""
+
+    base_class = RCMHASeq2SeqModel
+
+
+def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
+    """Which source tokens are real, `[B, S]`, as convolutions need it; None where all are, or nothing is convolved."""
+    if not config.convolves or attention_mask is None:
+        return None
+    length = attention_mask.shape[-1] if length is None else length
+    mask = attention_mask if attention_mask.ndim == 4 else None
+    return find_tokens(attention_mask, mask, length, length, None)
+
+
+__all__ = [
+    "RCMHASeq2SeqForConditionalGeneration",
+    "RCMHASeq2SeqModel",
+    "RCMHASeq2SeqPreTrainedModel",
+]

@@ -1,0 +1,201 @@
+"""What every encoder-decoder does: ways of running that agree, generation, caches, losses, refusals."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.seq2seq import KINDS, in_steps, make_model, random_tokens, whole
+from torch import Tensor
+from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from dynattn.modeling.layers.head_composition import DynamicComposition
+
+LENGTHS = [(11, 5), pytest.param(8, 8, marks=pytest.mark.slow), (5, 13)]  # of source and target
+MULTIPLE = 4
+
+
+def assert_within_noise(logits: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Errs against the logits in float64 by at most `MULTIPLE` times the plain pass."""
+    noise = max((plain - exact).abs().max(), torch.finfo(plain.dtype).eps * exact.abs().max())
+    assert (logits - exact).abs().max() <= MULTIPLE * noise
+
+
+@pytest.mark.parametrize(("source_length", "target_length"), LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_all_ways_of_running_agree(kind: str, source_length: int, target_length: int) -> None:
+    model = make_model(kind)
+    source, target = random_tokens(3, source_length), random_tokens(3, target_length)
+    plain = whole(model, source, target)
+    exact = whole(copy.deepcopy(model).double(), source, target)
+    static = EncoderDecoderCache(
+        StaticCache(config=model.config, max_cache_len=target_length + 3),
+        StaticCache(config=model.config, max_cache_len=source_length + 2),  # longer than the source
+    )
+    eager = type(model)._from_config(model.config, attn_implementation="eager").eval()
+    eager.load_state_dict(model.state_dict())
+    padded = torch.cat([source, torch.full((3, 4), 1)], dim=1)
+    mask = (torch.arange(padded.shape[1]) < source_length).long().expand(3, -1)
+    for logits in (
+        in_steps(model, source, target),
+        in_steps(model, source, target, first=3),
+        in_steps(model, source, target, cache=static),
+        whole(eager, source, target),
+        whole(model, padded, target, mask),
+        torch.cat([whole(model, *pair) for pair in zip(source.split(1), target.split(1), strict=True)]),
+        whole(model, source, torch.cat([target, target], dim=1))[:, :target_length],
+    ):
+        assert_within_noise(logits, plain, exact)
+
+
+@pytest.mark.parametrize("place", ["encoder", "decoder", "cross"])
+@torch.no_grad()
+def test_each_attention_may_be_composed_alone(place: str) -> None:
+    model = make_model(**{f"compose_{other}": other == place for other in ("encoder", "decoder", "cross")})
+    source, target = random_tokens(2, 7), random_tokens(2, 9)
+    names = [name for name, module in model.named_modules() if isinstance(module, DynamicComposition)]
+    parts = {"encoder": "encoder.layers", "decoder": ".self_attn.", "cross": ".cross_attn."}
+    assert names and all(parts[place] in name for name in names)
+    plain = whole(model, source, target)
+    assert_within_noise(in_steps(model, source, target), plain, whole(copy.deepcopy(model).double(), source, target))
+
+
+def generated(model: PreTrainedModel, source: Tensor, **options: Any) -> Tensor:
+    arguments = {"max_new_tokens": 14, "do_sample": False, "attention_mask": (source != 1).long()}
+    torch.manual_seed(3)
+    return model.generate(source, **{**arguments, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 4, "num_return_sequences": 3}, {"do_sample": True, "top_k": 20}],
+    ids=["greedy", "beams", "sampled"],
+)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "mha"])
+def test_generation_agrees_with_the_model_without_a_cache(kind: str, cache: str, options: dict[str, Any]) -> None:
+    model = make_model(kind, tie_word_embeddings=False)  # a tied head repeats what it reads
+    source = random_tokens(2, 11)
+    source[1, -4:] = 1
+    expected = generated(model, source, use_cache=False, **options)
+    assert torch.equal(generated(model, source, cache_implementation=cache, **options), expected)
+    assert expected.unique().numel() > 3
+
+
+@torch.no_grad()
+def test_the_source_is_read_once() -> None:
+    """After the first call keys, values and factors of the source come from the cache, whatever the encoder gives."""
+    model = make_model()
+    source, target = random_tokens(2, 7), random_tokens(2, 3)
+    encoded = model.get_encoder()(input_ids=source)
+    first = model(encoder_outputs=encoded, decoder_input_ids=target[:, :2], use_cache=True)
+    cache = first.past_key_values
+    heads, width = model.config.num_attention_heads, 48 // 4
+    for layer in cache.cross_attention_cache.layers:
+        assert layer.keys.shape == (2, heads, 7, width) and layer.factors.keys.shape == (2, 2 * 5, 7, heads)
+    nothing = BaseModelOutput(last_hidden_state=torch.zeros_like(encoded.last_hidden_state))
+    second = model(encoder_outputs=nothing, decoder_input_ids=target[:, 2:], past_key_values=cache)
+    torch.testing.assert_close(second.logits[:, 0], whole(model, source, target)[:, 2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "rmha"])
+@torch.no_grad()
+def test_caches_are_reordered_with_what_they_keep(kind: str) -> None:
+    model, order = make_model(kind), torch.tensor([2, 0, 0])
+    source, target = random_tokens(3, 7), random_tokens(3, 6)
+    encoded = model.get_encoder()(input_ids=source)
+    cache = model(encoder_outputs=encoded, decoder_input_ids=target[:, :4], use_cache=True).past_key_values
+    cache.reorder_cache(order)
+    rest = BaseModelOutput(last_hidden_state=encoded.last_hidden_state[order])
+    logits = model(encoder_outputs=rest, decoder_input_ids=target[order, 4:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, whole(model, source, target)[order, 4:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_attention_maps_are_recorded_by_place(kind: str) -> None:
+    model = make_model(kind)
+    output = model(
+        input_ids=random_tokens(2, 7),
+        decoder_input_ids=random_tokens(2, 9),
+        output_attentions=True,
+        output_hidden_states=True,
+    )
+    assert [maps.shape for maps in output.encoder_attentions] == [(2, 4, 7, 7)] * 2
+    assert [maps.shape for maps in output.decoder_attentions] == [(2, 4, 9, 9)] * 3
+    assert [maps.shape for maps in output.cross_attentions] == [(2, 4, 9, 7)] * 3
+    assert len(output.encoder_hidden_states) == 3 and len(output.decoder_hidden_states) == 4
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_checkpointing_gives_the_same_gradients(kind: str) -> None:
+    source, labels = random_tokens(2, 7), random_tokens(2, 9)
+    grads = []
+    for checkpointing in (False, True):
+        model = make_model(kind).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(input_ids=source, labels=labels).loss.backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(grad is not None for grad in grads[0].values())
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_labels_are_shifted_once_and_ignored_where_padded() -> None:
+    model = make_model()
+    source, labels = random_tokens(2, 6), random_tokens(2, 5)
+    labels[0, 3:] = -100
+    inputs = model.prepare_decoder_input_ids_from_labels(labels)
+    assert inputs.tolist() == [[2, *labels[0, :3].tolist(), 1], [2, *labels[1, :4].tolist()]]
+    loss = model(input_ids=source, labels=labels).loss
+    logits = whole(model, source, inputs)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    total = model(input_ids=source, labels=labels, num_items_in_batch=torch.tensor(4)).loss
+    torch.testing.assert_close(total, loss * 8 / 4)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Of a call of the model; None leaves one out."""
+    given = {"input_ids": random_tokens(2, 6), "decoder_input_ids": random_tokens(2, 5), **changes}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"decoder_input_ids": None}, "give decoder_input_ids or decoder_inputs_embeds; or labels"),
+    ({"input_ids": None}, "give exactly one of input_ids and inputs_embeds"),
+    ({"input_ids": random_tokens(2, 65)}, r"the source has 65 tokens, but there are max_position_embeddings \(64\)"),
+    ({"decoder_input_ids": random_tokens(2, 65)}, "the target has 65 tokens"),
+    ({"input_ids": random_tokens(3, 6)}, r"encoder output of shape \(3, 6, 48\) does not fit a target batch of 2 rows"),
+    ({"encoder_outputs": (torch.zeros(2, 48),)}, r"encoder output of shape \(2, 48\) does not fit"),
+    ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; an encoder-decoder keeps its own tokens"),
+    ({"attention_mask": torch.zeros(2, 6)}, r"attention_mask hides every token of rows \[0, 1\]"),
+    ({"attention_mask": torch.ones(2, 4)}, r"attention_mask of shape \(2, 4\) does not fit 2 rows of 6 tokens"),
+    ({"labels": random_tokens(2, 4)}, r"labels of shape \(2, 4\) do not fit logits for \(2, 5\) positions"),
+]
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_bad_calls_say_what_is_wrong(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(kind)(**arguments(**changes))
+
+
+@pytest.mark.parametrize("name", ["decoder_start_token_id", "pad_token_id"])
+def test_labels_cannot_be_shifted_without_their_tokens(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is None, but labels are shifted with it"):
+        make_model(**{name: None})(input_ids=random_tokens(1, 3), labels=random_tokens(1, 3))
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "mdha"])
+def test_a_saved_model_is_loaded(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    source, target = random_tokens(2, 5), random_tokens(2, 4)
+    assert torch.equal(whole(loaded, source, target), whole(model, source, target))
+    assert AutoModel.from_pretrained(tmp_path).shared.weight.equal(model.model.shared.weight)

@@ -1,0 +1,110 @@
+"""RCMHA as an encoder-decoder: the official attention in both directions, convolutions, positions, bad fields."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases.golden import read_case, tensors_under
+from cases.rcmha import our_attention
+from cases.seq2seq import SMALL, make_model, random_tokens, whole
+from huggingface_hub.errors import StrictDataclassError
+
+from dynattn import RCMHASeq2SeqConfig
+from dynattn.modeling.caches.segment import Segment
+from dynattn.modeling.layers.relative_attention import RCMHAAttention
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
+@pytest.mark.parametrize("name", ["rcmha_bidirectional_q9", "rmha_bidirectional_q9"])
+def test_the_encoders_attention_is_the_official_one_without_a_mask(name: str, implementation: str) -> None:
+    meta, tensors = read_case(name)
+    config = RCMHASeq2SeqConfig(
+        attention_type=name.partition("_")[0],
+        hidden_size=tensors["x"].shape[-1],
+        num_attention_heads=meta["heads"],
+        max_position_embeddings=meta["P"],
+        encoder_conv_is_causal=True,
+        attn_implementation=implementation,
+    )
+    attention = RCMHAAttention(config, layer_idx=0, is_causal=False).double()
+    rows = config.max_position_embeddings * 2 - 1
+
+    def ours(prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors under a prefix; the official tables have one more row, for a distance that is never reached."""
+        named = (our_attention(*item, later=True) for item in tensors_under(tensors, prefix).items())
+        return {key: value[:rows] if key.startswith("position_") else value for key, value in named}
+
+    attention.load_state_dict(ours("sd."))
+    x = tensors["x"].transpose(0, 1).requires_grad_()
+    output, _ = attention(x, Segment(x.shape[1]))
+    torch.testing.assert_close(output.transpose(0, 1), tensors["out"], atol=1e-13, rtol=0)
+    (output.transpose(0, 1) * tensors["weight_of_output"]).sum().backward()
+    torch.testing.assert_close(x.grad.transpose(0, 1), tensors["grad.x"], atol=1e-12, rtol=0)
+    expected = ours("grad.sd.")
+    for key, parameter in attention.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["rcmha", "rmha", "mdha", "mha"])
+@torch.no_grad()
+def test_the_encoder_reads_in_both_directions_and_in_order(kind: str) -> None:
+    encoder = make_model(kind).get_encoder()
+    source = random_tokens(1, 9)
+    plain = encoder(input_ids=source).last_hidden_state
+    changed = source.clone()
+    changed[0, -1] = source[0, -1] % 80 + 3
+    assert (encoder(input_ids=changed).last_hidden_state - plain)[0, 0].abs().max() > 1e-4
+    turned = encoder(input_ids=source.flip(1)).last_hidden_state.flip(1)
+    assert (turned - plain).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_without_positions_and_convolutions_a_source_has_no_order() -> None:
+    model = make_model("mha", position_scheme="none")
+    source, target, order = random_tokens(2, 9), random_tokens(2, 5), torch.randperm(9)
+    torch.testing.assert_close(whole(model, source[:, order], target), whole(model, source, target), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("causal", "reach"), [(False, 1), (True, 0)])
+@torch.no_grad()
+def test_the_encoders_convolutions_are_centred(causal: bool, reach: int) -> None:
+    """With zero queries every token attends to all alike; only its own projections tell which others it read."""
+    attention = make_model("rcmha", encoder_conv_is_causal=causal).model.encoder.layers[0].self_attn
+    x = torch.randn(1, 9, 48)
+    changed = x.clone()
+    changed[0, 4] += 1
+    difference = (attention.project("k", changed) - attention.project("k", x)).abs().amax((0, 1, 3))
+    assert difference.nonzero().flatten().tolist() == list(range(4 - reach, 4 - reach + 3))
+
+
+@torch.no_grad()
+def test_relative_tables_matter_in_both_directions() -> None:
+    model = make_model("rmha")
+    source, target = random_tokens(2, 9), random_tokens(2, 5)
+    plain = whole(model, source, target)
+    for rows in (slice(0, 63), slice(64, None)):  # later keys, and earlier ones
+        changed = copy.deepcopy(model)
+        changed.model.encoder.layers[0].self_attn.position_embeddings[rows] = 0
+        assert (whole(changed, source, target) - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conv_kernel_size": 4}, r"conv_kernel_size \(4\) must be odd: the encoder's convolutions are centred"),
+        ({"attention_type": "xl"}, "attention_type 'xl' does not exist"),
+        ({"attention_type": "mha", "position_scheme": "rope"}, "position_scheme 'rope' does not exist"),
+        ({"position_scheme": "learned"}, "'rcmha' has relative positions of its own"),
+    ],
+    ids=str,
+)
+def test_bad_configurations_say_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+    shared = {name: value for name, value in SMALL.items() if name != "forced_eos_token_id"}
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        RCMHASeq2SeqConfig(**{**shared, **fields})
+
+
+def test_even_kernels_are_fine_where_nothing_is_centred() -> None:
+    assert RCMHASeq2SeqConfig(conv_kernel_size=4, attention_type="mha", position_scheme="none").decoder_layers == 4
+    assert RCMHASeq2SeqConfig(conv_kernel_size=4, encoder_conv_is_causal=True).later_conv_tokens == 0
