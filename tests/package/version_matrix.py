@@ -95,7 +95,7 @@ def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
         subprocess.run([*uv, "pip", "install", "--quiet", "--python", inside, *wanted], check=True)
         shown = subprocess.run([inside, "-c", SHOW_VERSIONS], check=True, capture_output=True, text=True).stdout
         began = time.monotonic()
-        areas = {name: run_area(inside, row, name, folder) for name in AREAS}
+        areas = run_tests(inside, row, folder)
         seconds = round(time.monotonic() - began)
     finally:
         shutil.rmtree(folder)
@@ -108,29 +108,38 @@ def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def run_area(python: Path, row: str, name: str, folder: Path) -> dict[str, Any]:
-    """How many tests of one area passed, failed and were skipped, and the names of those that failed."""
+def run_tests(python: Path, row: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """For each area how many tests passed, failed and were skipped, and the names of those that failed.
+
+    Raises:
+        RuntimeError: the tests did not even start.
+    """
     report = folder / "report.xml"
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *AREAS[name]]
+    chosen = [test for tests in AREAS.values() for test in tests]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen]
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     # The tests see the installed package alone, not the one that runs them.
     environment.pop("PYTHONPATH", None)
-    report.unlink(missing_ok=True)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if not report.exists():
-        raise RuntimeError(f"{row}, {name}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
-    outcomes = {f"{case.get('classname')}.{case.get('name')}": outcome(case) for case in cases(report)}
-    if set(outcomes.values()) & {"failed"}:
+        raise RuntimeError(f"{row}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    if ended.returncode:
         print(ended.stdout[-8000:], flush=True)
-    counts = Counter(outcomes.values())
-    print(f"{row}: {name}: {dict(counts)}", flush=True)
-    failures = sorted(test for test, ended_as in outcomes.items() if ended_as == "failed")
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    return {name: count([case for case in cases if is_in(case, name)]) for name in AREAS}
+
+
+def is_in(case: ElementTree.Element, area: str) -> bool:
+    """Whether a test belongs to an area; a file that could not be read is a failed test of its area."""
+    module = case.get("classname") or case.get("name") or ""
+    return any(module == test.partition("::")[0].removesuffix(".py").replace("/", ".") for test in AREAS[area])
+
+
+def count(cases: Sequence[ElementTree.Element]) -> dict[str, Any]:
+    """The outcomes of tests, and the names of those that failed."""
+    counts = Counter(map(outcome, cases))
+    failures = sorted(f"{case.get('classname')}.{case.get('name')}" for case in cases if outcome(case) == "failed")
     return {kind: counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": failures}
-
-
-def cases(report: Path) -> list[ElementTree.Element]:
-    """The tests of a report, and the files that could not be read, which count as failed tests."""
-    return list(ElementTree.parse(report).iter("testcase"))
 
 
 def outcome(case: ElementTree.Element) -> str:
