@@ -47,6 +47,11 @@ def test_every_command_has_the_options_that_it_is_given(page: Path) -> None:
         assert {as_field(word) for word in words if word.startswith("--")} <= known, words
 
 
+def test_every_command_is_told_of() -> None:
+    told = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert [name for name in JOBS.commands if f"`dynattn {name}" not in told] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", without_blocks(page.read_text(encoding="utf-8"))):
