@@ -6,9 +6,22 @@ from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import RopeParameters
 
 from .composition_config import CompositionConfig
-from .field_rules import check_one_rope, check_rope_parameters
+from .field_rules import check_rope_mapping, check_rope_parameters
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
+POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
+# They act on the embeddings, before there are layers.
+ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
+# They turn queries and keys.
+ROTARY_SCHEMES = ("rope", "carope")
+# They add a bias by distance to the scores.
+BIAS_SCHEMES = ("alibi", "t5")
+POSITION_GAINS = (None, "distance", "bucket")
+ROTARY_DTYPES = (None, "float32")
+# The fields of a decoder whose positions are those of Transformers' rotary models.
+ROTARY_ALONE = {"position_scheme": "rope", "position_gain": None, "rotary_dtype": None}
+# Keywords that Transformers folds into `rope_parameters`.
+ROPE_ARGUMENTS = ("rope_theta", "partial_rotary_factor")
 
 
 @strict
@@ -21,7 +34,24 @@ class ComposedConfig(CompositionConfig):
             at least 2.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` for each layer; by default
             even layers slide and odd layers are full, or all are full when `sliding_window` is None.
-        rope_parameters (`dict`, *optional*): the rotary embedding, in Transformers' form.
+        position_scheme (`str` or `dict`, defaults to `"rope"`): what tells the order of tokens: `"rope"`, `"carope"`
+            (arXiv 2507.23083: rotary frequencies from the content), `"alibi"` (arXiv 2108.12409), `"t5"` (learned
+            numbers for buckets of distances), `"learned"` and `"sinusoidal"` (added to embeddings), or `"none"`, since
+            causality alone tells much. A dictionary has one for each layer type in use.
+        compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` before the scores are
+            composed, so that it is mixed too, and not after.
+        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): T5's buckets.
+        position_gain (`str`, *optional*): URPE (arXiv 2205.13401): learned factors on probabilities, beside any scheme,
+            for each `"distance"` or for each of T5's buckets (`"bucket"`).
+        position_gain_length (`int`, *optional*): rows of `"distance"`, of which the last one serves all farther
+            distances; by default `max_position_embeddings`.
+        position_scale (`float`, *optional*): factor on sinusoids, by default `initializer_range`, which gives them the
+            size of new embeddings.
+        rope_parameters (`dict`, *optional*): the rotary embedding, in Transformers' form, for all layers or for each
+            layer type. Beside Transformers' `rope_type`s there are Giraffe's (arXiv 2308.10882): `"truncated"` with
+            `truncate_length`, the trained length, and `"power"` with `power_factor`.
+        rotary_dtype (`str`, *optional*): `"float32"` rotates in at least float32 and rounds afterwards; by default in
+            the model's dtype.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -31,7 +61,15 @@ class ComposedConfig(CompositionConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
+    position_scheme: str | dict[str, str] = "rope"
+    compose_position_bias: bool = False
+    t5_num_buckets: int = 32
+    t5_max_distance: int = 128
+    position_gain: str | None = None
+    position_gain_length: int | None = None
+    position_scale: float | int | None = None
     rope_parameters: RopeParameters | dict | None = None
+    rotary_dtype: str | None = None
     sliding_window: int | None = 256
     layer_types: list[str] | None = None
 
@@ -44,13 +82,43 @@ class ComposedConfig(CompositionConfig):
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Brings rotary parameters into Transformers' form, and checks them; called by `PreTrainedConfig`."""
-        self.rope_parameters = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
-        check_one_rope(self.rope_parameters, tuple(LAYER_TYPES.values()))
-        self.rope_parameters = dict(self.rope_parameters)
-        kwargs = super().convert_rope_params_to_dict(**kwargs)
+        self.validate_position_scheme()
         self.validate_heads()
+        given: Any = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        if not self.rotates:
+            self.rope_parameters = None
+            return {name: value for name, value in kwargs.items() if name not in ROPE_ARGUMENTS}
+        if check_rope_mapping(given, tuple(LAYER_TYPES.values())):
+            self.rope_parameters = {name: dict(parameters) for name, parameters in given.items()}
+        else:
+            self.rope_parameters = {**given}
+        kwargs = super().convert_rope_params_to_dict(**kwargs)
         self.validate_rotary()
         return kwargs
+
+    def scheme_of(self, layer_type: str) -> str:
+        """The position scheme of the layers of a type."""
+        return self.position_scheme if isinstance(self.position_scheme, str) else self.position_scheme[layer_type]
+
+    @property
+    def schemes(self) -> set[str]:
+        """The position schemes in use."""
+        return {self.scheme_of(layer_type) for layer_type in self.layer_types or ()}
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any layer turns queries and keys."""
+        return not self.schemes.isdisjoint(ROTARY_SCHEMES)
+
+    @property
+    def has_nested_rope(self) -> bool:
+        """Whether there are `rope_parameters` for each layer type."""
+        return not (self.rope_parameters or {}).keys().isdisjoint(LAYER_TYPES.values())
+
+    @property
+    def has_distance_tables(self) -> bool:
+        """Whether any layer reads a table by distance, which only implementations of this package take."""
+        return self.position_gain is not None or not self.schemes.isdisjoint(BIAS_SCHEMES)
 
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""
@@ -70,14 +138,76 @@ class ComposedConfig(CompositionConfig):
                 "nothing but itself to attend to; give it more, or make no layer slide"
             )
 
+    def validate_position_scheme(self) -> None:
+        """Part of the strict validation: every layer type has a scheme that exists, and the fields of one fit."""
+        scheme, types = self.position_scheme, set(self.layer_types or ())
+        if not isinstance(scheme, str):
+            if scheme.keys() != types:
+                raise ValueError(
+                    f"position_scheme has the layer types {sorted(scheme)}, but the model has {sorted(types)}; give "
+                    "one scheme for each of these, or one for all"
+                )
+            if absolute := sorted(set(scheme.values()) & set(ABSOLUTE_SCHEMES)):
+                raise ValueError(
+                    f"position_scheme {absolute[0]!r} acts on embeddings, which no layer type has of its own; use it "
+                    "for all layers"
+                )
+        if unknown := sorted(self.schemes - set(POSITION_SCHEMES)):
+            raise ValueError(f"position_scheme {unknown[0]!r} does not exist; choose from {POSITION_SCHEMES}")
+        for name, value, choices in (
+            ("position_gain", self.position_gain, POSITION_GAINS),
+            ("rotary_dtype", self.rotary_dtype, ROTARY_DTYPES),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} {value!r} does not exist; choose from {choices}")
+        if self.compose_position_bias and self.schemes.isdisjoint(BIAS_SCHEMES):
+            raise ValueError(
+                f"compose_position_bias=True needs a position_scheme with a bias, one of {BIAS_SCHEMES}, not "
+                f"{self.position_scheme!r}"
+            )
+        if "sinusoidal" in self.schemes and self.hidden_size % 2:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be even for sinusoidal positions: sines and cosines"
+            )
+        self.validate_buckets()
+
+    def validate_buckets(self) -> None:
+        """Part of the strict validation: T5's buckets are even in number and reach beyond those of one distance."""
+        if self.t5_num_buckets % 2:
+            raise ValueError(f"t5_num_buckets ({self.t5_num_buckets}) must be even: half hold one distance each")
+        if self.t5_max_distance <= self.t5_num_buckets // 2:
+            raise ValueError(
+                f"t5_max_distance ({self.t5_max_distance}) must be greater than half of t5_num_buckets "
+                f"({self.t5_num_buckets}), the distances that have buckets of their own"
+            )
+
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters are complete, in range and fit the heads."""
+        if not self.rotates:
+            return
         if self.head_dim is None or self.head_dim % 2:
             raise ValueError(
                 f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "
                 f"({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
             )
-        check_rope_parameters(self.rope_parameters or {}, self.head_dim)
+        rope: dict[str, Any] = {**(self.rope_parameters or {})}
+        for layer_type in sorted(set(self.layer_types or ())):
+            if self.scheme_of(layer_type) not in ROTARY_SCHEMES:
+                continue
+            if self.has_nested_rope and layer_type not in rope:
+                raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(rope)}")
+            of_type = rope[layer_type] if self.has_nested_rope else rope
+            check_rope_parameters(of_type, self.head_dim)
+            if self.scheme_of(layer_type) == "carope" and of_type["rope_type"] != "default":
+                raise ValueError(
+                    f"rope_type {of_type['rope_type']!r} does not go with position_scheme 'carope', whose frequencies "
+                    "come from the content; use 'default', whose rope_theta says where they start"
+                )
+
+    def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
+        """Transformers looks for a method of this name; `validate_rotary` has checked the parameters."""
+
+    _validate_power_rope_parameters = _validate_truncated_rope_parameters
 
 
 def repeat_layer_types(pattern: str, num_hidden_layers: int) -> list[str]:

@@ -60,6 +60,10 @@ FIELD_RANGES: dict[str, Range] = {
     "rms_norm_eps": POSITIVE,
     "layer_norm_eps": POSITIVE,
     "rope_theta": POSITIVE,
+    "t5_num_buckets": Range(2, 2**31 - 1),
+    "t5_max_distance": SIZE,
+    "position_gain_length": SIZE,
+    "position_scale": NUMBER,
     "hidden_dropout": DROPOUT,
     "activation_dropout": DROPOUT,
     "attention_dropout": DROPOUT,
@@ -71,7 +75,7 @@ FIELD_RANGES: dict[str, Range] = {
 }
 ACTIVATIONS = ("hidden_act", "compose_act")
 
-ROPE_TYPES = frozenset({"default", *ROPE_INIT_FUNCTIONS})
+ROPE_TYPES = frozenset({"default", "truncated", "power", *ROPE_INIT_FUNCTIONS})
 ROPE_RANGES: dict[str, Range] = {
     "rope_theta": POSITIVE,
     "factor": POSITIVE,
@@ -84,6 +88,8 @@ ROPE_RANGES: dict[str, Range] = {
     "high_freq_factor": POSITIVE,
     "mscale": NUMBER,
     "mscale_all_dim": NUMBER,
+    "truncate_length": POSITIVE,
+    "power_factor": Range(0),
 }
 ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -91,6 +97,8 @@ ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "truncated": ("truncate_length",),
+    "power": ("power_factor",),
 }
 # Fields that may be None; Transformers then has a default.
 ROPE_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -135,14 +143,25 @@ def check_rope_parameters(rope: Any, head_dim: int) -> None:
         _check_longrope(rope, width // 2)
 
 
-def check_one_rope(rope: Any, layer_types: tuple[str, ...]) -> None:
-    """Raises ValueError if `rope_parameters` are no dictionary, or one for each of some `layer_types`."""
+def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
+    """Returns whether `rope_parameters` are one set of parameters for each of some `layer_types`, and not one for all.
+
+    Raises:
+        ValueError: they are no dictionary, mix both forms, or have a set that is no dictionary.
+    """
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters ({_short(rope)}) must be a dictionary")
-    if by_layer := sorted(set(layer_types) & rope.keys()):
+    by_layer = sorted(set(layer_types) & rope.keys())
+    if not by_layer:
+        return False
+    if others := sorted(rope.keys() - set(layer_types)):
         raise ValueError(
-            f"rope_parameters for each of {by_layer} are not supported; give one set of parameters, for all layers"
+            f"rope_parameters has {others} beside {by_layer}; give one set for all layers, or one for each layer type"
         )
+    for name in by_layer:
+        if not isinstance(rope[name], Mapping):
+            raise ValueError(f"rope_parameters of {name!r} ({_short(rope[name])}) must be a dictionary")
+    return True
 
 
 def rotated_width(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -14,7 +14,6 @@ from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTraine
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.rms_norm import RMSNorm
-from .positions.rotary import RotaryEmbedding
 
 
 class DCFormerMLP(nn.Module):
@@ -93,7 +92,7 @@ class DCFormerModel(ComposedDecoderBody, DCFormerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DCFormerDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)
+        self.make_positions()
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -12,7 +12,6 @@ from ..configuration.configuration_dcpythia import DCPythiaConfig
 from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
-from .positions.rotary import RotaryEmbedding
 
 
 class DCPythiaMLP(nn.Module):
@@ -85,7 +84,7 @@ class DCPythiaModel(ComposedDecoderBody, DCPythiaPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DCPythiaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)
+        self.make_positions()
         self.gradient_checkpointing = False
         self.post_init()
 

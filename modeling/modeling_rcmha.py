@@ -16,6 +16,7 @@ from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassif
 from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
+from .positions.absolute import check_learned_positions
 from .positions.rotary import RotaryEmbedding
 
 
@@ -104,8 +105,11 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         """Makes `cache` keep the memory of the configured type."""
         upgrade_to_memory_cache(cache, self.config)
 
-    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with learned positions if the model has them, and the segment for all layers."""
+        cache, length = inputs.past_key_values, inputs.inputs_embeds.shape[1]
+        past_tokens = 0 if cache is None else cache.get_seq_length()
+        check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
         segment = describe_segment(
             self.config,
             inputs.inputs_embeds,
@@ -119,7 +123,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         hidden_states = inputs.inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
-        return hidden_states, {"segment": segment}
+        return hidden_states, {layer_type: {"segment": segment} for layer_type in self.config.layer_types}
 
 
 class RCMHAForCausalLM(CausalLMHead, RCMHAPreTrainedModel, GenerationMixin):

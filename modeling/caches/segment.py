@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
 from ..ops.masking import split_mask
+from .key_places import first_query_offset, key_count
 
 
 class Segment(NamedTuple):
@@ -45,15 +46,13 @@ def describe_segment(
         ValueError: the segment does not fit its memory, its batch or the positions of the model.
     """
     length = inputs_embeds.shape[1]
-    past_tokens = cache.get_seq_length() if cache is not None else 0
-    keys, first_key = cache.get_mask_sizes(length, 0) if cache is not None else (length, 0)
+    keys = key_count(cache, 0, length)
     document_positions = None
     if document_starts is not None:
         document_positions = torch.arange(length, device=inputs_embeds.device) - document_starts
     check_batch(inputs_embeds.shape[0], cache)
     check_relative_reach(config, length, keys, document_positions)
-    check_learned_positions(config, length, past_tokens, position_ids)
-    query_offset = first_query_offset(cache, length, keys, first_key)
+    query_offset = first_query_offset(cache, 0, length)
     read = keys if config.memory_type == "segment" else length
     token_mask = find_tokens(given_mask, mask, length, read, query_offset) if config.convolves else None
     rotary = None
@@ -62,18 +61,6 @@ def describe_segment(
             position_ids = torch.arange(read, device=inputs_embeds.device)[None]
         rotary = rotary_emb(inputs_embeds, position_ids)
     return Segment(length, query_offset, token_mask, document_positions, rotary)
-
-
-def first_query_offset(cache: Cache | None, length: int, keys: int, first_key: int) -> Tensor | None:
-    """Position of the first query among `keys` keys, a scalar `[]`; None where queries end where the keys end."""
-    layer = cache.layers[0] if cache is not None and cache.layers else None
-    if not isinstance(layer, StaticLayer):
-        return None
-    past_tokens = getattr(layer, "cumulative_length_int", None)
-    if past_tokens is not None and past_tokens - first_key + length == keys:
-        return None
-    # A copy, because each layer of the cache adds the segment to its own count while the model runs.
-    return layer.cumulative_length.clone()
 
 
 def find_tokens(
@@ -123,23 +110,4 @@ def check_relative_reach(config: PreTrainedConfig, length: int, keys: int, docum
         raise ValueError(
             f"a segment of {length} tokens reaches over {keys} keys, memory included, but the relative position tables "
             f"end at max_position_embeddings ({limit}); use shorter segments, a smaller cache or mem_len"
-        )
-
-
-def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: Any, position_ids: Tensor) -> None:
-    """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
-
-    Positions are read for prompts, and for a token that may be beyond the table; reading makes decoding wait.
-    """
-    limit = config.max_position_embeddings
-    if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):
-        return
-    if length == 1 and past_tokens < limit:
-        return
-    needed = int(position_ids.max()) + 1
-    if needed > limit:
-        raise ValueError(
-            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
-            f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
-            "position_scheme"
         )

@@ -7,9 +7,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
+from ..caches.key_places import first_query_offset, key_count
 from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import COMPOSING, resolve_implementation
+from ..ops.distance_tables import DistanceTables
+from ..positions.absolute import check_learned_positions, make_absolute
+from ..positions.alibi import alibi_bias
+from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
+from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type
 from .decoder import DecoderBody, DecoderPreTrainedModel
 from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
 from .family_model import FamilyPreTrainedModel
@@ -22,7 +28,12 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RotaryEmbedding):
+            module.fill_buffers()  # Transformers knows fewer variants
+            return
         super()._init_weights(module)
+        if isinstance(module, DistanceTable):
+            module.reset_parameters()
         if isinstance(module, DynamicComposition):
             init_composition(module, self.config.compose_init_scale)
         if isinstance(module, DifferentialHeads):
@@ -33,11 +44,21 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
 
         A model that composes heads takes only the implementations that compose: `eager`, `chunked` (the default) and
         `triton`; any other would ignore the composition without a word. A model without composition is plain attention:
-        its default is `sdpa`, and it takes every implementation that Transformers knows.
+        its default is `sdpa`, and it takes every implementation that Transformers knows. If its positions are tables by
+        distance, which others would ignore too, it takes what a model does that composes heads.
 
         Raises:
-            ValueError: the implementation is unknown, or cannot compose heads.
+            ValueError: the implementation is unknown, or cannot compose heads or take tables.
         """
+        if getattr(self.config, "has_distance_tables", False):
+            name = attn_implementation or resolve_implementation(None, composed=True)
+            if name not in COMPOSING:
+                raise ValueError(
+                    f"attn_implementation={name!r} would ignore the tables of position_scheme="
+                    f"{self.config.position_scheme!r} and position_gain={self.config.position_gain!r}; use one of "
+                    f"{sorted(COMPOSING)}"
+                )
+            return name
         if self.config.composes or attn_implementation in (None, "sdpa"):
             return resolve_implementation(attn_implementation, composed=self.config.composes)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
@@ -48,8 +69,8 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
 
     @property
     def supports_paged_cache(self) -> bool:
-        """True: what composition needs of earlier tokens are more channels of these rows."""
-        return True
+        """Whether the rows tell layers all they need: factors are more channels, but distances are not known."""
+        return not self.config.has_distance_tables and "carope" not in self.config.schemes
 
     @property
     def attends_to_rows(self) -> bool:
@@ -58,20 +79,70 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
 
 
 class ComposedDecoderBody(DecoderBody):
-    """`DecoderBody` whose layers rotate queries and keys, and whose caches keep composition factors."""
+    """`DecoderBody` whose layers get the positions of every scheme, and whose caches keep composition factors."""
 
-    rotary_emb: nn.Module
+    rotary_emb: nn.Module | None
+    embed_positions: nn.Module | None
+    position_bias: DistanceTable | None
+    position_gain: DistanceTable | None
+
+    def make_positions(self) -> None:
+        """Makes the modules of the position schemes, which all layers share."""
+        self.rotary_emb = rotaries_by_layer_type(self.config)
+        self.embed_positions = make_absolute(self.config)
+        self.position_bias, self.position_gain = learned_bias(self.config), learned_gain(self.config)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache` keep composition factors beside keys and values if they depend on the key token."""
         if self.config.composes_keys:
             upgrade_to_composed_cache(cache)
 
-    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
-        """The embeddings `[B, T, E]`, and for all layers the rotary angles, positions and packed documents."""
-        position_embeddings = self.rotary_emb(inputs.inputs_embeds, inputs.position_ids)
-        return inputs.inputs_embeds, {
-            "position_embeddings": position_embeddings,
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+        """The embeddings `[B, T, E]`, with absolute positions added, and what the layers of each type get.
+
+        These are rotary angles, tables by distance, positions and packed documents.
+        """
+        hidden_states, cache = inputs.inputs_embeds, inputs.past_key_values
+        length = hidden_states.shape[1]
+        if self.embed_positions is not None:
+            past_tokens = 0 if cache is None else cache.get_seq_length()
+            check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
+            hidden_states = hidden_states + self.embed_positions(inputs.position_ids).to(hidden_states.dtype)
+        shared = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }
+        firsts = {layer_type: self.config.layer_types.index(layer_type) for layer_type in set(self.config.layer_types)}
+        keys = max(key_count(cache, layer, length) for layer in firsts.values())
+        tables = self._distance_tables(keys, hidden_states.device)
+        arguments = {}
+        for layer_type, layer in firsts.items():
+            offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
+            arguments[layer_type] = shared | {
+                "position_embeddings": self._rotations(layer_type, inputs),
+                "tables": tables[layer_type]._replace(offset=offset),
+            }
+        return hidden_states, arguments
+
+    def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if they do not rotate by position."""
+        if self.rotary_emb is None or self.config.scheme_of(layer_type) != "rope":
+            return None
+        embedding = self.rotary_emb[layer_type] if isinstance(self.rotary_emb, nn.ModuleDict) else self.rotary_emb
+        return embedding(inputs.inputs_embeds, inputs.position_ids)
+
+    def _distance_tables(self, keys: int, device: torch.device) -> dict[str, DistanceTables]:
+        """The tables of each layer type, with rows for the distances to `keys` keys."""
+        config = self.config
+        gain = None if self.position_gain is None else self.position_gain(keys)
+        biases: dict[str, Tensor] = {}
+        if "alibi" in config.schemes:
+            biases["alibi"] = alibi_bias(keys, config.num_attention_heads, device)
+        if self.position_bias is not None:
+            biases["t5"] = self.position_bias(keys)
+        tables = {}
+        for layer_type in set(config.layer_types):
+            bias = biases.get(config.scheme_of(layer_type))
+            compose_bias = config.compose_position_bias and bias is not None
+            tables[layer_type] = DistanceTables(bias, gain, None, compose_bias)
+        return tables

@@ -80,7 +80,7 @@ class DecoderBody:
                 past_key_values=inputs.past_key_values,
                 use_cache=use_cache,
                 implementation=implementation,
-                **layer_arguments,
+                **layer_arguments[layer_type],
                 **kwargs,
             )
         return BaseModelOutputWithPast(
@@ -100,6 +100,6 @@ class DecoderBody:
         """The mask of each layer type, for embeddings `[B, T, E]` and the starts of packed documents `[B, T]`."""
         return make_causal_masks(self.config, given, inputs_embeds, starts)
 
-    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, Any]]:
-        """The first layer's hidden states `[B, T, E]`, and the arguments that the family passes to all its layers."""
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+        """The first layer's hidden states `[B, T, E]`, and what the family passes to the layers of each type."""
         raise NotImplementedError

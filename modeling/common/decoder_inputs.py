@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
+from ..positions.absolute import ABSOLUTE_SCHEMES
 from .packed_documents import starts_by_borders, starts_by_positions
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
@@ -143,12 +144,12 @@ def default_positions(
 ) -> Tensor:
     """Positions `[1, T]`, or `[B, T]` with padding, where the caller gave none.
 
-    They go on from the cached tokens, or from `starts` `[1, T]`, those of packed documents. Learned positions count the
-    real tokens of a mask `[B, S]`; to all other schemes only differences matter, which padding on the left leaves.
+    They go on from the cached tokens, or from `starts` `[1, T]`, those of packed documents. Absolute positions count
+    the real tokens of a mask `[B, S]`; to all other schemes only differences matter, which padding on the left leaves.
     """
     length = inputs_embeds.shape[1]
     padded = isinstance(attention_mask, Tensor) and not is_complete_mask(attention_mask)
-    if padded and getattr(config, "position_scheme", None) == "learned":
+    if padded and getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES:
         return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
     indices = torch.arange(length, device=inputs_embeds.device)[None]
     if starts is not None:
@@ -161,11 +162,12 @@ def make_causal_masks(
 ) -> dict[str, Tensor | None]:
     """Transformers' mask for each layer type of the model, in the form that its attention implementation takes.
 
-    `starts` `[B, T]` keep packed documents apart, except in models with composed heads, whose ops take them directly:
+    `starts` `[B, T]` keep packed documents apart, except in models that run with our ops, which take them directly:
     a complete mask would need memory quadratic in the length. Transformers' own search for packed documents would take
     every jump of the positions for a border, so it gets none.
     """
-    apart = None if starts is None or getattr(config, "composes", False) else same_document(starts)
+    takes_starts = getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
+    apart = None if starts is None or takes_starts else same_document(starts)
     return {
         layer_type: MASK_MAKERS[layer_type](
             config=config,

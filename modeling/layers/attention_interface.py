@@ -10,6 +10,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.validation import check_composed_call
+from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
 
 logger = logging.get_logger(__name__)
 
@@ -75,6 +76,7 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         first_keys: Tensor | None = None,
         paged: Any = None,
         dropout: float = 0.0,
+        tables: DistanceTables = NO_TABLES,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
@@ -103,8 +105,10 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
             attention_mask=masking["attention_mask"],
             sliding_window=sliding_window,
             first_keys=first_keys,
+            tables=tables,
         )
-        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **masking)
+        options = masking | table_options(attend.__name__, attend, tables)
+        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **options)
 
     return forward
 

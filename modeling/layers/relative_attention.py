@@ -125,7 +125,8 @@ class RCMHAAttention(ConvolvedHeads):
             key, value = streaming.update(key, value, self.layer_idx)
         position_bias = self.position_bias
         if self.config.position_scheme == "alibi":
-            position_bias = alibi_bias(key.shape[2], query) / self.scaling
+            bias = alibi_bias(key.shape[2], query.shape[1], query.device)
+            position_bias = bias.to(query.dtype) / self.scaling
         output, weights = self.implementation(implementation)(
             query,
             key,

@@ -4,6 +4,8 @@ The distance of a key is the number of places in the row that it stands before t
 have. So rows with padding on the left and packed documents need nothing special.
 """
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,19 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
     Distances outside the table read the nearest row; the caller must hide these keys.
     """
     return table[distance.clamp(0, table.shape[0] - 1)].permute(2, 0, 1)
+
+
+def table_options(name: str, attend: Callable[..., Any], tables: DistanceTables) -> dict[str, DistanceTables]:
+    """The keyword `tables` for an implementation of attention of some name; none where there are no tables.
+
+    Raises:
+        ValueError: there are tables or an offset, and `attend` has no such keyword.
+    """
+    if not tables.has_any:
+        return {}
+    if "tables" not in signature(attend).parameters:
+        raise ValueError(f"implementation={name!r} takes no position_bias, position_gain or offset; use 'chunked'")
+    return {"tables": tables}
 
 
 def check_offset(offset: Any) -> None:

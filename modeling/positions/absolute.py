@@ -1,17 +1,19 @@
-"""Absolute positions that are added to token embeddings."""
+"""Absolute positions that are added to token embeddings: sinusoids, and the limit of learned ones."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
+from transformers.utils.import_utils import is_tracing
+
+ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
 
 
 class SinusoidalPositions(nn.Module):
-    """A table of sines and cosines (arXiv 1706.03762), which is computed and not stored.
-
-    Position `p` has `[sin(p w_0), sin(p w_1), ..., cos(p w_0), cos(p w_1), ...]` with `w_i = 10000 ** (-2 i / E)`.
-    """
+    """A table of `sinusoids`, which is computed and not stored."""
 
     table: Tensor
 
@@ -29,9 +31,29 @@ class SinusoidalPositions(nn.Module):
 def init_sinusoids(module: SinusoidalPositions) -> None:
     """Computes the table; Transformers allocates models without values and asks for all of them."""
     positions, width = module.table.shape
-    frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-    init.copy_(module.table, torch.cat([angles.sin(), angles.cos()], dim=-1))
+    init.copy_(module.table, sinusoids(torch.arange(positions), width))
+
+
+class SinusoidalEmbedding(nn.Module):
+    """`sinusoids` of any positions, times a scale, without a table."""
+
+    def __init__(self, hidden_size: int, scale: float) -> None:
+        super().__init__()
+        self.hidden_size, self.scale = hidden_size, scale
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Positions `[B, T]` to float32 `[B, T, E]`."""
+        return self.scale * sinusoids(position_ids, self.hidden_size).float()
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Sines and cosines (arXiv 1706.03762) of `positions` of any shape, float64 `[..., width]`; `width` is even.
+
+    Position `p` has `[sin(p w_0), sin(p w_1), ..., cos(p w_0), cos(p w_1), ...]` with `w_i = 10000 ** (-2 i / width)`.
+    """
+    pairs = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+    angles = positions[..., None] * torch.exp(pairs * (-math.log(10000.0) / width))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -44,3 +66,32 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Returns `[B, T, E]` for tokens `[B, T]`."""
         return super().forward(input) * self.scale
+
+
+def make_absolute(config: Any) -> nn.Module | None:
+    """The module that maps positions `[B, T]` to what is added to embeddings, None for schemes that add nothing."""
+    if config.position_scheme == "learned":
+        return nn.Embedding(config.max_position_embeddings, config.hidden_size)
+    if config.position_scheme == "sinusoidal":
+        scale = config.initializer_range if config.position_scale is None else config.position_scale
+        return SinusoidalEmbedding(config.hidden_size, scale)
+    return None
+
+
+def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: Any, position_ids: Tensor) -> None:
+    """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
+
+    Positions are read for prompts, and for a token that may be beyond the table; reading makes decoding wait.
+    """
+    limit = config.max_position_embeddings
+    if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):
+        return
+    if length == 1 and past_tokens < limit:
+        return
+    needed = int(position_ids.max()) + 1
+    if needed > limit:
+        raise ValueError(
+            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
+            f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
+            "position_scheme"
+        )

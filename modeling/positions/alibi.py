@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 
 
-def alibi_bias(length: int, like: Tensor) -> Tensor:
-    """The bias of each head by distance, `[length, H]`, for queries `like` `[B, H, T, D]`, in their dtype."""
-    distance = torch.arange(length, device=like.device, dtype=torch.float32)
-    return (-distance[:, None] * alibi_slopes(like.shape[1], like.device)).to(like.dtype)
+def alibi_bias(length: int, heads: int, device: torch.device) -> Tensor:
+    """The bias of each head by distance, float32 `[length, H]`.
+
+    The paper's code adds a slope times the index of the key instead. That differs by a number for each query, which the
+    softmax removes, but a composition before the softmax does not.
+    """
+    distance = torch.arange(length, device=device, dtype=torch.float32)
+    return -distance[:, None] * alibi_slopes(heads, device)
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:

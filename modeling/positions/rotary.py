@@ -1,41 +1,61 @@
-"""Rotary position embedding (arXiv 2104.09864) in all variants of Transformers, on all or part of a head."""
+"""Rotary position embedding (arXiv 2104.09864), in Transformers' variants and two more, on all or part of a head."""
 
+import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# Variants whose angles depend on the longest row of a batch.
+BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary angles.
 
     Called with any tensor `x` of the dtype and device that the result shall have, and `position_ids` `[B, T]`, it
-    returns two tensors `[B, T, rotary_dim]`. `rotary_dim` is `head_dim` times the `partial_rotary_factor`.
+    returns two tensors `[B, T, rotary_dim]`. `rotary_dim` is `head_dim` times the `partial_rotary_factor`. If the
+    configuration names a `rotary_dtype`, they are at least in that dtype.
     """
 
     inv_freq: Tensor
+    original_inv_freq: Tensor
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = rope_parameters(config)["rope_type"]
-        init_fn = self.compute_default_rope_parameters
-        if self.rope_type != "default":
-            init_fn = ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = init_fn(config)
+        if self.rope_type in BATCH_DEPENDENT:
+            logger.warning_once(
+                f"rope_type {self.rope_type!r} turns all tokens of a batch by the length of its longest row, so that "
+                "scores depend on the batch, as they do in Transformers"
+            )
+        rotary_dtype = getattr(config, "rotary_dtype", None)
+        self.least_dtype: torch.dtype | None = None if rotary_dtype is None else getattr(torch, rotary_dtype)
+        inv_freq, self.attention_scaling = init_function(self.rope_type)(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
+    def fill_buffers(self) -> None:
+        """Computes the frequencies again, for a model that was made without memory."""
+        inv_freq, _ = init_function(self.rope_type)(self.config)
+        init.copy_(self.inv_freq, inv_freq)
+        init.copy_(self.original_inv_freq, inv_freq)
+
+    # Transformers fills the buffers of other families through a method of this name.
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, **_: Any) -> tuple[Tensor, float]:
-        """Returns the inverse frequencies `[rotary_dim / 2]` and the factor on cosines and sines, which is 1."""
-        rope = rope_parameters(config)
-        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
-        return 1.0 / rope["rope_theta"] ** exponent, 1.0
+        """The inverse frequencies `[rotary_dim / 2]` and the factor on cosines and sines, which is 1."""
+        return default_frequencies(config), 1.0
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -43,10 +63,8 @@ class RotaryEmbedding(nn.Module):
         """Returns cosines and sines `[B, T, rotary_dim]` at `position_ids` `[B, T]`, in the dtype of `x`."""
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
         angles = torch.cat((angles, angles), dim=-1)
-        return (
-            (angles.cos() * self.attention_scaling).to(x.dtype),
-            (angles.sin() * self.attention_scaling).to(x.dtype),
-        )
+        dtype = x.dtype if self.least_dtype is None else torch.promote_types(x.dtype, self.least_dtype)
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
 
 
 def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
@@ -54,13 +72,71 @@ def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": config.rope_theta}
 
 
+def default_frequencies(config: PreTrainedConfig) -> Tensor:
+    """The inverse frequencies `[rotary_dim / 2]` of the default variant."""
+    rope = rope_parameters(config)
+    rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+    return 1.0 / rope["rope_theta"] ** exponent
+
+
+def power_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+    """Frequencies that fall faster, by `(1 - 2 i / rotary_dim) ** power_factor` (Giraffe, arXiv 2308.10882)."""
+    frequencies = default_frequencies(config)
+    place = torch.arange(len(frequencies), dtype=torch.float) / len(frequencies)
+    return frequencies * (1 - place) ** rope_parameters(config)["power_factor"], 1.0
+
+
+def truncated_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+    """Frequencies that turn at least once in the trained length stay (Giraffe, arXiv 2308.10882).
+
+    With `b = 2 pi / truncate_length`, those from `b / 8` to `b` become `b / 16`, and lower ones 0, so that their
+    dimensions have no position.
+    """
+    frequencies = default_frequencies(config)
+    once = 2 * math.pi / rope_parameters(config)["truncate_length"]
+    slow = torch.where(frequencies >= once / 8, once / 16, 0.0)
+    return torch.where(frequencies >= once, frequencies, slow), 1.0
+
+
+def init_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
+    """The function of a configuration that gives inverse frequencies and the factor on cosines and sines."""
+    own = {
+        "default": RotaryEmbedding.compute_default_rope_parameters,
+        "power": power_frequencies,
+        "truncated": truncated_frequencies,
+    }
+    return own.get(rope_type) or ROPE_INIT_FUNCTIONS[rope_type]
+
+
+def rotaries_by_layer_type(config: Any) -> nn.Module | None:
+    """What rotates queries and keys in a decoder: None, one embedding, or one for each layer type that rotates.
+
+    It is one embedding where the layer types that rotate share their `rope_parameters`.
+    """
+    rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
+    if not rotating:
+        return None
+    if not config.has_nested_rope:
+        return RotaryEmbedding(config)
+    embeddings = {}
+    for layer_type in rotating:
+        of_type = copy.copy(config)
+        of_type.rope_parameters = config.rope_parameters[layer_type]
+        embeddings[layer_type] = RotaryEmbedding(of_type)
+    return nn.ModuleDict(embeddings)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first `rotary_dim` dimensions of `x` `[B, H, T, D]`, in the pairs `(i, i + rotary_dim / 2)`.
 
-    `cos` and `sin` are `[B, T, rotary_dim]`.
+    `cos` and `sin` are `[B, T, rotary_dim]`, or `[B, H, T, rotary_dim]` if heads have angles of their own. They may be
+    more precise than `x`, which then is rotated in their dtype and rounded afterwards.
     """
+    if cos.ndim == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+    rotated = (rotated * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

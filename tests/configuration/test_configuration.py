@@ -141,7 +141,11 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.0625}, "rotate at least 4 dimensions"),
     ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be greater than 0 and at most 1"),
     ({"partial_rotary_factor": 0.1}, "rotates 3 dimensions; they must be even"),
-    ({"full_attention": {"rope_type": "default"}}, r"each of \['full_attention'\] are not supported; give one set"),
+    ({"full_attention": {"rope_type": "default"}}, r"rope_parameters lack 'sliding_attention', whose layers rotate"),
+    ({"full_attention": {"rope_type": "default"}, "rope_theta": 1e4}, r"\['rope_theta'\] beside \['full_attention'\]"),
+    ({"full_attention": 3}, "rope_parameters of 'full_attention' \\(3\\) must be a dictionary"),
+    ({"rope_type": "truncated"}, r"rope_type 'truncated' lack \['truncate_length'\]"),
+    ({"rope_type": "power", "power_factor": -1}, r"power_factor \(-1\) must be at least 0"),
 ]
 
 

@@ -12,13 +12,12 @@ Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` ke
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ..distance_tables import DistanceTables
+from ..distance_tables import DistanceTables, table_options
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
 from .composition import Composition
@@ -167,21 +166,9 @@ def dcmha_attention(
         name = resolve_implementation(implementation, composed=composed, device=query.device)
     if implementation is None and name == "triton" and why_unsupported(query, attention_mask, tables) is not None:
         name = "chunked"
-    output, _ = IMPLEMENTATIONS[name](query, key, value, **options, **table_options(name, tables))
+    attend = IMPLEMENTATIONS[name]
+    output, _ = attend(query, key, value, **options, **table_options(name, attend, tables))
     return output
-
-
-def table_options(name: str, tables: DistanceTables) -> dict[str, DistanceTables]:
-    """The keyword for an implementation that takes tables by distance; none without tables.
-
-    Raises:
-        ValueError: there are tables, or an offset, and the implementation `name` does not take them.
-    """
-    if not tables.has_any:
-        return {}
-    if "tables" not in signature(IMPLEMENTATIONS[name]).parameters:
-        raise ValueError(f"implementation={name!r} takes no position_bias, position_gain or offset; use 'chunked'")
-    return {"tables": tables}
 
 
 def check_maps(names: Sequence[str], implementation: str | None) -> None:

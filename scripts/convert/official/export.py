@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from dynattn.configuration.composed_config import repeat_layer_types
+from dynattn.configuration.composed_config import ROTARY_ALONE, repeat_layer_types
 
 from ...common.errors import UserError
 from .config import OFFICIAL_TYPES, PATTERNS, OfficialConfig
@@ -27,6 +27,7 @@ CONSTANTS: dict[str, Any] = {
     "compose_norm_eps": 1e-6,
     "qk_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    **ROTARY_ALONE,
 }
 FAMILY_CONSTANTS: dict[str, dict[str, Any]] = {
     "dcformer": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -93,6 +94,11 @@ def refusals(config: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     for name, value in needed.items():
         if getattr(config, name) != value:
             yield name, getattr(config, name), value
+    if config.position_scheme != "rope":
+        return
+    if config.has_nested_rope:
+        yield "rope_parameters", config.rope_parameters, "one set for all layers"
+        return
     rope = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if config.model_type == "dcpythia" or factor == 1.0:

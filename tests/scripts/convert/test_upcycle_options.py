@@ -238,6 +238,12 @@ def test_a_name_on_the_hub_is_downloaded_in_one_format(
     ("fields", "told"),
     [
         ({"mgate_dim": 4}, "mgate_dim is 4"),
+        ({"position_scheme": "none"}, "position_scheme is 'none'"),
+        ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
+        (
+            {"rope_parameters": {"rope_type": "power", "power_factor": 0.5}},
+            "but a Llama, Mistral or Qwen3 model has one",
+        ),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
     ],

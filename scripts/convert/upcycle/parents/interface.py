@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dynattn.configuration.composed_config import ROTARY_ALONE
 
 from ....common.errors import UserError
 from ...common.weight_map import Drop, Rule, WeightMap
@@ -58,6 +61,14 @@ def head_rules(config: PreTrainedConfig, names: tuple[str, ...], embedding: str)
     if config.tie_word_embeddings:
         return rules, [Drop(name, "heads that are tied to the embedding") for name in names]
     return [*rules, *(Rule((name,), (HEAD,)) for name in names)], []
+
+
+def require_rotary(config: PreTrainedConfig, family: str) -> None:
+    """Raises UserError unless the positions of ours are those of Transformers' rotary models of a `family`."""
+    require_fields(config, dict(ROTARY_ALONE), family)
+    rope = config.rope_parameters or {}
+    if config.has_nested_rope or rope.get("rope_type", "default") not in ROPE_INIT_FUNCTIONS.keys() | {"default"}:
+        raise UserError(f"rope_parameters is {rope!r}, but a {family} model has one set, of a type that it knows")
 
 
 def require_fields(config: PreTrainedConfig, needed: dict[str, Any], family: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import EMBEDDING, HEAD, Parent, head_rules, require_fields, shared_fields
+from .interface import EMBEDDING, HEAD, Parent, head_rules, require_fields, require_rotary, shared_fields
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -44,6 +44,7 @@ def restore(config: Any) -> PreTrainedConfig:
     fields = shared_fields(config, SHARED)
     slides = "sliding_attention" in config.layer_types
     require_fields(config, {"mgate_dim": None}, "Llama, Mistral or Qwen3")
+    require_rotary(config, "Llama, Mistral or Qwen3")
     if config.use_qk_norm:
         require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
         own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))

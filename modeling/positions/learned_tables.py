@@ -1,0 +1,75 @@
+"""Learned numbers for each head and distance, or bucket of distances, of which models make tables `[L, H]`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+
+def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
+    """The bucket of each distance from 0 to `length - 1`, int64 `[length]`, in a decoder of T5 (arXiv 1910.10683).
+
+    The first half of the buckets holds one distance each. The borders of the others grow by a constant factor up to
+    `max_distance`; everything beyond is in the last one. Logarithms are float32, because they decide the borders.
+    """
+    distance = torch.arange(length, device=device)
+    exact = num_buckets // 2
+    scale = (num_buckets - exact) / math.log(max_distance / exact)
+    beyond = exact + (torch.log(distance.clamp(min=1).float() / exact) * scale).long()
+    return torch.where(distance < exact, distance, beyond.clamp(max=num_buckets - 1))
+
+
+class DistanceTable(nn.Embedding):
+    """A learned table with one row for each distance, or for each of T5's buckets, and a column for each head.
+
+    It is an embedding of distances, so that optimizers leave it undecayed and quantization leaves it alone.
+    """
+
+    def __init__(self, rows: int, heads: int, *, mean: float, std: float, max_distance: int | None = None) -> None:
+        """Makes a table.
+
+        Args:
+            rows: of the table; with `max_distance`, the number of buckets.
+            mean, std: of its initial numbers.
+            max_distance: where the last bucket begins; None for a row for each distance.
+        """
+        self.mean, self.std = mean, std
+        super().__init__(rows, heads)
+        self.max_distance = max_distance
+
+    def reset_parameters(self) -> None:
+        """Draws the initial numbers."""
+        init.normal_(self.weight, self.mean, self.std)
+
+    def forward(self, length: int) -> Tensor:  # type: ignore[override]
+        """The numbers of the distances from 0 to `length - 1`, at least float32 `[length, H]`.
+
+        Distances beyond the table take its last row.
+        """
+        rows, device = self.weight.shape[0], self.weight.device
+        if self.max_distance is None:
+            index = torch.arange(length, device=device).clamp(max=rows - 1)
+        else:
+            index = t5_buckets(length, rows, self.max_distance, device)
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))[index]
+
+
+def learned_bias(config: Any) -> DistanceTable | None:
+    """T5's bias for the heads of a decoder, which all layers share; None where no layer has it."""
+    if "t5" not in config.schemes:
+        return None
+    std = config.hidden_size**-0.5
+    buckets = {"rows": config.t5_num_buckets, "max_distance": config.t5_max_distance}
+    return DistanceTable(heads=config.num_attention_heads, mean=0.0, std=std, **buckets)
+
+
+def learned_gain(config: Any) -> DistanceTable | None:
+    """URPE's factors on the probabilities of a decoder, 1 at first, which all layers share; None without them."""
+    if config.position_gain is None:
+        return None
+    rows, max_distance = config.position_gain_length or config.max_position_embeddings, None
+    if config.position_gain == "bucket":
+        rows, max_distance = config.t5_num_buckets, config.t5_max_distance
+    return DistanceTable(rows, config.num_attention_heads, mean=1.0, std=0.0, max_distance=max_distance)

@@ -1,0 +1,447 @@
+"""Position schemes of DCFormer and DCPythia: each equals a model that has it, and runs in every way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases.golden import read_case, tensors_under
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StaticCache,
+    T5Config,
+)
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from dynattn import (
+    Composition,
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    dcmha_attention,
+)
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding
+from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
+from dynattn.modeling.positions.learned_tables import t5_buckets
+from dynattn.modeling.positions.rotary import RotaryEmbedding, rotate
+
+CPU = torch.device("cpu")
+# Of models of Transformers in float64 whose norms, softmax, angles or constants are those of float32 all the same.
+SINGLE = {"atol": 2e-5, "rtol": 0.0}
+SHAPE = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 40}
+OURS = {**SHAPE, "num_attention_heads": 6, "intermediate_size": 96, "bos_token_id": None, "eos_token_id": None}
+PLAIN = {"compose_pre": False, "compose_post": False, "use_qk_norm": False, "sliding_window": None}
+SMALL = {**OURS, "num_key_value_heads": 3, "sliding_window": 8, "initializer_range": 0.2, "compose_init_scale": 3.0}
+
+
+def pythia(**fields: Any) -> DCPythiaForCausalLM:
+    common = {"use_parallel_residual": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-5}
+    return DCPythiaForCausalLM(DCPythiaConfig(**{**OURS, **PLAIN, **common, **fields})).double().eval()
+
+
+def random_weights(model: PreTrainedModel) -> PreTrainedModel:
+    torch.manual_seed(3)
+    for name, weight in model.named_parameters():
+        nn.init.normal_(weight, mean=float("norm" in name or "ln_" in name) * (weight.ndim == 1), std=0.2)
+    return model.double().eval()
+
+
+def load(model: nn.Module, weights: dict[str, Tensor], renamed: dict[str, str]) -> None:
+    """Loads weights under other names; every parameter of `model` has to be among them."""
+    ours = {}
+    for name, weight in weights.items():
+        for theirs, here in renamed.items():
+            name = name.replace(theirs, here)
+        ours[name] = weight
+    missing, _ = model.load_state_dict(ours, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+
+
+def split_qkv(
+    weights: dict[str, Tensor], joined: str, split: Callable[[Tensor], tuple[Tensor, ...]]
+) -> dict[str, Tensor]:
+    apart = {}
+    for name, weight in weights.items():
+        if joined not in name:
+            apart[name] = weight
+            continue
+        for part, value in zip("qkv", split(weight), strict=True):
+            apart[name.replace(joined, f"self_attn.{part}_proj")] = value
+    return apart
+
+
+@torch.no_grad()
+def test_alibi_is_mpt_with_a_number_of_heads_that_is_no_power_of_two() -> None:
+    config = MptConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=61, no_bias=True)
+    parent = random_weights(MptForCausalLM(config))
+    model = pythia(
+        position_scheme="alibi", attention_bias=False, mlp_bias=False, hidden_act="gelu", intermediate_size=192
+    )
+    weights = split_qkv(parent.state_dict(), "attn.Wqkv", lambda weight: weight.chunk(3))
+    weights |= {name.replace("weight", "bias"): 0 * one for name, one in weights.items() if "norm" in name}
+    renamed = {
+        "transformer.blocks": "model.layers",
+        "transformer.norm_f": "model.norm",
+        "transformer.wte": "model.embed_tokens",
+    }
+    renamed |= {
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        ".attn.out_proj": ".self_attn.o_proj",
+    }
+    load(model, weights, renamed | {"ffn.": "mlp."})
+    ids = torch.randint(61, (2, 31))
+    torch.testing.assert_close(model(ids).logits, parent(ids).logits, **SINGLE)
+
+
+@torch.no_grad()
+def test_alibi_is_bloom_behind_its_norm_of_embeddings() -> None:
+    parent = random_weights(BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=48, n_layer=2, n_head=6)))
+    model = pythia(position_scheme="alibi", hidden_act="gelu_new", intermediate_size=192)
+    split = lambda one: tuple(part.flatten(0, 1) for part in one.unflatten(0, (6, 3, -1)).unbind(1))  # noqa: E731
+    weights = split_qkv(parent.state_dict(), "self_attention.query_key_value", split)
+    renamed = {
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f": "model.norm",
+        "transformer.word_embeddings.": "model.embed_tokens.",
+    }
+    renamed |= {"self_attention.dense.": "self_attn.o_proj.", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
+    load(model, weights, renamed)
+    ids = torch.randint(61, (2, 31))
+    embedded = parent.transformer.word_embeddings_layernorm(parent.transformer.word_embeddings(ids))
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits, parent(ids).logits, **SINGLE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_learned_positions_are_those_of_gpt2(padded: bool) -> None:
+    config = GPT2Config(vocab_size=61, n_positions=40, n_embd=48, n_layer=2, n_head=6, n_inner=96)
+    parent = random_weights(GPT2LMHeadModel(config))
+    model = pythia(position_scheme="learned", hidden_act="gelu_new")
+    weights = {
+        name: one.t() if name.endswith("weight") and one.ndim == 2 and ("c_" in name) else one
+        for name, one in parent.state_dict().items()
+    }
+    weights = split_qkv(weights, "attn.c_attn", lambda weight: weight.chunk(3))
+    renamed = {
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f": "model.norm",
+        "transformer.wte": "model.embed_tokens",
+    }
+    renamed |= {
+        "transformer.wpe": "model.embed_positions",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+    }
+    load(model, weights, renamed | {".attn.c_proj": ".self_attn.o_proj", "c_fc": "up_proj", "c_proj": "down_proj"})
+    ids = torch.randint(61, (2, 31))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :9] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = parent(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotates", [[0, 0], [1, 0], [1, 1]])
+def test_layers_without_rotation_are_those_of_smollm3(rotates: list[int]) -> None:
+    fields = {**OURS, "num_key_value_heads": 3, "rms_norm_eps": 1e-5}
+    config = SmolLM3Config(**fields, no_rope_layers=rotates, use_sliding_window=False, pad_token_id=0)
+    parent = random_weights(SmolLM3ForCausalLM(config))
+    scheme: Any = "none" if rotates == [0, 0] else "rope"
+    if rotates == [1, 0]:
+        scheme = {"sliding_attention": "rope", "full_attention": "none"}
+    types = ["sliding_attention", "full_attention"]
+    layers = {"layer_types": types, "sliding_window": 1000} if rotates == [1, 0] else {"sliding_window": None}
+    rope = {} if scheme == "none" else {"rope_parameters": config.rope_parameters}
+    model = DCFormerForCausalLM(
+        DCFormerConfig(**{**fields, **PLAIN, **layers, **rope}, position_scheme=scheme, tie_word_embeddings=True)
+    )
+    load(model.double().eval(), parent.state_dict(), {})
+    ids = torch.randint(61, (2, 31))
+    torch.testing.assert_close(model(ids).logits, parent(ids).logits, **SINGLE)
+
+
+TRAINED = {"original_max_position_embeddings": 16}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, **TRAINED},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], **TRAINED},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_rope_type_is_that_of_llama_beyond_the_trained_length(rope: dict[str, Any], nested: bool) -> None:
+    fields = {**OURS, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "pad_token_id": 0}
+    rope = {"rope_theta": 1e4, **rope}
+    parent = random_weights(LlamaForCausalLM(LlamaConfig(**fields, rope_parameters=dict(rope))))
+    by_type = {"full_attention": dict(rope)} if nested else dict(rope)
+    model = DCFormerForCausalLM(DCFormerConfig(**{**fields, **PLAIN}, rope_parameters=by_type))
+    load(model.double().eval(), parent.state_dict(), {})
+    ids = torch.randint(1, 61, (2, 55))
+    torch.testing.assert_close(model(ids).logits, parent(ids).logits, **SINGLE)
+    tokens = [one.generate(ids[:, :12], max_new_tokens=40, do_sample=False) for one in (model, parent)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(8, 20), (16, 64), (32, 128)])
+def test_t5_buckets_are_those_of_the_golden_case(buckets: int, farthest: int) -> None:
+    _, tensors = read_case("positions_t5_bias")
+    assert torch.equal(t5_buckets(260, buckets, farthest, CPU), tensors[f"buckets.{buckets}.{farthest}"])
+
+
+@torch.no_grad()
+def test_a_t5_bias_is_that_of_t5() -> None:
+    config = T5Config(d_model=48, num_heads=6, d_kv=8, is_decoder=True, relative_attention_num_buckets=8)
+    config.relative_attention_max_distance = 20
+    parent = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).double().eval()
+    states = torch.randn(2, 31, 48).double()
+    heads = (projection(states).unflatten(-1, (6, 8)).transpose(1, 2) for projection in (parent.q, parent.k, parent.v))
+    bias = parent.relative_attention_bias.weight[t5_buckets(31, 8, 20, CPU)]
+    output = parent.o(dcmha_attention(*heads, position_bias=bias, scaling=1.0).flatten(2))
+    causal = torch.full((31, 31), -torch.inf).double().triu(1)[None, None]
+    torch.testing.assert_close(output, parent(states, mask=causal)[0], atol=1e-12, rtol=1e-12)
+
+
+def check_golden(case: str, form: str, bias: Tensor, **options: Any) -> None:
+    """Compares attention with a bias, which is composed or plain as the name of its `form` says."""
+    _, tensors = read_case(case)
+    if form not in ("plain", "unscaled"):
+        options |= {stage: Composition(**tensors_under(tensors, f"{stage}.")) for stage in ("pre", "post")}
+    for implementation in ("eager", "chunked"):
+        output = dcmha_attention(
+            *(tensors[name] for name in ("query", "key", "value")),
+            position_bias=bias,
+            compose_position_bias=form == "before",
+            implementation=implementation,
+            **options,
+        )
+        torch.testing.assert_close(output, tensors[f"{form}.output"], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["plain", "after", "before", "left_padded"])
+def test_attention_with_alibi_is_that_of_the_golden_case(form: str) -> None:
+    _, tensors = read_case("positions_alibi")
+    mask = {"attention_mask": tensors["key_mask"][:, None, None]} if form == "left_padded" else {}
+    check_golden("positions_alibi", form, alibi_bias(7, 6, CPU).double(), **mask)
+
+
+@pytest.mark.parametrize("form", ["unscaled", "plain", "after", "before"])
+def test_attention_with_t5_buckets_is_that_of_the_golden_case(form: str) -> None:
+    _, tensors = read_case("positions_t5_bias")
+    bias = tensors["table"][t5_buckets(12, 8, 20, CPU)]
+    check_golden("positions_t5_bias", form, bias, scaling=1.0 if form == "unscaled" else None)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 32, 40])
+def test_slopes_are_those_of_the_golden_case(heads: int) -> None:
+    _, tensors = read_case("positions_alibi")
+    torch.testing.assert_close(alibi_slopes(heads, CPU).double(), tensors[f"slopes.{heads}"], atol=0, rtol=1e-6)
+
+
+def test_sinusoids_are_those_of_the_golden_case_for_any_position() -> None:
+    _, tensors = read_case("positions_sinusoidal")
+    table = SinusoidalEmbedding(12, scale=1.0)(torch.arange(24)[None])[0]
+    torch.testing.assert_close(table.double(), tensors["table"], atol=2e-6, rtol=0)
+    assert SinusoidalEmbedding(12, scale=0.5)(torch.tensor([[10**6]])).abs().max() <= 0.5
+
+
+def test_truncated_and_power_frequencies_follow_their_formulas() -> None:
+    default = 1e4 ** (-torch.arange(8) / 8)
+    fields = {**OURS, "head_dim": 16}
+    config = DCFormerConfig(**fields, rope_parameters={"rope_type": "power", "power_factor": 0.5})
+    torch.testing.assert_close(RotaryEmbedding(config).inv_freq, default * (1 - torch.arange(8) / 8) ** 0.5)
+    config = DCFormerConfig(
+        **{**OURS, "head_dim": 16}, rope_parameters={"rope_type": "truncated", "truncate_length": 64}
+    )
+    once = 2 * torch.pi / 64
+    expected = [f if f >= once else once / 16 if f >= once / 8 else 0.0 for f in default.tolist()]
+    torch.testing.assert_close(RotaryEmbedding(config).inv_freq, torch.tensor(expected))
+    assert expected[0] == 1 and once / 16 in expected and 0.0 in expected
+
+
+def test_rotation_in_float32_is_rounded_once() -> None:
+    fields = {**OURS, "head_dim": 16}
+    exact, low, plain = (
+        RotaryEmbedding(DCFormerConfig(**fields, rotary_dtype=dtype)) for dtype in ("float32", "float32", None)
+    )
+    x, places = torch.randn(1, 2, 50, 16, dtype=torch.bfloat16), torch.arange(50)[None] + 3000
+    truth = rotate(x.float(), *exact(x.float(), places))
+    errors = [(rotate(x, *embedding(x, places)).float() - truth).abs().max() for embedding in (low, plain)]
+    assert rotate(x, *low(x, places)).dtype == torch.bfloat16
+    assert errors[0] <= truth.abs().max() * 2**-8 and errors[1] > errors[0]
+    assert low(x.double(), places)[0].dtype == torch.float64
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{scheme: {"position_scheme": scheme} for scheme in ("rope", "none", "alibi", "t5", "learned", "sinusoidal")},
+    "mixed": {"position_scheme": {"sliding_attention": "rope", "full_attention": "none"}},
+    "composed bias and gain": {
+        "position_scheme": {"sliding_attention": "t5", "full_attention": "alibi"},
+        "position_gain": "bucket",
+        "compose_position_bias": True,
+    },
+    "gain by distance": {"position_gain": "distance", "position_gain_length": 7},
+    "plain": {"position_scheme": "alibi", "position_gain": "distance", "compose_pre": False, "compose_post": False},
+    "ropes": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {"rope_theta": 1e5, "rope_type": "truncated", "truncate_length": 16},
+        }
+    },
+}
+
+
+def make(variant: str) -> DCFormerForCausalLM:
+    torch.manual_seed(0)
+    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, **VARIANTS[variant])).double().eval()
+    for table in (model.model.position_bias, model.model.position_gain):
+        if table is not None:
+            nn.init.normal_(table.weight, mean=1.0, std=0.4)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_of_running_gives_the_same_logits(variant: str) -> None:
+    model, ids = make(variant), torch.randint(1, 61, (2, 30))
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation("chunked")
+    same = {"atol": 2e-6, "rtol": 0.0}  # angles are float32, and padding changes them
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-11, rtol=0)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    alone = model(ids[1:, 9:]).logits[0]
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[1, 9:], alone, **same)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=34)):
+        chunks = ids.split([12, 5, *[1] * 13], dim=1)
+        logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+        torch.testing.assert_close(logits, expected, atol=1e-11, rtol=0)
+    positions = torch.cat([torch.arange(13), torch.arange(17)])[None].expand(2, -1)
+    apart = torch.cat([model(part).logits for part in ids.split([13, 17], dim=1)], dim=1)
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, apart, **same)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)[1, -6:]
+    assert torch.equal(found, model.generate(ids[1:, 9:], max_new_tokens=6, do_sample=False)[0, -6:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoints_keep_the_scheme_and_checkpointing_its_gradients(variant: str, tmp_path: Any) -> None:
+    model, ids = make(variant), torch.randint(1, 61, (2, 30))
+    model.save_pretrained(tmp_path)
+    again = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    expected = model(ids, labels=ids).loss
+    torch.testing.assert_close(again(ids, labels=ids).loss, expected, atol=0, rtol=0)
+    expected.backward()
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again.train()(ids, labels=ids).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, ours.grad, atol=1e-12, rtol=1e-9, msg=name)
+
+
+def test_beams_and_removed_tokens_keep_distances() -> None:
+    model, ids = make("composed bias and gain"), torch.randint(1, 61, (2, 6))
+    tokens = [
+        model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False, use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*tokens)
+
+
+def test_a_gain_starts_as_one_and_tables_are_not_decayed() -> None:
+    config = DCFormerConfig(**SMALL, position_scheme="t5", position_gain="distance")
+    model = DCFormerForCausalLM(config).model
+    assert torch.equal(model.position_gain.weight, torch.ones(40, 6)) and model.position_bias.weight.std() > 0.05
+    assert isinstance(model.position_bias, nn.Embedding)  # whose weights optimizers leave undecayed
+
+
+def test_learned_positions_end_with_their_table() -> None:
+    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="learned"))
+    with pytest.raises(ValueError, match=r"needs 41 learned positions, but there are max_position_embeddings \(40\)"):
+        model(torch.ones(1, 41, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("fields", [{"position_scheme": "alibi"}, {"position_gain": "bucket"}])
+def test_attention_that_would_ignore_tables_is_refused(name: str, fields: dict[str, Any]) -> None:
+    config = DCFormerConfig(**OURS, **PLAIN, **fields, attn_implementation=name)
+    with pytest.raises(ValueError, match=f"attn_implementation='{name}' would ignore the tables"):
+        DCFormerForCausalLM(config)
+
+
+def test_paged_caches_are_refused_where_distances_matter() -> None:
+    assert not DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="t5")).supports_paged_cache
+    assert DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="none")).supports_paged_cache
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_scores_that_depend_on_the_batch_are_told(rope_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynattn.modeling.positions import rotary
+
+    told: list[str] = []
+    monkeypatch.setattr(rotary.logger, "warning_once", told.append)
+    rope = next(rope for rope in ROPES if rope["rope_type"] == rope_type)
+    RotaryEmbedding(DCFormerConfig(**OURS, rope_parameters=dict(rope)))
+    assert len(told) == 1 and f"rope_type {rope_type!r} turns all tokens of a batch by the length" in told[0]
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"position_scheme": "abili"}, r"position_scheme 'abili' does not exist; choose from \('rope', 'none'"),
+    ({"position_scheme": {"full_attention": "none"}}, r"has the layer types \['full_attention'\], but the model has"),
+    (
+        {"position_scheme": {"full_attention": "none", "sliding_attention": "learned"}},
+        "position_scheme 'learned' acts on embeddings",
+    ),
+    ({"position_scheme": "sinusoidal", "hidden_size": 49, "head_dim": 8}, r"hidden_size \(49\) must be even for sinus"),
+    ({"position_gain": "rows"}, "position_gain 'rows' does not exist; choose from"),
+    ({"rotary_dtype": "bfloat16"}, "rotary_dtype 'bfloat16' does not exist; choose from"),
+    ({"compose_position_bias": True}, "needs a position_scheme with a bias"),
+    ({"t5_num_buckets": 5}, r"t5_num_buckets \(5\) must be even"),
+    ({"t5_num_buckets": 0}, r"t5_num_buckets \(0\) must be at least 2"),
+    ({"t5_max_distance": 16}, r"t5_max_distance \(16\) must be greater than half of t5_num_buckets \(32\)"),
+    ({"position_gain_length": 0}, r"position_gain_length \(0\) must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+@pytest.mark.parametrize("config_class", [DCFormerConfig, DCPythiaConfig])
+def test_each_mistake_has_a_clear_error(config_class: type, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        config_class(**{**OURS, **fields})
+
+
+def test_a_configuration_without_the_fields_stays_what_it_was() -> None:
+    old = DCFormerConfig(**OURS).to_dict()
+    for field in ("position_scheme", "position_gain", "rotary_dtype", "t5_num_buckets", "compose_position_bias"):
+        old.pop(field)
+    config = DCFormerConfig.from_dict(old)
+    assert config.position_scheme == "rope" and not config.has_distance_tables
+    assert config.to_dict() == DCFormerConfig(**OURS).to_dict()
+
+
+def test_only_what_rotates_needs_pairs() -> None:
+    config = DCFormerConfig(**{**OURS, "head_dim": 7}, position_scheme="none")
+    assert DCFormerForCausalLM(config)(torch.ones(1, 9, dtype=torch.long)).logits.isfinite().all()
+    with pytest.raises((StrictDataclassError, ValueError), match=r"head_dim \(7\) must be even"):
+        DCFormerConfig(**{**OURS, "head_dim": 7})
