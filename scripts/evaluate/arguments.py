@@ -23,6 +23,15 @@ class EvaluateArguments:
     tasks: list[str] | None = field(
         default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
     )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "A .txt, .jsonl or .parquet file: bits per byte of its documents, instead of any task."},
+    )
+    text_column: str = field(default="text", metadata={"help": "Column of --dataset that holds the text."})
+    others: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Further checkpoints to score on --dataset and to compare with the first."},
+    )
     include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
     num_fewshot: list[int] | None = field(
         default=None,
@@ -57,6 +66,10 @@ class EvaluateArguments:
         for name, value, least in values:
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if self.dataset is not None and (self.tasks is not None or self.suite != "builtin"):
+            raise UserError(f"dataset={self.dataset} and tasks exclude each other; evaluate them one after the other")
+        if self.others and self.dataset is None:
+            raise UserError(f"others={self.others} are compared on --dataset FILE; give one, or evaluate them apart")
         if self.log_samples and self.output is None:
             raise UserError("log_samples needs a folder to write to; give --output DIR")
 

@@ -7,17 +7,15 @@ or later tokens reach earlier ones, and its lm-eval scores mean nothing.
 
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import evaluate
-import torch
 from datasets import Dataset, DatasetDict
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
+from .windows import first_token, predict, segments, windows
 
 METRIC = Path(__file__).parent / "metrics" / "next_token.py"
 
@@ -53,41 +51,10 @@ def score_documents(
     with tempfile.TemporaryDirectory() as cache:
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
-            tokens = [_prefix(tokenizer), *tokenizer.encode(document, verbose=False)]
+            tokens = [first_token(tokenizer), *tokenizer.encode(document, verbose=False)]
             memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
-            parts = _segments(tokens, max_length) if carry_memory else _windows(tokens, max_length, stride)
+            parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
             for inputs, targets in parts:
-                predictions, log_probs = _predict(model, inputs, targets, **memory)
+                predictions, log_probs = predict(model, inputs, targets, **memory)
                 metric.add_batch(predictions=predictions, references=targets, log_probs=log_probs)
         return metric.compute(bytes=sum(len(document.encode()) for document in documents))
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> int:
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-
-def _windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the inputs of a window and those targets, the tokens after its last inputs, that no earlier window had."""
-    done = 1
-    while done < len(tokens):
-        end = min(done + (max_length if done == 1 else stride), len(tokens))
-        yield tokens[max(0, end - 1 - max_length) : end - 1], tokens[done:end]
-        done = end
-
-
-def _segments(tokens: list[int], length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the inputs of a segment and the tokens after each of them."""
-    for begin in range(0, len(tokens) - 1, length):
-        targets = tokens[begin + 1 : begin + 1 + length]
-        yield tokens[begin : begin + len(targets)], targets
-
-
-@torch.no_grad()
-def _predict(
-    model: PreTrainedModel, inputs: list[int], targets: list[int], **options: Any
-) -> tuple[list[int], list[float]]:
-    output = model(torch.tensor([inputs], device=model.device), **options)
-    logits = output.logits[0, -len(targets) :].float()  # [T, V]
-    log_probs = logits.log_softmax(-1)
-    truth: Tensor = torch.tensor(targets, device=logits.device)
-    return logits.argmax(-1).tolist(), log_probs.gather(-1, truth[:, None])[:, 0].tolist()

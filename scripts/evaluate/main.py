@@ -1,6 +1,7 @@
-"""Scores a checkpoint with lm-eval-harness.
+"""Scores a checkpoint with lm-eval-harness, or several on texts of your own.
 
 Run: `dynattn evaluate CHECKPOINT [--suite builtin|pythia] [--tasks NAME ...] [--output DIR]`
+     `dynattn evaluate CHECKPOINT --dataset FILE [--others CHECKPOINT ...] [--output DIR]`
 """
 
 import logging
@@ -13,7 +14,13 @@ from .arguments import EvaluateArguments
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
     argv = name_first(argv, "model")
-    return run(parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__))
+    arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__)
+    if arguments.dataset is None:
+        return run(arguments)
+    from .own_text import evaluate_text
+
+    print(evaluate_text(arguments))
+    return 0
 
 
 def run(arguments: EvaluateArguments) -> int:

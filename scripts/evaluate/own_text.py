@@ -1,0 +1,213 @@
+"""How well checkpoints predict texts of the user's: bits per byte in all, for each document, and by position."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import load_dataset
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.atomic_file import write_json, write_whole
+from ..common.checkpoint_loading import check_pair, load_checkpoint
+from ..common.errors import UserError, first_line
+from ..common.paired import paired_difference
+from .arguments import EvaluateArguments
+from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
+from .windows import first_token, predict, segments, windows
+
+LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model makes of documents.
+
+    Attributes:
+        nats: minus the log-probability of each token, for each document.
+        depths: how many tokens each of them was predicted from.
+    """
+
+    nats: Sequence[NDArray[np.float64]]
+    depths: Sequence[NDArray[np.int64]]
+
+
+def evaluate_text(arguments: EvaluateArguments) -> str:
+    """Scores the checkpoints on the documents, writes the results if asked to, and returns the table.
+
+    Raises:
+        UserError: the documents or a checkpoint cannot be read.
+    """
+    if arguments.output is not None:
+        check_output(arguments.output, arguments.overwrite)
+    documents = read_documents(str(arguments.dataset), arguments.text_column)[: arguments.limit]
+    sizes = [len(document.encode()) for document in documents]
+    checkpoints = [_evaluate_checkpoint(name, arguments, documents) for name in [arguments.model, *arguments.others]]
+    results = {
+        "dataset": Path(str(arguments.dataset)).name,
+        "documents": len(documents),
+        "bytes": sum(sizes),
+        "checkpoints": [{**about, **summarize(scores, sizes)} for about, scores in checkpoints],
+    }
+    results["comparison"] = [
+        compare(one["bits_per_byte_of_documents"], results["checkpoints"][0]["bits_per_byte_of_documents"])
+        for one in results["checkpoints"][1:]
+    ]
+    text = format_results(results)
+    if arguments.output is not None:
+        write_whole(Path(arguments.output) / TABLE, text + "\n")
+        write_json(Path(arguments.output) / RESULTS, results, ensure_ascii=False, allow_nan=False)
+    return text
+
+
+def read_documents(path: str, column: str) -> list[str]:
+    """The documents in a text file (one), or in the column of a JSON lines or Parquet file (one a row).
+
+    Raises:
+        UserError: the file cannot be read, lacks the column, or holds no text.
+    """
+    kind = LOADERS.get(Path(path).suffix)
+    if kind is None or not Path(path).is_file():
+        raise UserError(f"dataset={path!r} must be a file that ends in {', '.join(LOADERS)}")
+    options = {"sample_by": "document"} if kind == "text" else {}
+    try:
+        rows = load_dataset(kind, data_files=path, split="train", **options)
+    except Exception as error:  # the readers of these formats raise whatever they meet
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+    if column not in rows.column_names:
+        raise UserError(f"{path} has no column {column!r} but {rows.column_names}; name it with --text_column")
+    documents = [text for text in rows[column] if isinstance(text, str) and text]
+    if not documents:
+        raise UserError(f"{path} holds no text in its column {column!r}")
+    return documents
+
+
+def _evaluate_checkpoint(
+    name: str, arguments: EvaluateArguments, documents: Sequence[str]
+) -> tuple[dict[str, Any], Scores]:
+    model, tokenizer = load_checkpoint(
+        name,
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    check_pair(model, tokenizer)
+    limit = getattr(model.config, "max_position_embeddings", None) or WINDOW
+    length = min(limit, arguments.max_length or limit)
+    scores = score_texts(model, tokenizer, documents, max_length=length, carry_memory=arguments.carry_memory)
+    return {"model": describe_model(model), "max_length": length, **describe_environment(model.device)}, scores
+
+
+def score_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    *,
+    max_length: int,
+    carry_memory: bool = False,
+) -> Scores:
+    """Scores every token of the documents once, in windows of up to `max_length` tokens.
+
+    Windows overlap by half, so that from a document's second window on a token is predicted from half a window at
+    least. With `carry_memory` they lie side by side, and the model's cache carries what came before.
+
+    Raises:
+        UserError: the scores are NaN.
+    """
+    nats, depths = [], []
+    for document in documents:
+        tokens = [first_token(tokenizer), *tokenizer.encode(document, verbose=False)]
+        memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
+        stride = max(1, max_length // 2)
+        parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
+        scores: list[float] = []
+        seen: list[int] = []
+        for inputs, targets in parts:
+            log_probs = predict(model, inputs, targets, **memory)[1]
+            before = len(scores) if carry_memory else len(inputs) - len(targets)
+            seen += range(before + 1, before + len(targets) + 1)
+            scores += [-value for value in log_probs]
+        nats.append(np.array(scores))
+        depths.append(np.array(seen))
+        if np.isnan(nats[-1]).any():
+            raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+    return Scores(nats, depths)
+
+
+def summarize(scores: Scores, sizes: Sequence[int]) -> dict[str, Any]:
+    """Bits per byte of all documents and of each, and the mean loss by position.
+
+    Args:
+        sizes: bytes of each document.
+    """
+    sums = np.array([nats.sum() for nats in scores.nats]) / math.log(2)
+    nats, depths = np.concatenate(scores.nats), np.concatenate(scores.depths)
+    bounds = [2**power for power in range(int(depths.max()).bit_length() + 1)]
+    positions = []
+    for low, high in pairwise(bounds):
+        chosen = nats[(depths >= low) & (depths < high)]
+        if len(chosen):
+            positions.append({"from": low, "to": high - 1, "tokens": len(chosen), "loss": float(chosen.mean())})
+    return {
+        "tokens": len(nats),
+        "bits_per_byte": float(sums.sum() / sum(sizes)),
+        "loss": float(nats.mean()),
+        "bits_per_byte_of_documents": (sums / np.array(sizes)).tolist(),
+        "by_position": positions,
+    }
+
+
+def compare(bits: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
+    """Bits per byte of each document minus the first checkpoint's, with a two-sided paired t-test over documents."""
+    return {name: value for name, value in paired_difference(bits, baseline).items() if name != "values"}
+
+
+def format_results(results: Mapping[str, Any]) -> str:
+    """The results in Markdown: a row for each checkpoint, then the loss by position."""
+    head = ["checkpoint", "parameters", "tokens", "bits per byte", "loss per token", "difference, documents", "p"]
+    rows = [head, ["---"] * len(head)]
+    for index, one in enumerate(results["checkpoints"]):
+        difference = _difference(results["comparison"][index - 1]) if index else ["", ""]
+        parameters, tokens = f"{one['model']['parameters']:,}", f"{one['tokens']:,}"
+        measured = [f"{one['bits_per_byte']:.4f}", f"{one['loss']:.4f}"]
+        rows.append([str(one["model"]["path"]), parameters, tokens, *measured, *difference])
+    return "\n".join([_markdown(rows), "", _note(results), "", _markdown(_positions(results["checkpoints"]))])
+
+
+def _difference(comparison: Mapping[str, Any]) -> list[str]:
+    if comparison["interval_95"] is None:
+        return [f"{comparison['mean']:+.4f}", ""]
+    low, high = comparison["interval_95"]
+    return [f"{comparison['mean']:+.4f} ({low:+.4f} to {high:+.4f})", f"{comparison['p']:.2g}"]
+
+
+def _note(results: Mapping[str, Any]) -> str:
+    return (
+        f"{results['documents']:,} documents of {results['bytes']:,} bytes in {results['dataset']}. Difference: mean "
+        "over documents of bits per byte minus the first checkpoint's, 95 % interval, p of a two-sided paired t-test. "
+        "Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
+    )
+
+
+def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of the mean loss of tokens that were predicted from so many others."""
+    ranges = {(line["from"], line["to"]) for one in checkpoints for line in one["by_position"]}
+    head = ["predicted from", *(str(one["model"]["path"]) for one in checkpoints)]
+    rows = [head, ["---"] * len(head)]
+    for low, high in sorted(ranges):
+        cells = []
+        for one in checkpoints:
+            found = [line["loss"] for line in one["by_position"] if line["from"] == low]
+            cells.append(f"{found[0]:.4f}" if found else "")
+        rows.append([f"{low:,} to {high:,} tokens", *cells])
+    return rows
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,41 @@
+"""Long texts in windows that a model can read: each token is predicted once."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What stands before the first token of a text."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the inputs of a window and those targets, the tokens after its last inputs, that no earlier window had."""
+    done = 1
+    while done < len(tokens):
+        end = min(done + (max_length if done == 1 else stride), len(tokens))
+        yield tokens[max(0, end - 1 - max_length) : end - 1], tokens[done:end]
+        done = end
+
+
+def segments(tokens: list[int], length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the inputs of a segment and the tokens after each of them."""
+    for begin in range(0, len(tokens) - 1, length):
+        targets = tokens[begin + 1 : begin + 1 + length]
+        yield tokens[begin : begin + len(targets)], targets
+
+
+@torch.no_grad()
+def predict(
+    model: PreTrainedModel, inputs: list[int], targets: list[int], **options: Any
+) -> tuple[list[int], list[float]]:
+    """The likeliest token at the place of each target, and the target's log-probability."""
+    output = model(torch.tensor([inputs], device=model.device), **options)
+    logits = output.logits[0, -len(targets) :].float()  # [T, V]
+    log_probs = logits.log_softmax(-1)
+    truth: Tensor = torch.tensor(targets, device=logits.device)
+    return logits.argmax(-1).tolist(), log_probs.gather(-1, truth[:, None])[:, 0].tolist()

@@ -1,0 +1,130 @@
+"""`dynattn evaluate --dataset`: bits per byte of texts of one's own, by document and by position, and comparisons."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts import cli
+from dynattn.scripts.evaluate.own_text import Scores, read_documents, score_texts, summarize
+
+DOCUMENTS = ["The first text, with a café.", "A second one, which is a little longer than the first text is.", "Third."]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, and few more."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(DOCUMENTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """A Llama and a DCFormer with random weights."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    common = {"vocab_size": 300, "max_position_embeddings": 16, **SIZES}
+    for name, model in {
+        "llama": LlamaForCausalLM(LlamaConfig(**common)),
+        "dcformer": DCFormerForCausalLM(DCFormerConfig(**common)),
+    }.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return [str(folder / "llama"), str(folder / "dcformer")]
+
+
+def test_every_token_is_scored_once_from_what_stands_before_it(
+    checkpoints: list[str], tokenizer: PreTrainedTokenizerFast
+):
+    """The first window by one forward pass; later tokens each by a pass of their own over the tokens they may see."""
+    model = LlamaForCausalLM.from_pretrained(checkpoints[0]).eval()
+    scores = score_texts(model, tokenizer, DOCUMENTS, max_length=16)
+    for document, nats, depths in zip(DOCUMENTS, scores.nats, scores.depths, strict=True):
+        tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode(document)])
+        assert len(nats) == len(depths) == len(tokens) - 1
+        expected = []
+        for target, depth in enumerate(depths.tolist(), start=1):
+            with torch.no_grad():
+                logits = model(tokens[None, target - depth : target]).logits[0, -1]
+            expected.append(cross_entropy(logits, tokens[target]).item())
+        np.testing.assert_allclose(nats, expected, rtol=1e-4, atol=1e-4)
+        assert depths[:16].tolist() == list(range(1, len(depths) + 1))[:16]
+        assert all(depths[16:] > 8)
+
+
+def test_the_summary_adds_up():
+    scores = Scores([np.array([1.0, 3.0]), np.array([2.0])], [np.array([1, 2]), np.array([1])])
+    summary = summarize(scores, [4, 1])
+    assert summary["bits_per_byte"] == pytest.approx(6 / math.log(2) / 5)
+    assert summary["bits_per_byte_of_documents"] == pytest.approx([1 / math.log(2), 2 / math.log(2)])
+    assert summary["by_position"] == [
+        {"from": 1, "to": 1, "tokens": 2, "loss": 1.5},
+        {"from": 2, "to": 3, "tokens": 1, "loss": 3.0},
+    ]
+
+
+def test_checkpoints_are_compared_document_by_document(
+    checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = tmp_path / "texts.jsonl"
+    text.write_text("\n".join(json.dumps({"words": document}) for document in DOCUMENTS))
+    command = ["evaluate", checkpoints[0], "--dataset", str(text), "--text_column", "words"]
+    command += ["--others", checkpoints[1], checkpoints[0], "--output", str(tmp_path / "results"), "--device", "cpu"]
+    assert cli.main(command) == 0
+    assert "3 documents of 97 bytes in texts.jsonl" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    first, second, again = (np.array(one["bits_per_byte_of_documents"]) for one in results["checkpoints"])
+    assert results["comparison"][0]["mean"] == pytest.approx((second - first).mean())
+    assert 0 < results["comparison"][0]["p"] < 1
+    assert results["comparison"][1] == {"mean": 0.0, "sd": 0.0, "interval_95": None, "p": None}
+    assert first.tolist() == again.tolist()
+    assert cli.main(command) == 2
+    assert "results.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+
+
+def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
+    from datasets import Dataset
+
+    (tmp_path / "text.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    assert [document.strip() for document in read_documents(str(tmp_path / "text.txt"), "text")] == ["one\n\ntwo"]
+    Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
+    assert read_documents(str(tmp_path / "text.parquet"), "text") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dataset", "missing.jsonl"], "must be a file that ends in .txt"),
+        (["--dataset", "texts.csv"], "must be a file that ends in .txt"),
+        (["--dataset", "texts.jsonl", "--tasks", "x"], "exclude each other"),
+        (["--others", "x"], "are compared on --dataset FILE"),
+        (["--dataset", "texts.jsonl"], "has no column 'text' but ['words']"),
+        (["--dataset", "broken.jsonl"], "cannot read broken.jsonl"),
+        (["--dataset", "empty.jsonl"], "holds no text in its column 'text'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.csv").write_text("text\nx\n")
+    Path("texts.jsonl").write_text('{"words": "x"}\n')
+    Path("broken.jsonl").write_text('{"text": \n')
+    Path("empty.jsonl").write_text('{"text": ""}\n')
+    assert cli.main(["evaluate", "nowhere", *words]) == 2
+    assert message in capsys.readouterr().err
