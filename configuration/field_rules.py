@@ -67,11 +67,16 @@ FIELD_RANGES: dict[str, Range] = {
     "hidden_dropout": DROPOUT,
     "activation_dropout": DROPOUT,
     "attention_dropout": DROPOUT,
+    "drop_path_rate": DROPOUT,
     "compose_dropout": DROPOUT,
     "attention_scaling": NUMBER,
     # Weights of this size leave the logits finite in float32.
     "initializer_range": Range(0, 1000),
     "compose_init_scale": Range(0, 1_000_000),
+    "num_channels": SIZE,
+    "num_register_tokens": Range(0, 2**31 - 1),
+    "representation_size": SIZE,
+    "layer_scale_init": Range(-1000, 1000),
 }
 ACTIVATIONS = ("hidden_act", "compose_act")
 

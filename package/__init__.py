@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_dcbart import DCBartConfig
     from dynattn.configuration.configuration_dcformer import DCFormerConfig
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
+    from dynattn.configuration.configuration_dcvit import DCViTConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
     from dynattn.configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
     from dynattn.configuration.mixers import mixer_fields
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
         DCPythiaForTokenClassification,
         DCPythiaModel,
     )
+    from dynattn.modeling.modeling_dcvit import DCViTForImageClassification, DCViTModel
     from dynattn.modeling.modeling_rcmha import (
         RCMHAForCausalLM,
         RCMHAForSequenceClassification,
@@ -66,6 +68,9 @@ __all__ = [
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
+    "DCViTConfig",
+    "DCViTForImageClassification",
+    "DCViTModel",
     "RCMHAConfig",
     "RCMHAForCausalLM",
     "RCMHAForSequenceClassification",

@@ -17,7 +17,7 @@ TOKENIZER_PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
 )
-COMPANION_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*")
+COMPANION_PATTERNS = ("generation_config.json", "preprocessor_config.json", "LICENSE*", "NOTICE*")
 # Transformers loads the base model that this file names, from wherever it is, instead of the folder that it is in.
 ADAPTER = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -1,6 +1,6 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
-`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA`.
+`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA` and `VIT`.
 
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
@@ -11,6 +11,7 @@ from typing import Any
 _MODULES = {
     "LLAMA": "upcycle.parents.llama",
     "NEOX": "upcycle.parents.neox",
+    "VIT": "upcycle.parents.vit",
     "CheckArguments": "check",
     "Conversion": "official.plan",
     "OfficialArguments": "official.arguments",
@@ -27,6 +28,7 @@ _MODULES = {
 __all__ = [
     "LLAMA",
     "NEOX",
+    "VIT",
     "CheckArguments",
     "Conversion",
     "OfficialArguments",

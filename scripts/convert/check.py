@@ -41,9 +41,10 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     Raises:
         UserError: one of them does not load, or their vocabularies differ in size.
     """
+    from .common.answers import compare_answers
     from .common.hub import locate
     from .common.model_loading import load_config, load_for_probe
-    from .common.probe import ask, compare_answers, make_probe
+    from .common.probe import ask, make_probe
 
     first = locate(arguments.first, arguments.first_revision)
     second = locate(arguments.second, arguments.second_revision)

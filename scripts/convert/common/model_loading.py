@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -53,7 +54,11 @@ def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | 
 
 
 def load_for_probe(
-    folder: Path, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> PreTrainedModel:
     """Loads any model with weights rounded to `dtype`, to compute in float32 with eager attention.
 
@@ -61,6 +66,7 @@ def load_for_probe(
         folder: of the checkpoint.
         dtype: weights are rounded to it.
         config: instead of the one in the folder.
+        auto_class: the Auto class that makes the model.
 
     Raises:
         UserError: it does not load, tensors are missing, or memory is short.
@@ -70,7 +76,7 @@ def load_for_probe(
     options["trust_remote_code"] = False
     try:
         with quiet_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+            loaded: Any = getattr(transformers, auto_class).from_pretrained(folder, config=config, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"the model in {folder} does not load: {last_line(error)}") from error
     model, info = loaded

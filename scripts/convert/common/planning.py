@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...common.checkpoint_files import refusal_of
 from ...common.errors import UserError
@@ -17,7 +18,7 @@ def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torc
     return own if name == "auto" else getattr(torch, name)
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:
     """Our model with shapes only: its weights have no storage.
 
     Raises:
@@ -25,7 +26,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return getattr(transformers, auto_class).from_config(config)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"config.json describes no possible model: {refusal_of(error)}") from error
 
@@ -35,14 +36,16 @@ def shapes_of(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {key: tensor.shape for key, tensor in model.state_dict().items()}
 
 
-def check_import(config: PreTrainedConfig, source: TensorSource, steps: Sequence[Step]) -> None:
+def check_import(
+    config: PreTrainedConfig, source: TensorSource, steps: Sequence[Step], auto_class: str = "AutoModelForCausalLM"
+) -> None:
     """Names the architecture in our `config`, and checks that the foreign tensors have the shapes that it asks for.
 
     Raises:
         UserError: a tensor has another shape.
     """
-    model = meta_model(config)
-    config.architectures = [type(model).__name__]
+    model = meta_model(config, auto_class)
+    config.architectures = config.architectures or [type(model).__name__]
     check_shapes(source, foreign_shapes(steps, shapes_of(model)))
 
 

@@ -1,6 +1,5 @@
-"""A model's logits on a probe, computed in three ways: plain batch, left-padded row, token by token from a cache."""
+"""How decoders of text are asked: a plain batch, a left-padded row, and token by token from a cache."""
 
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 
@@ -11,78 +10,12 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
-from .comparison import NOISE_MULTIPLE, PROBE_WITHOUT_WINDOW, affordable_tokens, largest, random_ids
+from .answers import Answers, Probe, rounding_between
+from .comparison import PROBE_WITHOUT_WINDOW, affordable_tokens, random_ids
 from .model_loading import quiet_loading
 from .tensor_source import TensorSource, count_elements
 
 DECODED = 8
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Logits of a batch, of its second row behind padding, and of its last tokens from a cache; and the loss."""
-
-    full: Tensor  # [2, T, V]
-    padded: Tensor  # [1, less than T, V]
-    decoded: Tensor  # [2, DECODED, V]
-    loss: float
-
-    @property
-    def noise(self) -> float:
-        """The largest difference between the three ways, which is rounding alone; at least one float32 rounding."""
-        padded = largest(self.padded - self.full[1:, : self.padded.shape[1]])
-        decoded = largest(self.decoded - self.full[:, -DECODED:])
-        return max(padded, decoded, torch.finfo(torch.float32).eps * largest(self.full))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two models' answers: the largest difference of logits over all ways, what rounding explains, and both losses."""
-
-    tokens: int
-    difference: float
-    noise: float
-    losses: tuple[float, float]
-
-    @property
-    def limit(self) -> float:
-        """The largest difference that counts as rounding."""
-        return NOISE_MULTIPLE * self.noise
-
-    @property
-    def equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.difference <= self.limit
-
-    def describe(self) -> str:
-        """How far the logits are from each other, in one line."""
-        if self.difference == 0:
-            return f"{self.tokens} tokens, plain, left-padded and cached: logits are equal bit for bit"
-        return (
-            f"{self.tokens} tokens, plain, left-padded and cached: logits differ by {self.difference:.1e} "
-            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
-        )
-
-    def describe_effect(self) -> str:
-        """What the second model's difference does to loss and logits, in one line."""
-        before, after = self.losses
-        return (
-            f"on {self.tokens} tokens the loss changes from {before:.5f} to {after:.5f} ({after - before:+.1e}), "
-            f"logits by up to {self.difference:.1e}"
-        )
-
-
-def compare_answers(first: Answers, second: Answers) -> Comparison:
-    """Compares two models' answers to the same probe.
-
-    Raises:
-        UserError: the first model's logits are not finite.
-    """
-    if not first.full.isfinite().all():
-        raise UserError("the first model's logits are not finite; its weights are damaged")
-    pairs = ((first.full, second.full), (first.padded, second.padded), (first.decoded, second.decoded))
-    difference = torch.tensor([largest(one - other) for one, other in pairs]).max().item()  # NaN if there is one
-    return Comparison(first.full[..., 0].numel(), difference, first.noise, (first.loss, second.loss))
 
 
 @torch.no_grad()
@@ -95,8 +28,13 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     if "past_key_values" not in signature(model.forward).parameters:
         raise UserError(f"{type(model).__name__} has no cache of keys and values; such models are not compared here")
     full = model(ids, use_cache=False).logits
-    loss = functional.cross_entropy(full[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
-    return Answers(full, _padded_logits(model, ids), _decoded_logits(model, ids), loss)
+    padded, decoded = _padded_logits(model, ids), _decoded_logits(model, ids)
+    return Answers(
+        f"{ids.numel()} tokens, plain, left-padded and cached",
+        (full, padded, decoded),
+        rounding_between((full[1:, : padded.shape[1]], padded), (full[:, -DECODED:], decoded)),
+        functional.cross_entropy(full[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item(),
+    )
 
 
 def _padded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -150,3 +88,6 @@ def text_ids(folder: Path, count: int, vocabulary: int) -> Tensor | None:
         return None
     usable = [token for token in ids if token < vocabulary][:count]
     return torch.tensor(usable) if len(usable) == count else None
+
+
+TEXT = Probe(lambda architectures: "AutoModelForCausalLM", make_probe, ask)

@@ -152,7 +152,7 @@ def _match_drops(weight_map: WeightMap, keys: set[str]) -> dict[str, list[str]]:
 def _restored(weight_map: WeightMap) -> Iterator[Step]:
     for drop in weight_map.drops:
         if drop.written is not None:
-            for layer in range(weight_map.layers):
+            for layer in range(weight_map.layers if "{layer}" in drop.theirs else 1):
                 yield Step((), (drop.theirs.replace("{layer}", str(layer)),), partial(_make, drop.written))
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `dynattn convert pythia` and `dynattn convert llama`."""
+"""The arguments of the conversions from plain models: `dynattn convert pythia`, `llama` and `vit`."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -51,8 +51,10 @@ def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
         "use_qk_norm": plain.use_qk_norm or arguments.qk_norm,
     }
     if arguments.layer_types is not None:
+        if not hasattr(plain, "layer_types"):
+            raise UserError(f"--layer-types, but a {plain.model_type} has no windows; leave it out")
         fields["layer_types"] = repeat_layer_types(arguments.layer_types, plain.num_hidden_layers)
-    slides = "sliding_attention" in fields.get("layer_types", plain.layer_types)
+    slides = "sliding_attention" in fields.get("layer_types", getattr(plain, "layer_types", ()))
     if slides and not (arguments.sliding_window or plain.sliding_window):
         raise UserError("--layer-types has L, but the model has no window; say how many keys with --sliding-window")
     if arguments.sliding_window is not None:
@@ -65,14 +67,17 @@ def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
 def starts_as_parent(config: Any, plain: Any) -> bool:
     """Whether a new model of `config` gives the plain model's logits."""
     same = ("layer_types", "sliding_window", "use_qk_norm")
-    return config.compose_init_scale == 0 and all(getattr(config, name) == getattr(plain, name) for name in same)
+    return config.compose_init_scale == 0 and all(
+        getattr(config, name, None) == getattr(plain, name, None) for name in same
+    )
 
 
 def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
     """Raises UserError where ours cannot embed the padding token, or a query-key norm is asked for that is there."""
-    if plain.pad_token_id is not None and not 0 <= plain.pad_token_id < plain.vocab_size:
+    pad = getattr(plain, "pad_token_id", None)
+    if pad is not None and not 0 <= pad < plain.vocab_size:
         raise UserError(
-            f"pad_token_id {plain.pad_token_id} is none of the {plain.vocab_size} rows of the embedding; correct it or "
+            f"pad_token_id {pad} is none of the {plain.vocab_size} rows of the embedding; correct it or "
             "set it to null, in config.json"
         )
     if arguments.qk_norm and plain.use_qk_norm:
@@ -80,7 +85,15 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
 
 
 def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
-    """Warnings about dropout, which our models do not have."""
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+    """Warnings about dropout that our models do not have."""
+    of_probabilities = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+    for name in (*of_probabilities, "hidden_dropout", "resid_pdrop", "embd_pdrop"):
         if value := getattr(theirs, name, 0.0):
-            yield f"{name} {value} is not kept: our models have no dropout"
+            yield f"{name} {value} is not kept: our model has no such dropout"
+
+
+def warn_of_absent(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Warnings about files that the source in `folder` lacks, and its users will look for."""
+    for name in names:
+        if not (folder / name).is_file():
+            yield f"there is no {name} to copy"

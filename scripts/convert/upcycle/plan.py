@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.families import FAMILIES
 
+from ...common.checkpoint_files import read_config
 from ...common.errors import UserError
+from ..common.answers import Comparison, Probe, compare_answers
 from ..common.driver import ConversionPlan
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
-from ..common.probe import Comparison, ask, compare_answers, make_probe
 from ..common.tensor_source import TensorSource, count_elements
 from ..common.weight_map import WeightMap, plan_export, plan_import
 from ..common.writing import write_transformers_config
@@ -26,6 +27,7 @@ from .config import (
     make_config,
     read_family,
     starts_as_parent,
+    warn_of_absent,
     warn_of_dropout,
 )
 from .identity import require_identity
@@ -41,6 +43,7 @@ class Upcycling(ConversionPlan):
         config: of what is written.
         twin: the configuration with which the written weights compute what the source computes; `config` itself
             unless the result is meant to differ.
+        probe: how both models are asked.
         proof: the comparison of the source with the written weights under `twin`; None until it is made.
         effect: the comparison of the source with the result as it is; None where both are meant to be equal.
     """
@@ -48,6 +51,7 @@ class Upcycling(ConversionPlan):
     arguments: UpcycleArguments
     config: PreTrainedConfig
     twin: PreTrainedConfig
+    probe: Probe
     proof: Comparison | None = None
     effect: Comparison | None = None
 
@@ -68,10 +72,11 @@ class Upcycling(ConversionPlan):
         Raises:
             UserError: logits differ by more than rounding, where they should not.
         """
-        ids = make_probe(self.source.folder, self.config, self.twin)
-        theirs = ask(load_for_probe(self.source.folder, dtype=self.dtype), ids)
+        probe = self.probe
+        inputs = probe.make(self.source.folder, self.config, self.twin)
+        theirs = probe.ask(self._load(self.source.folder, dtype=self.dtype), inputs)
         twin = None if self.same_model else self.twin
-        proof = compare_answers(theirs, ask(load_for_probe(written, config=twin), ids))
+        proof = compare_answers(theirs, probe.ask(self._load(written, config=twin), inputs))
         if not proof.equal:
             raise UserError(
                 f"the written model's logits differ from the source's by {proof.difference:.1e}; rounding explains "
@@ -79,7 +84,10 @@ class Upcycling(ConversionPlan):
             )
         self.proof = proof
         if not self.same_model:
-            self.effect = compare_answers(theirs, ask(load_for_probe(written), ids))
+            self.effect = compare_answers(theirs, probe.ask(self._load(written), inputs))
+
+    def _load(self, folder: Path, **options: Any) -> PreTrainedModel:
+        return load_for_probe(folder, auto_class=self.probe.auto_class_of(read_config(folder)), **options)
 
     def describe_source(self) -> str:
         return (
@@ -113,7 +121,7 @@ def plan_upcycling(
     check_parent(arguments, plain)
     weight_map = parent.weight_map(plain)
     steps, dropped = plan_import(weight_map, source.headers)
-    check_import(config, source, steps)
+    check_import(config, source, steps, FAMILIES[parent.ours].main_auto_class)
     check_tied(source, plain, weight_map)
     written = [key for step in steps for key in step.writes]
     return Upcycling(
@@ -122,9 +130,10 @@ def plan_upcycling(
         steps=[*in_file_order(steps, source), *new_steps(config, written, arguments.seed)],
         dtype=choose_dtype(arguments.dtype, source, steps),
         dropped=dropped,
-        warnings=list(warn_of_dropout(theirs)),
+        warnings=[*warn_of_dropout(theirs), *warn_of_absent(source.folder, parent.needs)],
         config=config,
         twin=config if starts_as_parent(config, plain) else plain,
+        probe=parent.probe,
     )
 
 
@@ -136,13 +145,13 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     """
     ours = read_family(source.folder, raw, (parent.ours,))
     config = make_config(parent.restore, ours)
-    expected = shapes_of(meta_model(ours))
+    expected = shapes_of(meta_model(ours, FAMILIES[parent.ours].main_auto_class))
     composition = sorted(key for key in expected if COMPOSITION in key)
     if absent := [key for key in composition if key not in source.headers]:
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
-    tied = {HEAD} if ours.tie_word_embeddings else set()
+    tied = {HEAD} if getattr(ours, "tie_word_embeddings", False) else set()
     steps = plan_export(parent.weight_map(ours), source.headers.keys() - tied - set(composition))
-    check_shapes(source, {key: shape for key, shape in expected.items() if key not in tied})
+    check_shapes(source, {key: shape for key, shape in expected.items() if key in source.headers.keys() - tied})
     require_identity(source, ours)
     return Upcycling(
         arguments=arguments,
@@ -152,12 +161,13 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
         dropped={"a composition that is the identity": composition} if composition else {},
         config=config,
         twin=config,
+        probe=parent.probe,
     )
 
 
 def check_tied(source: TensorSource, plain: Any, weight_map: WeightMap) -> None:
     """Raises UserError where a tied head is stored and is not the embedding."""
-    if not plain.tie_word_embeddings:
+    if not getattr(plain, "tie_word_embeddings", False):
         return
     (embedding,) = next(rule.theirs for rule in weight_map.rules if rule.ours == (EMBEDDING,))
     for key in (drop.theirs for drop in weight_map.drops if drop.theirs in source.headers):

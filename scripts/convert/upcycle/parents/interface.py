@@ -20,6 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dynattn.configuration.composed_config import ROTARY_ALONE
 
 from ....common.errors import UserError
+from ...common.answers import Probe
+from ...common.probe import TEXT
 from ...common.weight_map import Drop, Rule, WeightMap
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -35,6 +37,8 @@ class Parent:
         fields: gives our configuration's fields, for the same model, from theirs.
         restore: gives their configuration from ours; raises UserError where they cannot run such a model.
         weight_map: gives the table of weights for one of our configurations, leaving the composition aside.
+        probe: how both models are asked.
+        needs: files beside the weights that users of the result will miss.
     """
 
     model_types: tuple[str, ...]
@@ -42,6 +46,8 @@ class Parent:
     fields: Callable[[Any], dict[str, Any]]
     restore: Callable[[Any], PreTrainedConfig]
     weight_map: Callable[[Any], WeightMap]
+    probe: Probe = TEXT
+    needs: tuple[str, ...] = ()
 
 
 def shared_fields(config: PreTrainedConfig, names: tuple[str, ...]) -> dict[str, Any]:

@@ -1,0 +1,21 @@
+"""Stochastic depth (arXiv 1603.09382): some examples skip an update of their hidden states in training."""
+
+from torch import Tensor, nn
+
+
+class DropPath(nn.Module):
+    """Sets the update of an example to zero with probability `rate`, and scales the others, in training."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, update: Tensor) -> Tensor:
+        """Drops whole examples of `update` `[B, T, E]`."""
+        if not self.training or self.rate == 0:
+            return update
+        kept = update.new_empty(update.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return update * kept / (1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}"

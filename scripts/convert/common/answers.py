@@ -1,0 +1,112 @@
+"""What a model answers to a probe in several ways, and the comparison of two models' answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...common.errors import UserError
+from .comparison import NOISE_MULTIPLE, largest
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answers to one probe.
+
+    Attributes:
+        question: what was asked, in words.
+        ways: logits or hidden states `[...]` of each way of asking.
+        noise: the largest difference between ways that should agree, which is rounding alone.
+        loss: the model's loss on the probe, where it has one.
+    """
+
+    question: str
+    ways: tuple[Tensor, ...]
+    noise: float
+    loss: float | None = None
+
+
+class Probe(NamedTuple):
+    """How models of one kind are asked.
+
+    Attributes:
+        auto_class: gives the name of the Auto class for the names of classes in `architectures`.
+        make: gives an input that the models of some configurations can read, from a folder that may hold a tokenizer.
+        ask: runs a model on it.
+    """
+
+    auto_class: Callable[[list[str]], str]
+    make: Callable[..., Any]
+    ask: Callable[[PreTrainedModel, Any], Answers]
+
+    def auto_class_of(self, raw: dict[str, Any]) -> str:
+        """The Auto class that loads a folder whose `config.json` holds `raw`."""
+        return self.auto_class(raw.get("architectures") or [])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models' answers: the largest difference over all ways, what rounding explains, and both losses."""
+
+    question: str
+    difference: float
+    noise: float
+    losses: tuple[float | None, float | None]
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that counts as rounding."""
+        return NOISE_MULTIPLE * self.noise
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.limit
+
+    def describe(self) -> str:
+        """How far the logits are from each other, in one line."""
+        if self.difference == 0:
+            return f"{self.question}: logits are equal bit for bit"
+        return (
+            f"{self.question}: logits differ by {self.difference:.1e} "
+            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
+        )
+
+    def describe_effect(self) -> str:
+        """What the second model's difference does to loss and logits, in one line."""
+        before, after = self.losses
+        asked = self.question.partition(",")[0]
+        if before is None or after is None:
+            return f"on {asked} logits change by up to {self.difference:.1e}"
+        return (
+            f"on {asked} the loss changes from {before:.5f} to {after:.5f} ({after - before:+.1e}), "
+            f"logits by up to {self.difference:.1e}"
+        )
+
+
+def compare_answers(first: Answers, second: Answers) -> Comparison:
+    """Compares two models' answers to the same probe.
+
+    Raises:
+        UserError: the first model's logits are not finite.
+    """
+    if not first.ways[0].isfinite().all():
+        raise UserError("the first model's logits are not finite; its weights are damaged")
+    pairs = zip(first.ways, second.ways, strict=True)
+    difference = torch.tensor([largest(one - other) for one, other in pairs]).max().item()  # NaN if there is one
+    return Comparison(first.question, difference, first.noise, (first.loss, second.loss))
+
+
+def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:
+    """The largest difference of answers `[...]` that should be equal; at least one float32 rounding of the first."""
+    smallest = torch.finfo(torch.float32).eps * largest(pairs[0][0])
+    return max(smallest, *(largest(one - other) for one, other in pairs))
+
+
+def by_head(architectures: list[str]) -> str:
+    """The Auto class of a model that may have any head or none, by the name of its class."""
+    _, _, head = (architectures or [""])[0].partition("For")
+    return f"AutoModelFor{head}" if head else "AutoModel"

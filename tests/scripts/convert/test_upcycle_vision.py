@@ -1,0 +1,77 @@
+"""`dynattn convert vit`: a DCViT starts as its parent, learns to compose, and goes back unchanged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases.checkpoints import assert_same_weights, convert_well, weights_of
+from cases.vision_parents import VISION_PARENTS, make_parent
+from torch import Tensor
+from transformers import AutoImageProcessor, PreTrainedModel, ViTImageProcessor
+
+
+def save_parent(folder: Path, name: str) -> PreTrainedModel:
+    """A parent and its image processor."""
+    model = make_parent(name)
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 24, "width": 24}).save_pretrained(folder)
+    return model
+
+
+def assert_within_rounding(observed: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(observed, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+
+
+def auto_class(name: str) -> Any:
+    head = VISION_PARENTS[name][0]
+    return transformers.AutoModel if head == "Model" else transformers.AutoModelForImageClassification
+
+
+@pytest.mark.parametrize("name", VISION_PARENTS)
+@torch.no_grad()
+def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = save_parent(tmp_path / "parent", name)
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True")
+    assert "2 images, together, alone and larger" in capsys.readouterr().out
+    ours = auto_class(name).from_pretrained(tmp_path / "ours").eval()
+    assert ours.config.model_type == "dcvit" and ours.config.composes and ours.config.compose_static
+    for size, options in ((24, {}), (40, {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True})):
+        pixels = torch.randn(3, ours.config.num_channels, size, size)
+        assert_within_rounding(ours(pixels, **options)[0], parent(pixels, **options)[0])
+
+    convert_well("vit", tmp_path / "ours", tmp_path / "back", "--reverse")
+    written = weights_of(tmp_path / "parent")
+    for key, value in written.items():  # what no result needs comes back as zeros
+        if key.startswith("pooler.") or key.endswith("mask_token"):
+            value.zero_()
+    assert_same_weights(written, weights_of(tmp_path / "back"))
+    restored = auto_class(name).from_pretrained(tmp_path / "back").eval()
+    assert type(restored) is type(parent)
+    pixels = torch.randn(1, ours.config.num_channels, 24, 24)
+    assert_within_rounding(restored(pixels)[0], parent(pixels)[0])
+
+
+def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True")
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 24, 24), labels=torch.arange(4)).loss.backward()
+        optimizer.step()
+    composition = {name: p.grad for name, p in model.named_parameters() if ".composition." in name}
+    assert composition and all(bool(gradient.abs().max() > 0) for gradient in composition.values())
+
+
+def test_the_image_processor_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "ours").size["height"] == 24
+    (tmp_path / "parent/preprocessor_config.json").unlink()
+    convert_well("vit", tmp_path / "parent", tmp_path / "without")
+    assert "there is no preprocessor_config.json to copy" in capsys.readouterr().err
