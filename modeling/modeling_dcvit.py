@@ -56,7 +56,7 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
 
     config: DCViTConfig
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ("image",)  # type: ignore[assignment]
     _input_embed_layer = "patch_embeddings"
     _no_split_modules = ["ImageEmbeddings", "DCViTLayer"]
     _can_record_outputs = {
@@ -85,9 +85,10 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, ImageEmbeddings):
             self._init_tokens(module, std)
-        elif isinstance(module, DCViTLayer) and module.layer_scale1 is not None:
+        elif isinstance(module, DCViTLayer):
             for scale in (module.layer_scale1, module.layer_scale2):
-                init.constant_(scale, self.config.layer_scale_init)
+                if scale is not None:
+                    init.constant_(scale, float(self.config.layer_scale_init or 0))
 
     def _init_tokens(self, module: ImageEmbeddings, std: float | None) -> None:
         for token in (module.class_token, module.distillation_token, module.register_tokens):
@@ -153,13 +154,14 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
 
     def __init__(self, config: DCViTConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        labels: Any = config.num_labels
+        self.num_labels: int = labels
         self.model = DCViTModel(config)
         width = config.hidden_size * (2 if config.classifier_pooling == "cls_mean" else 1)
         self.pre_logits = None
         if config.representation_size is not None:
             self.pre_logits, width = nn.Linear(width, config.representation_size), config.representation_size
-        self.classifier = nn.Linear(width, config.num_labels)
+        self.classifier = nn.Linear(width, self.num_labels)
         self.post_init()
 
     @can_return_tuple

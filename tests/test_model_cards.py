@@ -39,13 +39,15 @@ def test_the_table_of_sizes_is_true(family: Family) -> None:
     rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (CARDS / family.card).read_text(), flags=re.M)
     told = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if cells.count("|") == 6}
     assert told.keys() == config_class.sizes.keys()
-    for name, (hidden, layers, heads, mlp, vocabulary, context, parameters) in told.items():
+    for name, (hidden, layers, heads, mlp, *reads, parameters) in told.items():
         config = config_class.from_size(name)
         shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads)
         assert (int(hidden), int(layers), int(heads)) == shape
         assert int(mlp.split()[0]) == config.intermediate_size
-        assert int(vocabulary.replace(",", "")) == config.vocab_size
-        assert int(context.replace(",", "")) == config.max_position_embeddings
+        names = ("vocab_size", "max_position_embeddings")
+        if model_class.main_input_name == "pixel_values":
+            names = ("image_size", "patch_size")
+        assert [int(cell.replace(",", "")) for cell in reads] == [getattr(config, name) for name in names]
         with torch.device("meta"):
             count = model_class(config).num_parameters()
         number, unit = parameters.split()

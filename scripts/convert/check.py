@@ -1,4 +1,4 @@
-"""Compares the logits of two checkpoints, of any model that Transformers loads: plain, left-padded and cached.
+"""Compares the logits of two checkpoints: of any decoder or vision transformer that Transformers loads.
 
 Run: `dynattn convert check A B`. Exits with 0 where they are equal up to rounding, with 1 where they differ.
 """
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..common.checkpoint_files import read_config
 from ..common.errors import UserError
 from .common.command_line import parse_with_folders
 
 if TYPE_CHECKING:  # only for the annotation: it needs torch
-    from .common.probe import Comparison
+    from .common.answers import Comparison
 
 
 @dataclass
@@ -43,13 +44,16 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     """
     from .common.answers import compare_answers
     from .common.hub import locate
+    from .common.image_probe import IMAGES
     from .common.model_loading import load_config, load_for_probe
-    from .common.probe import ask, make_probe
+    from .common.probe import TEXT
 
-    first = locate(arguments.first, arguments.first_revision)
-    second = locate(arguments.second, arguments.second_revision)
-    one, other = (load_config(folder).get_text_config() for folder in (first, second))
-    if one.vocab_size != other.vocab_size:
-        raise UserError(f"vocabularies of {one.vocab_size} and {other.vocab_size} tokens cannot be compared")
-    ids = make_probe(first, one, other)
-    return compare_answers(ask(load_for_probe(first), ids), ask(load_for_probe(second), ids))
+    folders = [locate(arguments.first, arguments.first_revision), locate(arguments.second, arguments.second_revision)]
+    configs = [load_config(folder).get_text_config() for folder in folders]
+    rows, others = (getattr(config, "vocab_size", None) for config in configs)
+    if rows != others:
+        raise UserError(f"vocabularies of {rows} and {others} tokens cannot be compared")
+    probe = IMAGES if rows is None else TEXT
+    inputs = probe.make(folders[0], *configs)
+    models = (load_for_probe(folder, auto_class=probe.auto_class_of(read_config(folder))) for folder in folders)
+    return compare_answers(*(probe.ask(model, inputs) for model in models))

@@ -16,6 +16,7 @@ from ..common.errors import UserError, last_line
 from .checkpoint import Checkpoint
 
 TASKS = {
+    "AutoModelForImageClassification": "image-classification",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSeq2SeqLM": "translation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -48,14 +49,23 @@ neither the training data nor any score.
 
 ## Limits
 
-- Positions beyond `max_position_embeddings` were not seen in training.
-- The text it was trained on decides what it can do; it may produce text that is wrong, biased or offensive.
-- The cache must be a `DynamicCache` or a `StaticCache` of Transformers.
+{limits}
 
 ## Citation
 
 {citation}
 """
+
+# By what a model reads.
+LIMITS = {
+    "input_ids": """\
+- Positions beyond `max_position_embeddings` were not seen in training.
+- The text it was trained on decides what it can do; it may produce text that is wrong, biased or offensive.
+- The cache of a model that generates must be a `DynamicCache` or a `StaticCache` of Transformers.""",
+    "pixel_values": """\
+- Images must be scaled as in training, as the image processor does.
+- The images it was trained on decide what it can do; its answers may be wrong or biased.""",
+}
 
 USAGE = """\
 ## How to load
@@ -122,7 +132,9 @@ def _check_metadata(data: Any, path: Path) -> None:
 
 def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
     data.library_name = "transformers"
-    data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, "feature-extraction")
+    features = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}
+    default = features[checkpoint.reads]
+    data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, default)
     data.license = license_name or data.license
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
     wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.family.paper}"]
@@ -137,6 +149,7 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
         parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.elements.most_common()),
         usage=_usage(checkpoint, name),
         architecture="\n".join(f"| `{key}` | {value} |" for key, value in _architecture(checkpoint.config)),
+        limits=LIMITS[checkpoint.reads],
         citation=_bibtex(checkpoint.family.paper),
     )
 
@@ -168,9 +181,11 @@ def _bibtex(paper: str) -> str:
 def _usage(checkpoint: Checkpoint, name: str) -> str:
     quoted = json.dumps(name, ensure_ascii=False)  # also Python's way to write a text
     classes = [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
+    if "preprocessor_config.json" in checkpoint.files_to_copy:
+        classes.append("AutoImageProcessor")
 
     def load(options: str) -> str:
-        variables = {"AutoTokenizer": "tokenizer"}
+        variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
         return "\n".join(f"{variables.get(cls, 'model')} = {cls}.from_pretrained({quoted}{options})" for cls in classes)
 
     return USAGE.format(imports=", ".join(classes), load=load(""), load_remote=load(", trust_remote_code=True"))

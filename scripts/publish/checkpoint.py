@@ -37,6 +37,11 @@ class Checkpoint:
     files_to_copy: list[str]  # what is published as it is: weights, tokenizer, license, pictures of the card and so on
 
     @property
+    def reads(self) -> str:
+        """The main input of its model: `"input_ids"` or `"pixel_values"`."""
+        return getattr(self.model_class, "main_input_name", "input_ids")
+
+    @property
     def family(self) -> Family:
         """The family of its configuration or, of a variant that somebody registered, the family that it is made of."""
         names = {f"{base.__module__}.{base.__qualname__}" for base in type(self.config).__mro__}
@@ -62,9 +67,10 @@ def read_checkpoint(path: str) -> Checkpoint:
         ) from error
     auto_class, model_class = _find_model_class(config, folder)
     tokenizer = _load_tokenizer(folder)
-    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+    rows = getattr(config, "vocab_size", 0)
+    if tokenizer is not None and len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {config.vocab_size}; "
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {rows}; "
             "put the tokenizer there that the model was trained with"
         )
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer else ()))

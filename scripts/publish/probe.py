@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
     An answer is the model's first output: logits `[B, T, V]`, hidden states `[B, T, E]` where it has no head, or class
     scores `[B, C]`. Outputs at padding mean nothing and are set to zero. "generated" and "tokenizer" are token ids.
     """
+    if model.main_input_name == "pixel_values":
+        return _measure_images(model)
     tokens = _probe_tokens(model)  # [B, T]
     mask = torch.ones_like(tokens)
     for row in range(len(tokens)):
         mask[row, : (row + (len(tokens) == 1)) * tokens.shape[1] // 4] = 0
     target = _target(model, tokens)
-    plain = model(tokens, **target, use_cache=True)
+    cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
+    plain = model(tokens, **target, **cached)
     answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask, **target)[0], mask)}
     if plain.get("past_key_values") is not None:
         answers["cached"] = _decode(model, tokens)
@@ -128,6 +132,16 @@ def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return {}
     return {"decoder_input_ids": tokens.flip(1)[:, : tokens.shape[1] // 2]}
+
+
+def _measure_images(model: Any) -> dict[str, Tensor]:
+    """First outputs for random images `[B, C, h, w]` of the configured size, and of twice as many patches each way."""
+    generator, channels = torch.Generator().manual_seed(0), model.config.num_channels
+    height, width = model.config.image_shape
+    pixels = torch.randn(ROWS, channels, height, width, generator=generator)
+    larger = torch.randn(ROWS, channels, 2 * height, 2 * width, generator=generator)
+    answers = {"plain": model(pixels)[0], "larger": model(larger, interpolate_pos_encoding=True)[0]}
+    return {name: answer.contiguous() for name, answer in answers.items()}
 
 
 def _decode(model: Any, tokens: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Small vision transformers of Transformers that a DCViT contains."""
 
+import copy
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ VISION_PARENTS: dict[str, tuple[str, PreTrainedConfig]] = {
 def make_parent(name: str) -> PreTrainedModel:
     """A parent with every weight random: tokens, biases and scales too."""
     head, config = VISION_PARENTS[name]
-    model = getattr(transformers, type(config).__name__.removesuffix("Config") + head)(config).eval()
+    model_class = getattr(transformers, type(config).__name__.removesuffix("Config") + head)
+    model = model_class(copy.deepcopy(config)).eval()
+    model.config.architectures = [model_class.__name__]  # as in a checkpoint
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

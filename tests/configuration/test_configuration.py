@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, DCViTConfig, RCMHAConfig
 
 # Millions of parameters, counted by hand from the shapes; the released ones are said to be about 2.85B, 6.94B and 7.9B.
 PARAMETERS = {
@@ -86,7 +86,7 @@ def test_each_mistake_has_a_clear_error(fields: dict[str, Any], message: str) ->
 
 
 NAN = float("nan")
-FAMILIES = {"dcformer": DCFormerConfig, "dcpythia": DCPythiaConfig, "rcmha": RCMHAConfig}
+FAMILIES = {"dcformer": DCFormerConfig, "dcpythia": DCPythiaConfig, "dcvit": DCViTConfig, "rcmha": RCMHAConfig}
 LIMITS: list[tuple[str, Any, str]] = [
     ("vocab_size", 0, "must be at least 1 and at most 2147483647"),
     ("hidden_size", 10**12, "must be at least 1 and at most 2147483647"),
@@ -103,6 +103,12 @@ LIMITS: list[tuple[str, Any, str]] = [
     ("layer_norm_eps", float("inf"), "must be greater than 0"),
     ("hidden_dropout", 1.5, "must be at least 0 and smaller than 1"),
     ("attention_dropout", NAN, "must be at least 0 and smaller than 1"),
+    ("compose_dropout", 1.0, "must be at least 0 and smaller than 1"),
+    ("drop_path_rate", -0.5, "must be at least 0 and smaller than 1"),
+    ("num_channels", 0, "must be at least 1"),
+    ("num_register_tokens", -1, "must be at least 0"),
+    ("representation_size", 0, "must be at least 1"),
+    ("attention_scaling", NAN, "must be a finite number"),
     ("rope_theta", 0, "must be greater than 0"),
     ("conv_kernel_size", 0, "must be at least 1"),
     ("hidden_act", "no-such", r"does not exist; choose from \["),

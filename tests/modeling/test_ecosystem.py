@@ -41,10 +41,8 @@ def test_lora_trains_adapters_only_and_merges() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_lora_knows_which_layers_to_adapt(family: Family) -> None:
-    config_class, model_class = family.load_config_class(), family.load_model_class("AutoModelForCausalLM")
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model = model_class(config_class(**sizes, num_attention_heads=4))
-    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    model = family.load_model_class(family.main_auto_class)(family.load_config_class().from_size("tiny"))
+    adapted = get_peft_model(model, LoraConfig(r=2))
     targets = {name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}
     assert targets == {"q_proj", "v_proj"}
 

@@ -1,15 +1,18 @@
 """`dynattn convert vit`: a DCViT starts as its parent, learns to compose, and goes back unchanged."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from cases.checkpoints import assert_same_weights, convert_well, weights_of
+from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
 from cases.vision_parents import VISION_PARENTS, make_parent
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel, ViTImageProcessor
+
+from dynattn.scripts.cli import main
 
 
 def save_parent(folder: Path, name: str) -> PreTrainedModel:
@@ -66,6 +69,59 @@ def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
         optimizer.step()
     composition = {name: p.grad for name, p in model.named_parameters() if ".composition." in name}
     assert composition and all(bool(gradient.abs().max() > 0) for gradient in composition.values())
+
+
+def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", "dinov2")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    convert_well("vit", tmp_path / "parent", tmp_path / "other", "--init", "paper")
+    capsys.readouterr()
+    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert "equal       2 images, together, alone and larger" in capsys.readouterr().out
+    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "other")]) == 1
+    assert "on 2 images logits change by up to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["DeiTForImageClassificationWithTeacher"]},
+            "has a head that a DCViT lacks; load its weights",
+        ),
+        ({"model_type": "swin"}, "'swin' model, but only vit, deit, dinov2"),
+        ({"image_size": 32}, r"position_embeddings has shape \(1, 11, 32\), but config.json asks for \(1, 18, 32\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_parent(tmp_path / "parent", "deit")
+    edit_config(tmp_path / "parent", **changes)
+    assert main(["convert", "vit", str(tmp_path / "parent"), str(tmp_path / "ours")]) != 0
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_options_of_decoders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    for option, message in (
+        (("--layer-types", "LG"), "a dcvit has no windows"),
+        (("--sliding-window", "5"), "no layer has"),
+    ):
+        assert main(["convert", "vit", str(tmp_path / "parent"), str(tmp_path / "ours"), *option]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--init", "paper")
+    command = ["convert", "vit", str(tmp_path / "ours"), str(tmp_path / "back"), "--reverse"]
+    assert main(command) != 0
+    assert "the model composes heads, which the parent cannot" in capsys.readouterr().err
+    edit_config(tmp_path / "ours", position_embedding_type="sincos2d")
+    assert main(command) != 0
+    assert "position_embedding_type is 'sincos2d', but a ViT model can only have 'learned'" in capsys.readouterr().err
 
 
 def test_the_image_processor_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ SMALL = {
     "sliding_window": 9,
     "mem_len": 8,
     "max_position_embeddings": 64,
+    "image_size": 16,
+    "patch_size": 4,
     # Large weights: with small ones a folder that lost its composition would still look right.
     "initializer_range": 0.2,
     "compose_init_scale": 40.0,
@@ -146,6 +148,8 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
         ("RCMHA", "ForCausalLM"),
         ("DCBart", "ForConditionalGeneration"),
         pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
+        ("DCViT", "ForImageClassification"),
+        pytest.param("DCViT", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "ForTokenClassification", marks=pytest.mark.slow),
         pytest.param("DCPythia", "ForSequenceClassification", marks=pytest.mark.slow),
@@ -157,7 +161,7 @@ def test_every_family_and_head_works_without_the_package(
     save_model(tmp_path / "tiny", family, head, max_shard_size="50KB")
     assert main(["publish", str(tmp_path / "tiny")]) == 0
     output = capsys.readouterr()
-    assert "without the package: plain, left-padded" in output.out
+    assert f"without the package: plain, {'larger' if family == 'DCViT' else 'left-padded'}" in output.out
     assert ("generated" in output.out) == (head in ("ForCausalLM", "ForConditionalGeneration"))
     assert "no tokenizer" in output.err
     assert (tmp_path / "tiny-hub" / "model.safetensors.index.json").is_file()

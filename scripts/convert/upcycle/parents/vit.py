@@ -118,8 +118,8 @@ def restore(config: Any) -> PreTrainedConfig:
         "attention_output_bias": True,
         "attention_scaling": None,
     }
-    is_dino = config.layer_scale_init is not None
-    if is_dino:
+    parent: type[PreTrainedConfig]
+    if config.layer_scale_init is not None:
         family, parent = "DINOv2", Dinov2WithRegistersConfig if config.num_register_tokens else Dinov2Config
         needed |= {"classifier_pooling": "cls_mean", "use_distillation_token": False, "interpolate_pos_encoding": True}
         needed["interpolate_antialias"] = config.num_register_tokens > 0
