@@ -48,7 +48,7 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     documents = read_documents(str(arguments.dataset), arguments.text_column)[: arguments.limit]
     sizes = [len(document.encode()) for document in documents]
     checkpoints = [_evaluate_checkpoint(name, arguments, documents) for name in [arguments.model, *arguments.others]]
-    results = {
+    results: dict[str, Any] = {
         "dataset": Path(str(arguments.dataset)).name,
         "documents": len(documents),
         "bytes": sum(sizes),

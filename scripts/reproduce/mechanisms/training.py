@@ -33,7 +33,7 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     torch.manual_seed(run.seed)
     size = replace(preset.size, layers=run.layers)
     model = ARMS[run.arm].make(size, task.vocabulary, task.length)
-    model.to(torch.device(device))
+    model.to(device)  # type: ignore[arg-type]
     began = time.process_time()
     curve = train(model, task, run, preset, device)
     solved = [sequences for sequences, accuracy in curve if accuracy >= SOLVED]
