@@ -11,6 +11,8 @@ from ....configuration.mixers import mixer_fields
 from ....modeling.modeling_dcformer import DCFormerForCausalLM
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 
+# The families' own defaults are for wide models; with them these small ones learn nothing for thousands of updates.
+INITIALIZER_RANGE = 0.02
 PLAIN = {"compose_pre": False, "compose_post": False}
 
 
@@ -46,6 +48,7 @@ class Arm:
             "num_hidden_layers": size.layers,
             "num_attention_heads": self.times_heads * size.heads,
             "max_position_embeddings": length,
+            "initializer_range": INITIALIZER_RANGE,
         }
         if self.attention_type is not None:
             reach = {"mem_len": length, "max_position_embeddings": 2 * length}  # a token sees all tokens before it
