@@ -5,18 +5,22 @@ call. The others are chunks of prompts, each of which the model's own implementa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.dcmha.chunked.paged_decode_native import Pages, attend_to_pages
+from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.pages import Pages, without_keys
+from ..ops.dcmha.triton.paged_decode import decode_pages
 from .paged_rows import RowLayout
 
 Attend = Callable[..., tuple[Tensor, Any]]
+# The implementations that decode over pages in place.
+PAGED_DECODING = {"chunked": attend_to_pages, "triton": decode_pages}
 
 
 class Span(NamedTuple):
@@ -158,10 +162,11 @@ class PagedAttention:
         self, rows: LayerRows, query: Tensor, stages: list[Composition | None], attend: Attend, scaling: float
     ) -> Tensor:
         """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
-        if self.implementation == "chunked":
+        read = PAGED_DECODING.get(self.implementation)
+        if read is not None:
             pages = Pages(rows.key[:, None], rows.value[:, None], rows.requests.step_table, *rows.requests.step_bounds)
             pre, post = (without_keys(stage) for stage in stages)
-            output = attend_to_pages(query, pages, pre, post, scaling, self.layout.terms)
+            output = read(query, pages, pre, post, scaling, self.layout.terms)
             if output is not None:
                 return output
         index, visible = rows.requests.step_index
@@ -175,8 +180,3 @@ class PagedAttention:
 def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
     """The factors `[1, T, ...]` of the tokens at `places` `[N]`, as those of `N` items of one token: `[N, 1, ...]`."""
     return stage.map(lambda factor: factor if factor.ndim == 2 else factor[0, places][:, None])
-
-
-def without_keys(stage: Composition | None) -> Composition | None:
-    """The composition without what depends on keys."""
-    return None if stage is None else replace(stage, key_down=None, key_up=None, key_gate=None)

@@ -15,6 +15,10 @@ from torch.nn.functional import pad
 
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
 
+# What the width of rows is a multiple of, by implementation: kernels of Triton load several channels at once only where
+# they are told that every row begins at a multiple of 16.
+ALIGNMENT = {"triton": 16}
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -64,13 +68,8 @@ class RowLayout:
         return states, replace(stage, key_down=key_side.key_down, key_up=key_side.key_up, key_gate=key_side.key_gate)
 
 
-def row_layout(config: Any, multiple: int = 1) -> RowLayout:
-    """Returns the layout of the rows of a model of any DCMHA family.
-
-    Args:
-        config: a `ComposedConfig`.
-        multiple: what the width has to be a multiple of, for engines whose kernels want that.
-    """
+def row_layout(config: Any) -> RowLayout:
+    """Returns the layout of the rows of a model of any DCMHA family, by its `ComposedConfig`."""
     terms = 2 * config.compose_rank * config.compose_low_rank + config.compose_gate if config.composes_keys else 0
     layout = RowLayout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, terms)
-    return replace(layout, padding=-layout.width % multiple)
+    return replace(layout, padding=-layout.width % ALIGNMENT.get(config._attn_implementation, 1))

@@ -27,6 +27,7 @@ from dynattn.modeling.ops.dcmha.triton.decode import (
     WARPS,
     CacheSizes,
     DecodeMask,
+    DecodePages,
     DecodeSide,
     DecodeStage,
     tile_sides,
@@ -230,13 +231,13 @@ def _compile_window(configuration: WindowConfiguration, capability: int) -> dict
 
 
 def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict[str, Compiled]:
-    heads, kv_heads, width, dtype, rank, groups, _, is_short = configuration
-    sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2)
+    heads, kv_heads, width, dtype, rank, groups, _, is_short, is_paged = configuration
+    sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2, paged=is_paged)
     constants = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": blocks[-1 if is_short else 0]}
     constants |= {**sides, "query_rank": rank, "key_rank": rank, "groups": groups}
     kinds = _decode_arguments(configuration)
     # Neither the number of keys nor that of splits is divisible by 16.
-    unaligned = {"dcmha_decode_scores": {6}, "dcmha_decode_outputs": {5}, "dcmha_decode_sum": {2}}
+    unaligned = {"dcmha_decode_scores": {7}, "dcmha_decode_outputs": {6}, "dcmha_decode_sum": {2}}
     options = {"num_warps": WARPS, "num_stages": STAGES}
     return {
         name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
@@ -250,11 +251,24 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
     side: Any = DecodeSide(*(element,) * 3, "i32", "i32", "i32")  # type: ignore[arg-type]
     stage: Any = DecodeStage(side, side, element if configuration.has_static else "none")  # type: ignore[arg-type]
     where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
+    pages: Any = DecodePages("*i64", "*i64", "i32") if configuration.is_paged else "none"  # type: ignore[arg-type]
     # The last two are the number of a split's blocks and that of splits.
     sizes: Any = CacheSizes("i32", "i32", *("one" if configuration.is_short else "i32",) * 2)  # type: ignore[arg-type]
     return {
-        "dcmha_decode_scores": (element, element, "*fp32", "*fp32", stage, where, sizes, STRIDES, STRIDES, "fp32"),
-        "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, sizes, STRIDES),
+        "dcmha_decode_scores": (
+            element,
+            element,
+            "*fp32",
+            "*fp32",
+            stage,
+            where,
+            pages,
+            sizes,
+            STRIDES,
+            STRIDES,
+            "fp32",
+        ),
+        "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, pages, sizes, STRIDES),
         "dcmha_decode_sum": ("*fp32", element, "i32"),
     }
 

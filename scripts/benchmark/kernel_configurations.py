@@ -67,6 +67,7 @@ class DecodeConfiguration(NamedTuple):
     groups: int = 1
     has_static: bool = False
     is_short: bool = False
+    is_paged: bool = False
 
 
 Configuration = (
@@ -127,4 +128,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "decoding, 64 heads, rank 4": DecodeConfiguration(64, 64, rank=4),
     "decoding, 128 heads on 8": DecodeConfiguration(128, 8),
     "decoding, one block": DecodeConfiguration(is_short=True),
+    "decoding, pages": DecodeConfiguration(is_paged=True),
+    "decoding, pages, 64 heads on 8, static": DecodeConfiguration(64, 8, has_static=True, is_paged=True),
+    "decoding, pages, 16 heads, float32": DecodeConfiguration(16, 16, 64, "fp32", is_paged=True),
 }

@@ -26,7 +26,7 @@ class ComposedForCausalLM(nn.Module):
                 config, dtype=dtype, attn_implementation=implementation
             )
         self.decoder.tie_weights()  # as drawing initial weights would do
-        layout = row_layout(config)
+        layout = row_layout(self.decoder.config)
         windows = (layer.self_attn.sliding_window for layer in self.decoder.model.layers)
         self.pages = nn.ModuleList(
             ComposedPages(layout, window, maybe_prefix(prefix, f"pages.{index}"), vllm_config)

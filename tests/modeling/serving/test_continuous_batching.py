@@ -121,8 +121,8 @@ def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> N
         steps.append(output)
         return output
 
-    paged_attention_op = paged_attention.attend_to_pages
-    monkeypatch.setattr(paged_attention, "attend_to_pages", recorded)
+    paged_attention_op = paged_attention.PAGED_DECODING["chunked"]
+    monkeypatch.setitem(paged_attention.PAGED_DECODING, "chunked", recorded)
     monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
     make_model().generate_batch(random_prompts([5, 9]), GREEDY, ContinuousBatchingConfig(**SETTINGS))
     assert len(steps) >= 11 * SMALL["num_hidden_layers"] and all(step is not None for step in steps)

@@ -8,7 +8,7 @@ from cases.models import SMALL
 
 from dynattn import DCFormerConfig
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.serving.paged_rows import RowLayout, row_layout
+from dynattn.modeling.serving.paged_rows import ALIGNMENT, RowLayout, row_layout
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
@@ -25,12 +25,12 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("implementation", ["chunked", "triton"])
 @pytest.mark.parametrize("options", COMPOSITIONS.values(), ids=COMPOSITIONS.keys())
-def test_rows_give_back_states_and_key_factors_bit_for_bit(options: dict[str, Any], multiple: int) -> None:
-    config = DCFormerConfig(**{**SMALL, **options})
-    layout = row_layout(config, multiple)
-    assert layout.width % multiple == 0
+def test_rows_give_back_states_and_key_factors_bit_for_bit(options: dict[str, Any], implementation: str) -> None:
+    config = DCFormerConfig(**{**SMALL, **options}, attn_implementation=implementation)
+    layout = row_layout(config)
+    assert layout.width % ALIGNMENT.get(implementation, 1) == 0
     generator = DynamicComposition(config)
     for weight in generator.parameters():
         torch.nn.init.normal_(weight)
@@ -57,4 +57,4 @@ def test_a_row_has_the_channels_that_the_factors_take_and_no_more() -> None:
     assert row_layout(DCFormerConfig(**{**SMALL, "num_key_value_heads": 6})).width == 8 + 5
     assert row_layout(DCFormerConfig(**SMALL)).width == 8 + 2 * 5
     assert row_layout(DCFormerConfig(**{**SMALL, "compose_key_wise": False})).width == 8
-    assert row_layout(DCFormerConfig(**SMALL), multiple=16) == RowLayout(6, 3, 8, 5, padding=14)
+    assert row_layout(DCFormerConfig(**SMALL, attn_implementation="triton")) == RowLayout(6, 3, 8, 5, padding=14)

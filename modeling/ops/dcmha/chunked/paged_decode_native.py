@@ -1,36 +1,20 @@
 """A decoding step over a paged cache on a CPU, in one call of C code that reads the rows where they lie.
 
-Engines that serve many requests keep keys and values in pages. A row of a page has `H_kv` heads, each with `D` elements
-and, behind them, the key-side factors of its token, as csrc/paged_decode.c and `RowLayout` tell.
+csrc/paged_decode.c tells how a row holds factors.
 """
 
 import functools
 from array import array
 from ctypes import CDLL, c_float, c_long, c_void_p
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...native_library import load_or_warn, usable_threads
 from ..composition import Composition
+from ..pages import Pages
 from .csrc.sources import PAGED_DECODE
 from .decode_native import ELEMENTS_PER_THREAD, decode_macros, serves, stage_members
-
-
-class Pages(NamedTuple):
-    """The rows of one layer, and which of them each of `N` requests attends to.
-
-    The table holds the numbers of pages of all requests. Those of request `n` start at `table_starts[n]`. Its query
-    sees `key_counts[n]` keys from the one that is `first_keys[n]` rows behind the start of its first page.
-    """
-
-    key: Tensor  # [pages, page_length, H_kv, D + terms * H / H_kv or more]
-    value: Tensor  # like `key`
-    table: Tensor  # int64
-    table_starts: Tensor  # [N], int64
-    first_keys: Tensor  # [N], int64
-    key_counts: Tensor  # [N], int64
 
 
 def attend_to_pages(

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ...masking import split_mask
-from ..composition import Composition
+from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .kernels.registry import load_kernels
 
 # The number of programs that the splits of all items should give together.
 PROGRAMS = 264
 # The number of a block's keys: the largest that gives `PROGRAMS` programs. A tile of all heads has at most
-# `LARGEST_TILE` elements, for its registers, and the keys of a block have at most `LARGEST_KEYS` bytes, for the shared
-# memory that holds those of `STAGES` blocks.
+# `LARGEST_TILE` elements, for its registers, or half as many in pages, where each factor has an address of its own. The
+# keys of a block have at most `LARGEST_KEYS` bytes, for the shared memory that holds those of `STAGES` blocks.
 BLOCKS = (64, 32, 16)
 LARGEST_TILE = 2048
 LARGEST_KEYS = 16384
@@ -59,6 +59,14 @@ class DecodeMask(NamedTuple):
     first_keys: Tensor | None  # [B]
 
 
+class DecodePages(NamedTuple):
+    """The table of `Pages` on the device, for `B` requests."""
+
+    table: Tensor  # integers
+    bounds: Tensor  # [B, 3], integers: `table_starts`, `first_keys` and `key_counts`
+    page_length: int
+
+
 class CacheSizes(NamedTuple):
     """The range of visible keys, and how programs split it: each of `splits` has `blocks` blocks."""
 
@@ -89,7 +97,7 @@ def decode(
         first_keys: `[B, 1]` integers, the first key that each query sees.
         sliding_window: number of keys that the query sees.
     """
-    factors = [_tensors(stage) for stage in (pre, post)]
+    factors = [list_tensors(stage) for stage in (pre, post)]
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
     if first_keys is not None:
         first_keys = first_keys.to(query.device)
@@ -110,13 +118,15 @@ def _decode_op(
     pre_groups: int,
     post_groups: int,
 ) -> Tensor:
-    """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `_tensors` lists them."""
+    """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `list_tensors` lists them."""
     if not query.numel() or not key.numel():
         return query.new_zeros(query.transpose(1, 2).shape)
     with torch.no_grad(), torch.cuda.device_of(query):
-        stages = _stage(pre), _stage(post)
-        where = _mask(mask, first_keys, query.shape[0], key.shape[2])
-        return _attend(query, key, value, stages, (pre_groups, post_groups), where, scaling, sliding_window)
+        stages = make_stage(pre), make_stage(post)
+        keys = key.shape[2]
+        where = _mask(mask, first_keys, query.shape[0], keys)
+        first = 0 if sliding_window is None else max(0, keys - sliding_window)
+        return launch(query, key, value, stages, (pre_groups, post_groups), where, None, (first, keys), scaling)
 
 
 @_decode_op.register_fake
@@ -126,22 +136,27 @@ def _(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(batch, queries, heads, width)
 
 
-def _attend(
+def launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     stages: tuple[DecodeStage, DecodeStage],
     groups: tuple[int, int],
     where: DecodeMask,
+    pages: DecodePages | None,
+    span: tuple[int, int],
     scaling: float,
-    sliding_window: int | None,
 ) -> Tensor:
-    """Launches the kernels for `[B, H, 1, D]` and `[B, H_kv, S, D]`, and returns `[B, 1, H, D]`."""
+    """Launches the kernels for queries `[B, H, 1, D]`, and returns `[B, 1, H, D]`.
+
+    Args:
+        key, value: `[B, H_kv, S, D]`, or with `pages` their rows `[pages, H_kv, page_length, D or more]`.
+        span: the first key that counts, and the end of keys: in pages those of the longest request.
+    """
     kernels = load_kernels(query.device)
     query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
-    (batch, heads, _, width), (kv_heads, keys) = query.shape, key.shape[1:3]
-    first = 0 if sliding_window is None else max(0, keys - sliding_window)
-    sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize)
+    (batch, heads, _, width), kv_heads, (first, keys) = query.shape, key.shape[1], span
+    sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize, paged=pages is not None)
     sizes, block_s = plan(batch, first, keys, fitting)
     splits, sizes = sizes.splits, sizes._replace(first=unspecialized(first), keys=unspecialized(keys))
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
@@ -149,10 +164,10 @@ def _attend(
     scores, partial_lse, partial, output = _buffers(query, keys - first, splits)
     query_strides, key_strides, value_strides = (rows.stride()[:3] for rows in (query, key, value))
     kernels["dcmha_decode_scores"][splits, batch](
-        query, key, scores, partial_lse, stages[0], where, sizes, query_strides, key_strides, scaling, **pre
+        query, key, scores, partial_lse, stages[0], where, pages, sizes, query_strides, key_strides, scaling, **pre
     )
     kernels["dcmha_decode_outputs"][splits, batch](
-        scores, partial_lse, value, partial, stages[1], sizes, value_strides, **post
+        scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, **post
     )
     if splits > 1:
         kernels["dcmha_decode_sum"][heads, batch](
@@ -187,7 +202,9 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
     return CacheSizes(first, keys, of_split, splits=-(-counts[block_s] // of_split)), block_s
 
 
-def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[dict[str, int], tuple[int, ...]]:
+def tile_sides(
+    heads: int, kv_heads: int, width: int, itemsize: int, *, paged: bool
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """Returns the sides of tiles by the name of their constant, and the block sizes that fit with them, largest first.
 
     Sides are those of all heads, of the heads that share a key head, and of channels: powers of two that are at least
@@ -195,18 +212,12 @@ def tile_sides(heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[di
     """
     counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
     sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
-    most = min(LARGEST_TILE // sides["block_h"], LARGEST_KEYS // (sides["block_d"] * itemsize))
+    most = min(LARGEST_TILE // (1 + paged) // sides["block_h"], LARGEST_KEYS // (sides["block_d"] * itemsize))
     return sides, tuple(block for block in BLOCKS if block <= most) or BLOCKS[-1:]
 
 
-def _tensors(composition: Composition | None) -> list[Tensor | None]:
-    """A stage's factors as `_stage` takes them: queries' down, up and gate, keys', `[.., H]`, and static `[H, H]`."""
-    names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("down", "up", "gate")]
-    return [getattr(composition, name, None) for name in (*names, "static")]
-
-
-def _stage(tensors: list[Tensor | None]) -> DecodeStage:
-    """The inverse of `_tensors`: factors `[B, 1 or S, R, H]`, gates `[B, 1 or S, H]`, a static matrix `[H, H]`."""
+def make_stage(tensors: list[Tensor | None]) -> DecodeStage:
+    """The inverse of `list_tensors`: factors `[B, 1 or S, R, H]`, gates `[B, 1 or S, H]`, a static matrix `[H, H]`."""
     static = tensors[6]
     return DecodeStage(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
 

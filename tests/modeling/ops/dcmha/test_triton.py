@@ -13,13 +13,14 @@ from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
+from dynattn.modeling.ops.dcmha.composition import list_tensors
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import decode, passes, tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
-from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side, _tensors
+from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
 from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
 
@@ -504,7 +505,7 @@ def test_decoding_reads_a_static_cache_in_place() -> None:
         terms = terms.transpose(1, 2)
         cached = {"key_down": terms[:, :, :2], "key_up": terms[:, :, 2:4], "key_gate": terms[:, :, 4]}
         packed[stage] = replace(keywords[stage], **cached)
-        side = _side(*_tensors(packed[stage])[3:6])
+        side = _side(*list_tensors(packed[stage])[3:6])
         assert [part.data_ptr() for part in side[:3]] == [part.data_ptr() for part in cached.values()]
     visible = (torch.arange(33) < 20).expand(2, 1, 1, 33)
     output, _ = dcmha_triton(query, *longer, **{**keywords, **packed, "attention_mask": visible})
@@ -532,7 +533,7 @@ def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
     compiled = torch.compile(dcmha_triton, fullgraph=True, backend="aot_eager")
     expected, _ = dcmha_triton(*tensors[:3], **keywords)
     assert torch.equal(compiled(*tensors[:3], **keywords)[0], expected)
-    stages = [[None if part is None else part.detach() for part in _tensors(keywords[stage])] for stage in BOTH]
+    stages = [[None if part is None else part.detach() for part in list_tensors(keywords[stage])] for stage in BOTH]
     arguments = (*(tensor.detach() for tensor in tensors[:3]), *stages, None, None, 1.0, 4, 1, 1)
     torch.library.opcheck(_decode_op, arguments, test_utils=("test_schema", "test_faketensor"))
 

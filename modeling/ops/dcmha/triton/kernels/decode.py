@@ -8,8 +8,10 @@ A program has all heads of its keys, since composition mixes heads for each key 
 tile of all heads of some keys is then contiguous, as the keys' factors are. Products have at least 16 rows: the heads
 that share a key head, and zeros.
 
-Stages are a `DecodeStage`, `where` a `DecodeMask` and `sizes` a `CacheSizes` of the module `decode`, where shapes are.
-Strides are those between items, heads and positions. `DESIGN.md`, "Decoding", tells why there are two kernels.
+Stages are a `DecodeStage`, `where` a `DecodeMask`, `pages` a `DecodePages` or None and `sizes` a `CacheSizes` of the
+module `decode`, where shapes are. Strides are those between items, heads and positions. With pages, keys and values are
+the rows of all pages, which a table assigns to items, and strides are those between pages, heads and rows of a page; a
+row has its token's factors behind the channels of each head. `DESIGN.md`, "Decoding", tells why there are two kernels.
 """
 
 # What runs on the device is typed by Triton's compiler.
@@ -32,7 +34,8 @@ def dcmha_decode_scores(
     partial_lse,  # [B, splits, H], written, float32
     pre,  # `DecodeStage`
     where,  # `DecodeMask`
-    sizes,
+    pages,  # `DecodePages` or None
+    sizes,  # `CacheSizes`
     query_strides,
     key_strides,
     scaling,
@@ -49,6 +52,7 @@ def dcmha_decode_scores(
 ):
     """Composed scores of one split's keys, and their log-sum-exp."""
     item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    end = _end_of(pages, sizes, item)
     members = tl.arange(0, block_g)
     column = tl.arange(0, block_d)
     repeats: tl.constexpr = heads // kv_heads
@@ -60,11 +64,12 @@ def dcmha_decode_scores(
         row = _rows_of(query, query_strides, item, head)[:, None] + column[None, :]
         rows = tl.load(row, mask=(members[:, None] < repeats) & (column[None, :] < width), other=0.0)
         s = _keys_of(split, block, sizes, block_s)
-        inside = (column[:, None] < width) & (s[None, :] < original(sizes.keys))
-        here = _rows_of(key, key_strides, item, kv_head) + s[None, :] * key_strides[2] + column[:, None]
+        inside = (column[:, None] < width) & (s[None, :] < end)
+        place = _positions(pages, key_strides, item, s, end)
+        here = _rows_of(key, key_strides, _item_of(pages, item), kv_head) + place[None, :] + column[:, None]
         score = product(rows, tl.load(here, mask=inside, other=0.0)) * scaling
-        place = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
-        tl.store(place, score, mask=(members[:, None] < repeats) & (s[None, :] < original(sizes.keys)))
+        at = _place(scores, item, s, sizes, heads)[None, :] + head[:, None]
+        tl.store(at, score, mask=(members[:, None] < repeats) & (s[None, :] < end))
     # The loop below reads scores that other threads have written.
     tl.debug_barrier()
     every = tl.arange(0, block_h)
@@ -73,11 +78,11 @@ def dcmha_decode_scores(
     for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
-        inside = (s[:, None] < original(sizes.keys)) & (every[None, :] < heads)
-        composed = _compose(
-            tl.load(at, mask=inside, other=0.0), pre, item, s, every, sizes, heads, query_rank, key_rank, groups
-        )
-        composed = _hide(composed, where, item, s, sizes)
+        inside = (s[:, None] < end) & (every[None, :] < heads)
+        maps = tl.load(at, mask=inside, other=0.0)
+        rows = _paged_rows(pages, key_strides, item, s, end)
+        composed = _compose(maps, pre, item, s, rows, every, end, heads, kv_heads, width, query_rank, key_rank, groups)
+        composed = _hide(composed, where, item, s, end)
         tl.store(at, composed, mask=inside)
         higher = tl.maximum(highest, tl.max(composed, axis=0))
         total = total * tl.exp(highest - finite(higher)) + tl.sum(tl.exp(composed - finite(higher)[None, :]), axis=0)
@@ -93,6 +98,7 @@ def dcmha_decode_outputs(
     value,  # [B, H_kv, S, D]
     partial,  # [B, splits, H, D], written
     post,  # `DecodeStage`
+    pages,  # `DecodePages` or None
     sizes,  # `CacheSizes`
     value_strides,
     heads: tl.constexpr,
@@ -108,6 +114,7 @@ def dcmha_decode_outputs(
 ):
     """The part of the output that comes from one split's keys."""
     item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    end = _end_of(pages, sizes, item)
     head = tl.arange(0, block_h)
     lse = finite(
         log_sum_exp(partial_lse + item * sizes.splits * heads, sizes.splits, heads, head, head < heads, block_h)
@@ -115,9 +122,11 @@ def dcmha_decode_outputs(
     for block in range(bound(sizes.blocks)):
         s = _keys_of(split, block, sizes, block_s)
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
-        inside = (s[:, None] < original(sizes.keys)) & (head[None, :] < heads)
+        inside = (s[:, None] < end) & (head[None, :] < heads)
         probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
-        tl.store(at, _compose(probs, post, item, s, head, sizes, heads, query_rank, key_rank, groups), mask=inside)
+        rows = _paged_rows(pages, value_strides, item, s, end)
+        composed = _compose(probs, post, item, s, rows, head, end, heads, kv_heads, width, query_rank, key_rank, groups)
+        tl.store(at, composed, mask=inside)
     # The loop below reads probabilities that other threads have written.
     tl.debug_barrier()
     members = tl.arange(0, block_g)
@@ -130,10 +139,11 @@ def dcmha_decode_outputs(
         block = step - kv_head * sizes.blocks
         member = kv_head * repeats + members
         s = _keys_of(split, block, sizes, block_s)
-        place = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
-        probs = tl.load(place, mask=(members[:, None] < repeats) & (s[None, :] < original(sizes.keys)), other=0.0)
-        row = _rows_of(value, value_strides, item, kv_head) + s[:, None] * value_strides[2]
-        real = (s[:, None] < original(sizes.keys)) & (column[None, :] < width)
+        at = _place(scores, item, s, sizes, heads)[None, :] + member[:, None]
+        probs = tl.load(at, mask=(members[:, None] < repeats) & (s[None, :] < end), other=0.0)
+        place = _positions(pages, value_strides, item, s, end)
+        row = _rows_of(value, value_strides, _item_of(pages, item), kv_head) + place[:, None]
+        real = (s[:, None] < end) & (column[None, :] < width)
         rows = tl.load(row + column[None, :], mask=real, other=0.0)
         output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
         result = partial + ((item * sizes.splits + split) * heads + member)[:, None] * width + column[None, :]
@@ -181,9 +191,48 @@ def _place(scores, item, s, sizes, heads: tl.constexpr):
 
 
 @triton.jit
-def _hide(composed, where, item, s, sizes):
+def _end_of(pages, sizes, item):
+    """The end of the item's keys: those of a table end where each request does."""
+    end = original(sizes.keys)
+    if pages is not None:
+        end = tl.load(pages.bounds + item * 3 + 2)
+    return end
+
+
+@triton.jit
+def _item_of(pages, item):
+    """The item at which pointers to its rows begin: rows in pages are found from the first page on."""
+    first = item
+    if pages is not None:
+        first = 0
+    return first
+
+
+@triton.jit
+def _positions(pages, strides, item, s, end):
+    """Offsets `[block_s]` of the rows of keys, from where the pointers of `_rows_of` begin."""
+    place = s * strides[2]
+    if pages is not None:
+        table = pages.table + tl.load(pages.bounds + item * 3)
+        row = tl.load(pages.bounds + item * 3 + 1) + s
+        page = tl.load(table + row // pages.page_length, mask=s < end, other=0)
+        place = page * strides[0] + row % pages.page_length * strides[2]
+    return place
+
+
+@triton.jit
+def _paged_rows(pages, strides, item, s, end):
+    """Offsets `[block_s]` of the rows that hold the factors of keys; None where factors are tensors of their own."""
+    rows = None
+    if pages is not None:
+        rows = _positions(pages, strides, item, s, end)
+    return rows
+
+
+@triton.jit
+def _hide(composed, where, item, s, end):
     """Adds the bias to scores `[block_s, heads]`, and sets those of hidden keys to minus infinity."""
-    visible = s < original(sizes.keys)
+    visible = s < end
     if where.mask is not None:
         mask = tl.load(where.mask + item * where.mask_strides[0] + s * where.mask_strides[1], mask=visible, other=0)
         visible = visible & (mask != 0)
@@ -201,37 +250,74 @@ def _compose(
     stage,
     item,
     s,
+    rows,
     head,
-    sizes,
+    end,
     heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
     query_rank: tl.constexpr,
     key_rank: tl.constexpr,
     groups: tl.constexpr,
 ):
     """The composition of all heads of some keys' maps, `[block_s, heads]`."""
     composed = maps
-    in_keys = s[:, None] < original(sizes.keys)
+    in_keys = s[:, None] < end
     of_query = item * stage.query.item_stride + head[None, :]
-    of_key = item * stage.key.item_stride + s[:, None] * stage.key.token_stride + head[None, :]
+    of_key = _of_keys(stage.key, item, s, rows, head)
+    # Channels of a head that hold the packed terms of a row: `key_rank` down, as many up, and a gate.
+    extra: tl.constexpr = (2 * key_rank + (stage.key.gate is not None)) * (heads // kv_heads)
     for group in tl.static_range(groups):
         inside = (head[None, :] < heads) & (head[None, :] // (heads // groups) == group)
         for rank in tl.static_range(query_rank):
             at = of_query + rank * stage.query.term_stride
             composed += _low_rank(maps, stage.query.down + at, stage.query.up + at, inside)
         for rank in tl.static_range(key_rank):
-            at = of_key + rank * stage.key.term_stride
-            composed += _low_rank(maps, stage.key.down + at, stage.key.up + at, inside & in_keys)
+            down = of_key + _of_term(stage.key, rows, head, rank, rank, heads, width, extra)
+            up = of_key + _of_term(stage.key, rows, head, rank, key_rank + rank, heads, width, extra)
+            composed += _low_rank(maps, stage.key.down + down, stage.key.up + up, inside & in_keys)
     inside = head[None, :] < heads
     if stage.query.gate is not None:
         composed += maps * tl.load(stage.query.gate + of_query, mask=inside, other=0.0).to(tl.float32)
     if stage.key.gate is not None:
-        composed += maps * tl.load(stage.key.gate + of_key, mask=inside & in_keys, other=0.0).to(tl.float32)
+        gate = of_key + _of_term(stage.key, rows, head, 0, 2 * key_rank, heads, width, extra)
+        composed += maps * tl.load(stage.key.gate + gate, mask=inside & in_keys, other=0.0).to(tl.float32)
     if stage.static is not None:
         for other in range(heads):
             theirs = tl.sum(tl.where(head[None, :] == other, maps, 0.0), axis=1)
             static = tl.load(stage.static + other * heads + head[None, :], mask=inside, other=0.0)
             composed += theirs[:, None] * static.to(tl.float32)
     return composed
+
+
+@triton.jit
+def _of_keys(side, item, s, rows, head):
+    """Offsets of the factors of keys, `[block_s, heads]`, or of the rows that hold them, `[block_s, 1]`."""
+    if rows is None:
+        offsets = item * side.item_stride + s[:, None] * side.token_stride + head[None, :]
+    else:
+        offsets = rows[:, None]
+    return offsets
+
+
+@triton.jit
+def _of_term(
+    side,
+    rows,
+    head,
+    rank: tl.constexpr,
+    term: tl.constexpr,
+    heads: tl.constexpr,
+    width: tl.constexpr,
+    extra: tl.constexpr,
+):
+    """What to add for one factor: number `rank` of its own tensor, or `[1, heads]` for `term` of those in a row."""
+    if rows is None:
+        offset = rank * side.term_stride
+    else:
+        packed = term * heads + head
+        offset = (packed // extra * side.term_stride + width + packed % extra)[None, :]
+    return offset
 
 
 @triton.jit

@@ -1,0 +1,59 @@
+"""A decoding step of `dcmha_triton` over a paged cache: kernels find rows by a table of pages, and gather none."""
+
+import torch
+from torch import Tensor
+
+from ..composition import Composition, list_tensors
+from ..pages import Pages
+from .attention import DTYPES
+from .decode import DecodeMask, DecodePages, DecodeSide, DecodeStage, launch, make_stage
+
+
+def decode_pages(
+    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, scaling: float, terms: int
+) -> Tensor | None:
+    """Attention of one query of each of `N` requests, without gradients.
+
+    Args:
+        query: `[N, H, 1, D]`.
+        pre, post: the composition of both stages without factors of keys, which the rows hold.
+        terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
+
+    Returns:
+        `[N, 1, H, D]`; None for dtypes that the kernels do not support.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: Triton does not run on the device of `query`.
+    """
+    if query.dtype not in DTYPES:
+        return None
+    longest = int(pages.key_counts.max())
+    if longest == 0:
+        return query.new_zeros(query.transpose(1, 2).shape)
+    bounds = torch.stack([pages.table_starts, pages.first_keys, pages.key_counts], dim=1).to(query.device)
+    with torch.no_grad(), torch.cuda.device_of(query):
+        return launch(
+            query,
+            pages.key.transpose(1, 2),
+            pages.value.transpose(1, 2),
+            (_stage_of_rows(pages.key, pre, terms), _stage_of_rows(pages.value, post, terms)),
+            tuple(1 if stage is None else stage.groups for stage in (pre, post)),
+            DecodeMask(None, (0, 0), None, (0, 0), None),
+            DecodePages(pages.table, bounds, pages.key.shape[1]),
+            (0, longest),
+            scaling,
+        )
+
+
+def _stage_of_rows(rows: Tensor, stage: Composition | None, terms: int) -> DecodeStage:
+    """A stage whose factors of keys lie in rows `[pages, page_length, H_kv, width]`.
+
+    Of these the kernels take the address, the rank and the stride between key heads.
+    """
+    made = make_stage(list_tensors(stage))
+    if stage is None or not terms:
+        return made
+    factors = rows[:, :, :1].expand(-1, -1, terms // 2, -1)
+    low_rank = factors if terms > 1 else None
+    return made._replace(key=DecodeSide(low_rank, low_rank, rows if terms % 2 else None, 0, 0, rows.stride(2)))

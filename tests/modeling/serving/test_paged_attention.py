@@ -1,0 +1,56 @@
+"""Attention over rows of pages: implementations that read them in place give what the gathered rows give."""
+
+import os
+
+import pytest
+import torch
+from cases.models import SMALL
+from torch import Tensor
+
+from dynattn import DCFormerConfig
+from dynattn.modeling.layers.head_composition import DynamicComposition
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.serving import paged_attention
+from dynattn.modeling.serving.paged_attention import LayerRows, PagedAttention, RequestRows, Span
+from dynattn.modeling.serving.paged_rows import row_layout
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+LENGTHS = (12, 1, 7)
+
+
+def attend_to_steps(implementation: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The output `[1, 3, H, D]` of one new token of each of three requests, whose rows are everywhere."""
+    torch.manual_seed(4)
+    config = DCFormerConfig(**SMALL, attn_implementation=implementation)
+    layout, generator = row_layout(config), DynamicComposition(config)
+    for weight in generator.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    query, key, value = (torch.randn(1, heads, 3, 8).to(dtype) for heads in (6, 3, 3))
+    new, old = (generator.assemble(generator(torch.randn(1, count, config.hidden_size))) for count in (3, 30))
+    stages = [stage.map(lambda factor: factor.to(dtype)) for stage in new]
+    pools = [layout.pack(torch.randn(1, 30, 3, 8), stage)[0].to(dtype) for stage in old]
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    table = torch.randperm(30)[: ends[-1]]
+    bounds = zip(ends, LENGTHS, strict=True)
+    spans = [Span(slice(n, n + 1), slice(end - length, end)) for n, (end, length) in enumerate(bounds)]
+    new_rows = table[torch.tensor(ends) - 1]
+
+    def write(*rows: Tensor) -> None:
+        for pool, states in zip(pools, rows, strict=True):
+            pool[new_rows] = states
+
+    rows = LayerRows(*pools, write, RequestRows(spans, table, new_rows))
+    paged = PagedAttention(layout, lambda layer: rows, implementation)
+    with torch.no_grad():
+        return paged.attend(0, query, key, value, *stages, scaling=0.3, sliding_window=None, attend=dcmha_eager)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", pytest.param("triton", marks=interpreted)])
+def test_steps_that_read_rows_in_place_are_as_exact_as_those_that_gather_them(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = attend_to_steps("eager", torch.float64)
+    noise = (attend_to_steps("eager") - expected).abs().max()
+    monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
+    assert (attend_to_steps(implementation) - expected).abs().max() <= 4 * noise + 1e-6 * expected.abs().max()
