@@ -13,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+# A server that imports and compiles much takes minutes to start on a busy machine; one that ends is noticed at once.
+START_SECONDS = 600
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
 
 
@@ -55,7 +57,8 @@ def running_server(command: Sequence[str], port: int, folder: Path) -> Iterator[
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         assert server.poll() is None, "the server ended"
         try:
             with urllib.request.urlopen(address, timeout=1):
