@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-from dynattn.scripts.benchmark.serving_report import Answer, main, summarize
+import pytest
+
+from dynattn.scripts.benchmark.serving_engines import Answer
+from dynattn.scripts.benchmark.serving_report import main, summarize
 
 
 def test_a_summary_counts_from_when_clients_send() -> None:
@@ -14,7 +17,9 @@ def test_a_summary_counts_from_when_clients_send() -> None:
     assert found["between_tokens"] == 0.5 and 0.5 < found["between_tokens_p95"] < 0.9
 
 
-def test_a_small_run_writes_a_record_and_a_table(tmp_path: Path) -> None:
+def test_a_small_run_writes_a_record_and_a_table_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = {"layers": 2, "heads": 2, "width": 8, "vocabulary": 64, "longest": 20, "new": 4, "rounds": 1, "requests": 1}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     main([str(tmp_path), "--clients", "1", "3", *words])
@@ -25,3 +30,12 @@ def test_a_small_run_writes_a_record_and_a_table(tmp_path: Path) -> None:
     assert "| 3 | plain batching | " in table and "`generate`:\n32 of 32" in table
     (row,) = [line.split(" | ") for line in table.splitlines() if line.startswith("| 3 | generate | ")]
     assert row[3:5] == ["1.00", "1.00"]
+    record["runs"] = record["runs"][:4]
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    main([str(tmp_path), "--clients", "1", "3", *words])
+    assert [json.loads(line)["clients"] for line in capsys.readouterr().out.splitlines()] == [3] * 4
+    assert json.loads((tmp_path / "record.json").read_text())["runs"][:4] == record["runs"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--clients", "2", *words])
+    assert "remove it, or give another folder" in capsys.readouterr().err
