@@ -14,8 +14,8 @@ class ExportArguments:
         UserError: there would be nothing to compare.
     """
 
-    format: Literal["torch", "onnx", "openvino"] = field(
-        metadata={"help": "what to write (the first word): .pt2, .onnx, or OpenVINO's .xml and .bin"}
+    format: Literal["torch", "onnx", "openvino", "executorch"] = field(
+        metadata={"help": "what to write (the first word): .pt2, .onnx, OpenVINO's .xml and .bin, or .pte"}
     )
     source: str = field(metadata={"help": "folder of the checkpoint (MODEL, the second word); it is left as it is"})
     destination: str = field(metadata={"help": "folder to write (DST, the third word)"})

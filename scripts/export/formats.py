@@ -24,6 +24,8 @@ class Format:
         extra: what of this package's extras installs its packages; None where PyTorch is all that it needs.
         options: fields of the configuration.
         runtime_options: what the proof loads the graphs with, beside the device.
+        patches: a module of this folder whose patches the exporter needs.
+        most_rows: the largest batch size, where memory is planned for the largest inputs; None without a limit.
     """
 
     exporter: str
@@ -31,6 +33,8 @@ class Format:
     extra: str | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     runtime_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    patches: str | None = None
+    most_rows: int | None = None
 
     def make_exporter(self) -> "HfExporter":
         """The exporter, ready to be used.
@@ -39,6 +43,8 @@ class Format:
             UserError: this version of Transformers has none, or a package that it needs is missing.
         """
         exporters = _transformers_exporters()
+        if self.patches is not None:
+            import_module(f".{self.patches}", __package__)
         try:
             return getattr(exporters, self.exporter)()
         except ImportError as error:
@@ -63,6 +69,10 @@ FORMATS = MappingProxyType(
             extra="export",
             options=MappingProxyType({"stateful": False}),
             runtime_options=MappingProxyType({"config": {"INFERENCE_PRECISION_HINT": "f32"}}),
+        ),
+        # Two rows are what the proof has, one of them padded.
+        "executorch": Format(
+            "ExecutorchExporter", "ExecutorchConfig", extra="executorch", patches="executorch_patches", most_rows=2
         ),
     }
 )

@@ -1,6 +1,6 @@
 """The two graphs of an export: what they are called with, what varies from call to call, and how they are traced."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ def graph_inputs(tokens: Tensor, mask: Tensor, cache: Cache) -> dict[str, Any]:
 
 
 def export_graphs(model: PreTrainedModel, target: Format) -> "ExportedModel":
-    """Traces `prefill` and `decode`, both with any batch size and length.
+    """Traces `prefill` and `decode`, both with any batch size and length, or any up to the limits of the format.
 
     A windowed layer's cache keeps all tokens in these graphs, and the mask applies the window: a graph cannot count how
     many tokens it has dropped. The decoding graph is traced with the cache that the prefill graph returns, so that the
@@ -70,25 +70,35 @@ def exportable_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
-    """For each input of a graph the axes that vary; for a cache a list, in the order of its tensors."""
+def dynamic_shapes(inputs: dict[str, Any], largest: Sequence[int | None] = (None, None)) -> dict[str, Any]:
+    """For each input of a graph the axes that vary; for a cache a list, in the order of its tensors.
+
+    Args:
+        largest: the largest number of rows, and that of tokens; None without a limit.
+    """
     from transformers.exporters.utils import get_leaf_tensors
 
     return {
-        name: _varying_axes(value)
+        name: _varying_axes(value, largest)
         if isinstance(value, Tensor)
-        else [_varying_axes(leaf) for leaf in get_leaf_tensors(value).values()]
+        else [_varying_axes(leaf, largest) for leaf in get_leaf_tensors(value).values()]
         for name, value in inputs.items()
     }
 
 
-def _varying_axes(tensor: Tensor) -> dict[int, Any]:
-    return {axis: Dim.AUTO for axis in VARYING_AXES.get(tensor.ndim, ()) if tensor.shape[axis] > 1}
+def _varying_axes(tensor: Tensor, largest: Sequence[int | None]) -> dict[int, Any]:
+    limits = dict(zip(VARYING_AXES.get(tensor.ndim, ()), largest, strict=False))
+    return {
+        axis: Dim.AUTO if limit is None else Dim.AUTO(min=1, max=limit)
+        for axis, limit in limits.items()
+        if tensor.shape[axis] > 1
+    }
 
 
 def _export(exporter: Any, model: PreTrainedModel, target: Format, inputs: dict[str, Any]) -> Any:
     """One graph as a component of an `ExportedModel`."""
-    exported = exporter.export(model, inputs, target.make_config(dynamic_shapes(inputs)))
+    largest = (target.most_rows, model.config.max_position_embeddings) if target.most_rows else (None, None)
+    exported = exporter.export(model, inputs, target.make_config(dynamic_shapes(inputs, largest)))
     component = exported.components["model"]
     if isinstance(component.program, torch.export.ExportedProgram):
         # Sample inputs are saved by pickling, so that loading the file could run code of whoever wrote it.

@@ -1,6 +1,6 @@
 """Writes a checkpoint as prefill and decoding graphs for another runtime, and proves that it generates the same tokens.
 
-Run: `dynattn export torch|onnx|openvino MODEL DST [--option value]`
+Run: `dynattn export torch|onnx|openvino|executorch MODEL DST [--option value]`
 """
 
 from collections.abc import Sequence

@@ -16,10 +16,10 @@ from transformers import DynamicCache, PreTrainedModel
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.export.graphs import exportable_attention, graph_inputs
+from dynattn.scripts.export.graphs import dynamic_shapes, exportable_attention, graph_inputs
 from dynattn.scripts.export.proof import Generated, compare, make_prompt
 
-NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",)}
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 # Large weights: with small ones, greedy tokens repeat and the composition hardly matters.
 LARGE = {"initializer_range": 0.3}
@@ -90,9 +90,36 @@ def test_graphs_of_torch_take_any_batch_and_length(
         assert second.past_key_values.get_seq_length() >= length
 
 
+@torch.no_grad()
+@pytest.mark.slow
+def test_graphs_of_executorch_take_one_row_or_two_and_as_many_tokens_as_there_are_positions(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    exporters = pytest.importorskip("transformers.exporters")
+    model = make_model(**ONE_LAYER, max_position_embeddings=64)
+    model.save_pretrained(tmp_path / "model")
+    assert export("executorch", tmp_path / "model", tmp_path / "graphs", "--tokens", 16) == 0
+    graphs = exporters.ExportedModel.from_pretrained(tmp_path / "graphs", device="cpu").runners
+    for rows, length in ((1, 2), (2, 21), (1, 63)):
+        ids = torch.randint(97, (rows, length + 1))
+        mask = torch.ones_like(ids)
+        first = graphs["prefill"](**graph_inputs(ids[:, :-1], mask[:, :-1], DynamicCache()))
+        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, first.past_key_values))
+        expected = model(ids).logits
+        torch.testing.assert_close(second.logits[:, -1], expected[:, -1], atol=1e-3, rtol=1e-4)
+
+
+def test_axes_vary_up_to_the_limits_of_a_format() -> None:
+    pytest.importorskip("transformers.exporters")
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    shapes = dynamic_shapes({"input_ids": tokens, "token": tokens[:, :1]}, largest=(2, 64))
+    assert [(axis, dim.min, dim.max) for axis, dim in shapes["input_ids"].items()] == [(0, 1, 2), (1, 1, 64)]
+    assert list(shapes["token"]) == [0]
+    assert all(dim.max is None for dim in dynamic_shapes({"input_ids": tokens})["input_ids"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all"])
-@pytest.mark.parametrize("target", ["torch", "onnx", "openvino"])
+@pytest.mark.parametrize("target", ["torch", *NEEDED])
 def test_every_format_generates_what_pytorch_generates(target: str, family: str, tmp_path: Path) -> None:
     for package in ("transformers.exporters", *NEEDED.get(target, ())):
         pytest.importorskip(package)
@@ -162,6 +189,8 @@ def test_a_missing_package_is_named(
     line = refusal(capsys, "onnx", checkpoint, tmp_path / "graphs")
     assert "no_such_package" in line
     assert "pip install dynattn[export]" in line
+    monkeypatch.setattr(exporters.ExecutorchExporter, "required_packages", ["torch", "no_such_package"])
+    assert "pip install dynattn[executorch]" in refusal(capsys, "executorch", checkpoint, tmp_path / "graphs")
 
 
 def test_wrong_graphs_leave_what_was_there(
