@@ -39,6 +39,7 @@ MODELS: dict[str, Any] = {
     "dcformer-float64": lambda: make_model().double(),
     "dcformer-query-wise": lambda: make_model(compose_key_wise=False),
     "dcformer-static": lambda: make_model(compose_key_wise=False, compose_query_wise=False, compose_static=True),
+    "dcformer-odd-sizes": lambda: make_model(num_attention_heads=5, num_key_value_heads=1, head_dim=6),
     "dcformer-post-groups": lambda: make_model(compose_pre=False, compose_groups=3, compose_static=True),
     "plain-chunked": lambda: make_model(compose_pre=False, compose_post=False, attn_implementation="chunked"),
     "dcpythia": make_pythia,

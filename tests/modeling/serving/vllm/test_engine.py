@@ -20,6 +20,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "multi-head, all full": lambda: make_model(num_key_value_heads=6, layer_types=["full_attention"] * 3),
     "all windows": lambda: make_model(layer_types=["sliding_attention"] * 3),
     "groups of heads, static": lambda: make_model(compose_groups=2, compose_static=True),
+    "static alone": lambda: make_model(compose_key_wise=False, compose_query_wise=False, compose_static=True),
+    "odd numbers of heads and channels": lambda: make_model(num_attention_heads=5, num_key_value_heads=1, head_dim=6),
     "query-wise": lambda: make_model(compose_key_wise=False),
     "scores only": lambda: make_model(compose_post=False),
     "probabilities only, rank 1": lambda: make_model(compose_pre=False, compose_rank=1),
@@ -96,6 +98,14 @@ def test_200_requests_that_arrive_over_time_share_prefixes_and_are_preempted(sta
     assert arriving(llm, prompts, each_step=3) == expected(model, prompts)
     assert count(llm, "prefix_cache_hits") > 0
     assert count(llm, "num_preemptions") > 0
+
+
+def test_a_prompt_beyond_the_positions_is_refused_and_others_are_still_served(start: Callable[..., LLM]) -> None:
+    model, (prompt,) = make_model(max_position_embeddings=64), make_prompts(count=1, longest=40)
+    llm = start(model)
+    with pytest.raises(ValueError, match="64"):
+        served(llm, [[1] * 65])
+    assert served(llm, [prompt]) == expected(model, [prompt])
 
 
 def test_bfloat16_scores_of_prompts_are_as_near_to_float32_as_those_of_transformers(start: Callable[..., LLM]) -> None:
