@@ -24,7 +24,8 @@ class ChunkedInputs(NamedTuple):
     offset: Tensor | None = None  # [], an integer: position of the first query; None: queries end where the keys end
 
 
-# The fields that have no gradient.
+# The tables by distance, and the fields that have no gradient.
+TABLES = ("position_bias", "position_gain")
 INTEGERS = ("first_keys", "offset")
 
 

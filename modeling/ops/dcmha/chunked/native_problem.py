@@ -12,13 +12,14 @@ from ...masking import split_mask
 from ...native_library import lanes, load_or_warn
 from .arguments import ChunkedInputs, ChunkedSettings
 from .csrc.sources import COMPOSE
+from .distance_blocks import DistanceGrid
 
 # What C code reads, and its numbers for them in elements.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The most bytes that a function of compose.c may put on the stack of a thread; stages that need more do without C code.
 LARGEST_STACK = 1 << 20
-# `BLOCK_KEYS` of stage.h, and the larger `BLOCK_QUERIES` of compose.c.
-BLOCK_KEYS, BLOCK_QUERIES = 64, 4
+# `BLOCK_KEYS` of stage.h, the larger `BLOCK_QUERIES` of compose.c, and `MAX_CHUNK` of chunk.h.
+BLOCK_KEYS, BLOCK_QUERIES, MAX_CHUNK = 64, 4, 64
 
 
 class StageShape(NamedTuple):
@@ -98,10 +99,17 @@ class Problem:
             members += self._stage(stage)
         members += (*self._mask(_readable(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
         members += (items, heads, inputs.key.shape[1], width, queries, inputs.key.shape[2])
-        members += (*band_of(inputs, settings), chunk)
+        members += (*band_of(inputs, settings), chunk, *self._tables(inputs), int(settings.compose_bias))
         struct = array("l", members)
         self._kept.append(struct)
         self.address = struct.buffer_info()[0]
+
+    def _tables(self, inputs: ChunkedInputs) -> tuple[int, ...]:
+        """The addresses of the tables by distance, their length, and the place of distance 0 in them."""
+        grid = table_grid(inputs)
+        tables = (inputs.position_bias, inputs.position_gain)
+        addresses = (None if one is None else grid.spread(one, torch.float32).contiguous() for one in tables)
+        return *map(self._address, addresses), grid.columns, grid.before
 
     def _address(self, tensor: Tensor | None) -> int:
         """The address of the data, which stays where it is as long as this object."""
@@ -158,6 +166,14 @@ def _readable(mask: Tensor | None) -> Tensor | None:
     visible, bias = split_mask(mask)
     assert visible is not None and bias is not None
     return torch.where(visible, bias.float(), -torch.inf)
+
+
+def table_grid(inputs: ChunkedInputs) -> DistanceGrid:
+    """The elements of a table `[H, 1, X]` for one query after all others: one for every pair of a tile of C code."""
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    offset = keys - queries if inputs.offset is None else int(inputs.offset)
+    before, after = offset + queries + MAX_CHUNK, -(-keys // BLOCK_KEYS) * BLOCK_KEYS - offset
+    return DistanceGrid(1, before, before + after + 1)
 
 
 def band_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[int, int, int]:

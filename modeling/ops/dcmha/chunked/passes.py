@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
@@ -21,8 +21,6 @@ from .tiling import (
     structure_of,
     transpose_rows,
 )
-
-TABLES = ("position_bias", "position_gain")
 
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:

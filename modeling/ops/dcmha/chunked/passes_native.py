@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...native_library import lanes, load_or_warn, usable_threads
-from .arguments import ChunkedInputs, ChunkedSettings
+from .arguments import TABLES, ChunkedInputs, ChunkedSettings
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
-from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of
+from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of, table_grid
 
 # Queries of a chunk: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS` elements,
 # or the last one. They are odd multiples of `GROUP_QUERIES` of chunk.h: multiples, so that the output does not depend
@@ -37,7 +37,7 @@ SIGNATURES = {
 
 def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
     """Whether C code takes these arguments; the first time this compiles it."""
-    if compile_mode() == "0" or inputs.position_bias is not None or inputs.position_gain is not None:
+    if compile_mode() == "0":
         return False
     stages = stages_of(inputs, settings)
     tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]
@@ -99,8 +99,16 @@ class _Sums:
         ]
         self.matrices = [None if one.static is None else torch.zeros(batch, blocks, heads, heads) for one in stages]
         self.mask = None if inputs.mask is None else torch.zeros(inputs.mask.shape if mask_needs_grad else 0)
+        self.grid = table_grid(inputs)
+        self.tables = {
+            name: None if getattr(inputs, name) is None else torch.zeros(batch, heads, self.grid.columns)
+            for name in TABLES
+        }
         # The members of the struct `gradients` in backward.h.
-        self.by_item = (self.query, self.key, self.value, *self.query_terms, *self.key_terms, *self.matrices)
+        self.by_item = (
+            *(self.query, self.key, self.value, *self.query_terms, *self.key_terms, *self.matrices),
+            *self.tables.values(),
+        )
 
     def mask_of(self, span: slice) -> Tensor | None:
         """The gradient of the mask that belongs to the items `span`; None where it is not needed."""
@@ -109,7 +117,7 @@ class _Sums:
         return self.mask[span] if len(self.mask) > 1 else self.mask
 
     def results(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients of the inputs that are present, by name and in their shapes, without `first_keys`."""
+        """The gradients of the inputs that are present, by name and in their shapes, without `INTEGERS`."""
         keys, width = self.inputs.key.shape[2:]
         yield from (
             ("query", self.query),
@@ -127,6 +135,9 @@ class _Sums:
                 yield f"{name}_static", matrix.sum((0, 1))
         if self.mask is not None:
             yield "mask", self.mask
+        for name, sums in self.tables.items():
+            if sums is not None:
+                yield name, self.grid.gather(sums.sum(0)[:, None], getattr(self.inputs, name))
 
 
 def _item_spans(inputs: ChunkedInputs) -> list[slice]:
@@ -139,8 +150,9 @@ def _item_spans(inputs: ChunkedInputs) -> list[slice]:
 
 def _items(inputs: ChunkedInputs, span: slice) -> ChunkedInputs:
     """The items `span` of the tensors that have one for each."""
-    sliced = {name: tensor[span] for name, tensor in inputs._asdict().items() if tensor is not None and len(tensor) > 1}
-    return inputs._replace(**{name: one for name, one in sliced.items() if not name.endswith("static")})
+    shared = ("pre_static", "post_static", *TABLES, "offset")
+    own = {name: one for name, one in inputs._asdict().items() if one is not None and name not in shared}
+    return inputs._replace(**{name: tensor[span] for name, tensor in own.items() if len(tensor) > 1})
 
 
 def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: int) -> int:

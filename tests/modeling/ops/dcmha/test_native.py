@@ -113,6 +113,8 @@ def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -
         Case(130, 130, terms=frozenset({"static"}), mask="bias", batch=5),
         Case(130, 130, terms=DYNAMIC, mask="bias of keys", batch=5),
         Case(130, 130, batch=5),
+        Case(130, 130, tables=("bias", "gain"), compose_bias=True, batch=5),
+        Case(130, 130, tables=("bias", "gain"), offset=10, batch=5),
     ],
     ids=str,
 )
@@ -134,7 +136,11 @@ def test_any_number_of_items_share_a_call(
 
 
 @pytest.mark.parametrize("queries", [36, 12])
-@pytest.mark.parametrize("case", [Case(130, 130), Case(130, 257, window=70, mask="padding")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(130, 130), Case(130, 130, tables=("bias", "gain")), Case(130, 257, window=70, mask="padding")],
+    ids=str,
+)
 def test_the_output_does_not_depend_on_the_length_of_chunks(
     case: Case, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +208,13 @@ def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "case", [Case(200, 200, terms=DYNAMIC), Case(130, 257, heads=(6, 2), mask="bias of keys", batch=3)], ids=str
+    "case",
+    [
+        Case(200, 200, tables=("bias", "gain")),
+        Case(200, 200, terms=DYNAMIC),
+        Case(130, 257, heads=(6, 2), mask="bias of keys", batch=3),
+    ],
+    ids=str,
 )
 def test_results_do_not_depend_on_the_number_of_threads(case: Case, dtype: torch.dtype) -> None:
     tensors, keywords = in_dtype(dtype, *random_inputs(case))

@@ -8,6 +8,7 @@
 #define DYNATTN_BACKWARD_H
 
 #include "softmax.h"
+#include "tables.h"
 #include "threads.h"
 
 #define MATRIX_TILE (LANES == 16 ? 4 : 2) /* processors with 16 lanes have twice as many registers */
@@ -19,6 +20,7 @@ typedef struct {
     float *pre_query, *post_query;   /* [items, queries, terms, heads], which the pass writes */
     float *pre_key, *post_key;       /* [items, blocks, terms, heads, BLOCK_KEYS] */
     float *pre_matrix, *post_matrix; /* [items, blocks, heads in, heads out] */
+    float *bias, *gain;              /* [items, heads, table_length] */
 } gradients;
 
 /* A chunk in the backward pass. */
@@ -29,6 +31,7 @@ typedef struct {
     float *query_tokens, *grad_out_tokens;     /* both as [heads, slots of rows, padded_width] */
     float *sums;                               /* statistics [blocks, heads, MAX_CHUNK] */
     float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], the gradients that each block gives */
+    float *bias_parts, *gain_parts;            /* the same of tables, [blocks, heads, STRIP] */
 } backward_chunk;
 
 typedef struct {
@@ -60,6 +63,8 @@ static backward_chunk place_backward_chunk(const problem *given, packed_keys pac
     new.sums = take(next, blocks * given->heads * MAX_CHUNK);
     new.pre_query_parts = take(next, blocks * rows * given->pre.query.terms);
     new.post_query_parts = take(next, blocks * rows * given->post.query.terms);
+    new.bias_parts = take(next, given->bias ? blocks * given->heads * STRIP : 0);
+    new.gain_parts = take(next, given->gain ? blocks * given->heads * STRIP : 0);
     return new;
 }
 
@@ -164,9 +169,14 @@ static void repeat_scores(const void *context, long index, long thread) {
     if (!part) return;
     float *scores = tile_of(part, part->scores, block), *probs = tile_of(part, part->probs, block);
     multiply_columns(&part->of, scores, part->of.query, pass->packed.key_columns, part->of.score_factor, block);
+    add_bias(&part->of, scores, 1, block);
     compose_scores(&part->of, probs, scores, scratch_of(pass, thread), block);
+    add_bias(&part->of, probs, 0, block);
     take_powers(&part->of, probs, block);
 }
+
+/* How many elements of scratch memory the probabilities of a block times the gain need. */
+INLINE long gained_size(const problem *given) { return given->gain ? given->heads * given->chunk * BLOCK_KEYS : 0; }
 
 /* Task: from the gradient of the output to that of a block's probabilities, and the gradient of its values. */
 static void differentiate_probs(const void *context, long index, long thread) {
@@ -177,14 +187,18 @@ static void differentiate_probs(const void *context, long index, long thread) {
     const chunk *of = &part->of;
     float *mixed = scratch_of(pass, thread), *composed = mixed + mixed_size(pass->given);
     float *probs = tile_of(part, part->probs, block), *grad = tile_of(part, part->grad, block);
+    float *gained = pass->given->gain ? composed + pass->given->heads * pass->given->chunk * BLOCK_KEYS : probs;
     const stage *post = &pass->given->post;
     normalize(of, probs, block);
-    if (!post->compose && !post->matrix) composed = probs;
-    compose_probs(of, composed, probs, mixed, block);
+    multiply_gain(of, gained, probs, block);
+    if (!post->compose && !post->matrix) composed = gained;
+    compose_probs(of, composed, gained, mixed, block);
     add_products(of, pass->to.value, composed, part->grad_out_tokens, 1, block);
     multiply_columns(of, grad, part->grad_out, pass->packed.value_columns, 1, block);
-    stage_backward(of, grad, probs, post, of->post_query, pass->packed.post_key, part->post_query_parts,
+    stage_backward(of, grad, gained, post, of->post_query, pass->packed.post_key, part->post_query_parts,
                    pass->to.post_key, pass->to.post_matrix, mixed, block);
+    if (pass->given->gain) sum_by_distance(of, part->gain_parts, grad, probs, block);
+    multiply_gain(of, grad, grad, block);
     sum_gradients(of, part->sums, grad, probs, block);
 }
 
@@ -198,9 +212,12 @@ static void differentiate_scores(const void *context, long index, long thread) {
     float *grad = tile_of(part, part->grad, block);
     softmax_backward(of, grad, tile_of(part, part->probs, block), part->sums, block);
     add_mask_gradient(of, grad, block);
+    int sums_bias = pass->given->bias != 0, composes_bias = pass->given->composes_bias;
+    if (sums_bias && !composes_bias) sum_by_distance(of, part->bias_parts, grad, 0, block);
     stage_backward(of, grad, tile_of(part, part->scores, block), &pass->given->pre, of->pre_query,
                    pass->packed.pre_key, part->pre_query_parts, pass->to.pre_key, pass->to.pre_matrix,
                    scratch_of(pass, thread), block);
+    if (sums_bias && composes_bias) sum_by_distance(of, part->bias_parts, grad, 0, block);
     add_products(of, pass->to.key, grad, part->query_tokens, of->score_factor, block);
 }
 
@@ -213,7 +230,7 @@ static void join_query_terms(const chunk *of, float *out, const float *parts, lo
         for (long i = 0; i < of->queries * size; i++) out[i] += parts[i];
 }
 
-/* Task: the gradient of a head's queries; with the first head, also those of the queries' terms. */
+/* Task: the gradients of a head's queries and tables; with the first head, also those of the queries' terms. */
 static void differentiate_queries(const void *context, long index, long thread) {
     const backward_pass *pass = context;
     const problem *given = pass->given;
@@ -236,6 +253,8 @@ static void differentiate_queries(const void *context, long index, long thread) 
         for (long d = 0; d < given->width; d++)
             pass->to.query[((of->item * given->heads + h) * given->queries + of->first + t) * given->width + d] =
                 out[t * width + d] * pass->scaling;
+    if (given->bias) join_strips(of, pass->to.bias, part->bias_parts, h);
+    if (given->gain) join_strips(of, pass->to.gain, part->gain_parts, h);
     if (h) return;
     join_query_terms(of, pass->to.pre_query, part->pre_query_parts, given->pre.query.terms * given->heads);
     join_query_terms(of, pass->to.post_query, part->post_query_parts, given->post.query.terms * given->heads);

@@ -52,13 +52,16 @@ static void attend_chunk(const void *context, long index, long thread) {
     for (long block = of.begin_block; block < of.end_block; block++) {
         float *tile = next + (block - of.begin_block) * tile_size(&of);
         multiply_columns(&of, tile, of.query, of.packed.key_columns, of.score_factor, block);
+        add_bias(&of, tile, 1, block);
         compose_scores(&of, tile, tile, mixed, block);
+        add_bias(&of, tile, 0, block);
         take_powers(&of, tile, block);
     }
     for (long h = 0; h < given->heads; h++) find_factors(&of, h);
     for (long block = of.begin_block; block < of.end_block; block++) {
         float *tile = next + (block - of.begin_block) * tile_size(&of);
         normalize(&of, tile, block);
+        multiply_gain(&of, tile, tile, block);
         compose_probs(&of, tile, tile, mixed, block);
         add_values(&of, out, tile, block);
     }
@@ -104,7 +107,7 @@ static backward_pass place_backward(const problem *given, float *memory) {
     place_backward_chunk(given, pass.packed, pass.most_blocks, 0, 0, &item);
     pass.item_memory = aligned(taken(item));
     long rows = most_rows(given) * BLOCK_KEYS + given->chunk * padded_width(given);
-    pass.thread_memory = aligned(mixed_size(given) + rows);
+    pass.thread_memory = aligned(mixed_size(given) + rows + gained_size(given));
     return pass;
 }
 

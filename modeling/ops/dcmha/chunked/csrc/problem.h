@@ -47,6 +47,9 @@ typedef struct {
     long items, heads, kv_heads, width, queries, keys;
     long offset, behind, ahead; /* query t sees the keys from t + offset - behind to t + offset + ahead */
     long chunk;                 /* queries of a chunk, even and at most MAX_CHUNK */
+    const float *bias, *gain;   /* tables by distance [heads, table_length], or null */
+    long table_length, farthest; /* element `farthest - d` is for distance d; there is one for every pair of a tile */
+    long composes_bias;         /* whether the bias is added before the first composition */
 } problem;
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
