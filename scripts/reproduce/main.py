@@ -23,6 +23,10 @@ STUDIES = CommandTable(
             "dynattn.scripts.reproduce.mechanisms.main",
             "small tasks on which mixing heads is predicted to matter",
         ),
+        "positions": (
+            "dynattn.scripts.reproduce.positions.main",
+            "position schemes on lengths beyond the trained ones, with heads composed and plain",
+        ),
         "quantization": (
             "dynattn.scripts.reproduce.quantization",
             "perplexity with smaller weights, composition quantised too or not",

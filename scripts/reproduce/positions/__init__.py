@@ -1,0 +1,1 @@
+"""The study of position schemes: tasks, runs, record, plot."""

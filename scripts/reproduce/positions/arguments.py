@@ -1,0 +1,87 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import UserError
+
+TASKS = ("copy-one", "copy-many", "sort", "sum", "reverse", "parity", "addition", "addition-reversed")
+# What the configuration of each scheme's model has.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "none": {"position_scheme": "none"},
+    "t5": {"position_scheme": "t5"},
+    "alibi": {"position_scheme": "alibi"},
+    "rope": {"position_scheme": "rope"},
+    "sinusoidal": {"position_scheme": "sinusoidal"},
+    "rope-quarter": {"rope_parameters": {"partial_rotary_factor": 0.25}},
+    "rope-base-2e7": {"rope_parameters": {"rope_theta": 2e7}},
+    "truncated": {"rope_parameters": {"rope_type": "truncated", "truncate_length": 64}},
+    "alibi-composed": {"position_scheme": "alibi", "compose_position_bias": True},
+    "t5-gain": {"position_scheme": "t5", "position_gain": "bucket"},
+}
+MAIN = ("none", "t5", "alibi", "rope", "sinusoidal")
+QUICK: dict[str, Any] = {
+    "tasks": ["copy-one"],
+    "schemes": ["none", "t5", "alibi", "rope"],
+    "seeds": [0, 1],
+    "learning_rates": [2e-3],
+    "steps": 1000,
+    "layers": 2,
+    "longest": 10,
+    "wide": [],
+}
+
+
+@dataclass
+class PositionsArguments:
+    """Arguments of the study.
+
+    Raises:
+        UserError: a number is out of its range, a name does not exist, or seeds repeat.
+    """
+
+    output: str | None = field(
+        default=None, metadata={"help": "folder of the study; runs/positions, with --quick runs/positions-quick"}
+    )
+    tasks: list[str] = field(default_factory=lambda: list(TASKS[:4]), metadata={"help": f"some of {', '.join(TASKS)}"})
+    schemes: list[str] = field(default_factory=lambda: list(MAIN), metadata={"help": f"some of {', '.join(SCHEMES)}"})
+    wide: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={"help": "schemes that also get a plain model with a wider MLP, as large as the composed"},
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 2e-3, 4e-3],
+        metadata={"help": "peaks to choose from, plain and composed each for itself; one needs no choice"},
+    )
+    steps: int = field(default=3000, metadata={"help": "updates of each run, 64 examples of one length each"})
+    layers: int = field(default=4, metadata={"help": "layers of each model"})
+    longest: int = field(
+        default=0, metadata={"help": "longest trained length; 0: 20 for copying and reversing, 8 for the others"}
+    )
+    quick: bool = field(
+        default=False,
+        metadata={"help": "16 small runs of copy-one, whatever else is given"},
+    )
+    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            vars(self).update(QUICK)
+        self.output = self.output or ("runs/positions-quick" if self.quick else "runs/positions")
+        for name, given, known in (("tasks", self.tasks, TASKS), ("schemes", self.schemes, tuple(SCHEMES))):
+            if not given or (unknown := sorted(set(given) - set(known))):
+                raise UserError(f"{name}={unknown if given else given} must be some of {', '.join(known)}")
+        if set(self.wide) - set(self.schemes):
+            raise UserError(f"wide={self.wide} must be some of the schemes {self.schemes}")
+        if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"seeds={self.seeds} must be two or more different ones; a single one shows no spread")
+        if self.tuning_seed in self.seeds:
+            raise UserError(f"tuning_seed={self.tuning_seed} is one of the measured seeds={self.seeds}; take another")
+        if not self.learning_rates or min(self.learning_rates) <= 0:
+            raise UserError(f"learning_rates={self.learning_rates} must be one or more positive numbers")
+        if self.steps < 2 or self.layers < 1 or not 0 <= self.longest <= 20:
+            raise UserError(
+                f"steps={self.steps} must be 2 or more, layers={self.layers} 1 or more, longest={self.longest} 0 to 20"
+            )

@@ -1,0 +1,146 @@
+"""The record of the study: what each cell reached, differences between composed and plain, and the table."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...common.paired import holm, paired_difference, spread
+
+Record = dict[str, Any]
+
+GATE = 0.95
+# Means over untrained lengths up to twice the trained one, three seeds, from the records in the repository of
+# arXiv 2305.19466 (McGill-NLP/length-generalization): a decoder of 110 M parameters. Its rotary arm turns a quarter.
+QUOTED: dict[str, dict[str, float]] = {
+    "copy-one": {"none": 0.986, "t5": 0.771, "alibi": 0.289, "rope-quarter": 0.0, "sinusoidal": 0.0},
+    "copy-many": {"none": 0.305, "t5": 0.420, "alibi": 0.331, "rope-quarter": 0.011, "sinusoidal": 0.028},
+    "reverse": {"none": 0.230, "t5": 0.242, "alibi": 0.171, "rope-quarter": 0.077, "sinusoidal": 0.023},
+    "addition": {"none": 0.085, "t5": 0.072, "alibi": 0.077, "rope-quarter": 0.0, "sinusoidal": 0.004},
+}
+
+
+def trained_match(run: Mapping[str, Any]) -> float:
+    """The mean exact match over the trained lengths."""
+    return statistics.mean(run["exact_match"][: run["trained"]])
+
+
+def longer_match(run: Mapping[str, Any]) -> float:
+    """The mean exact match over untrained lengths up to twice the longest trained one, the paper's number."""
+    return statistics.mean(run["exact_match"][run["trained"] : 2 * run["trained"]])
+
+
+def falls_below_half(run: Mapping[str, Any]) -> int | None:
+    """The first length at which less than half of the answers are right; None if there is none."""
+    return next((length for length, share in enumerate(run["exact_match"], start=1) if share < 0.5), None)
+
+
+def make_record(settings: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Record:
+    """Everything that the table and the plot are made from; runs of a cell are in the order of their seeds."""
+    cells = []
+    for key in dict.fromkeys((run["task"], run["scheme"], run["composition"]) for run in runs):
+        here = [run for run in runs if (run["task"], run["scheme"], run["composition"]) == key]
+        cells.append({
+            **dict(zip(("task", "scheme", "composition"), key, strict=True)),
+            "learning_rate": here[0]["learning_rate"],
+            "parameters": here[0]["parameters"],
+            "learned": sum(trained_match(run) >= GATE for run in here),
+            "trained_lengths": spread([trained_match(run) for run in here]),
+            "longer_lengths": spread([longer_match(run) for run in here]),
+            "longer_lengths_of_learned": [longer_match(run) for run in here if trained_match(run) >= GATE],
+            "below_half_at": [falls_below_half(run) for run in here],
+        })  # fmt: skip
+    return {
+        "settings": dict(settings),
+        "gate": GATE,
+        "quoted": QUOTED,
+        "runs": [dict(run) for run in runs],
+        "cells": cells,
+        "composition": composition_differences(cells),
+        "reciprocal_ranks": reciprocal_ranks(cells),
+    }
+
+
+def find(cells: Sequence[Mapping[str, Any]], task: str, scheme: str, composition: str) -> Mapping[str, Any] | None:
+    """The cell of these names, if there is one."""
+    wanted = (task, scheme, composition)
+    return next((cell for cell in cells if (cell["task"], cell["scheme"], cell["composition"]) == wanted), None)
+
+
+def composition_differences(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Composed minus plain on untrained lengths, paired by seed; p corrected by Holm over the schemes of a task."""
+    differences: list[dict[str, Any]] = []
+    for task in dict.fromkeys(cell["task"] for cell in cells):
+        here = []
+        for scheme in dict.fromkeys(cell["scheme"] for cell in cells if cell["task"] == task):
+            on, off = find(cells, task, scheme, "on"), find(cells, task, scheme, "off")
+            if on is not None and off is not None:
+                values = [cell["longer_lengths"]["values"] for cell in (on, off)]
+                here.append({"task": task, "scheme": scheme, **paired_difference(*values)})
+        for row, corrected in zip(here, holm([row["p"] for row in here]), strict=True):
+            row["p_holm"] = corrected
+        differences += here
+    return differences
+
+
+def reciprocal_ranks(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The mean reciprocal rank of each scheme over tasks, by untrained lengths; composed and plain each for itself.
+
+    Equal schemes share the best of their ranks.
+    """
+    ranks: dict[str, dict[str, list[float]]] = {}
+    for composition in ("off", "on"):
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            here = {
+                cell["scheme"]: cell["longer_lengths"]["mean"]
+                for cell in cells
+                if (cell["task"], cell["composition"]) == (task, composition)
+            }
+            for scheme, value in here.items():
+                better = sum(other > value for other in here.values())
+                ranks.setdefault(composition, {}).setdefault(scheme, []).append(1 / (1 + better))
+    return {name: {scheme: statistics.mean(of) for scheme, of in here.items()} for name, here in ranks.items()}
+
+
+def table(record: Record) -> str:
+    """The study in Markdown: a row for each cell, then the differences, and notes on reading them."""
+    head = ["task", "scheme", "composed", "learned", "trained lengths", "longer, to 2 x", "below half at", "quoted"]
+    rows = [head, ["---"] * len(head)]
+    for cell in record["cells"]:
+        quoted = record["quoted"].get(cell["task"], {}).get(cell["scheme"])
+        count = len(cell["below_half_at"])
+        rows.append([
+            cell["task"], cell["scheme"], cell["composition"], f"{cell['learned']} of {count}",
+            _mean(cell["trained_lengths"]), _mean(cell["longer_lengths"]),
+            ", ".join("-" if length is None else str(length) for length in cell["below_half_at"]),
+            "" if quoted is None or cell["composition"] != "off" else f"{quoted:.3f}",
+        ])  # fmt: skip
+    head = ["task", "scheme", "composed - plain, longer", "95 % interval", "p (Holm)"]
+    others = [head, ["---"] * len(head)]
+    for row in record["composition"]:
+        interval = "" if row["interval_95"] is None else "{:+.3f} to {:+.3f}".format(*row["interval_95"])
+        corrected = "" if row["p_holm"] is None else f"{row['p_holm']:.2g}"
+        others.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", interval, corrected])
+    parts = ["\n".join(f"| {' | '.join(row)} |" for row in lines) for lines in (rows, others)]
+    return "\n\n".join([*parts, _reading(record)])
+
+
+def _mean(values: Mapping[str, Any]) -> str:
+    return f"{values['mean']:.3f} ± {values['sd'] or 0:.3f}"
+
+
+def _reading(record: Record) -> str:
+    settings = record["settings"]
+    ranks = "; ".join(
+        f"{'composed' if name == 'on' else 'plain'} "
+        + ", ".join(f"{scheme} {rank:.3f}" for scheme, rank in here.items())
+        for name, here in record["reciprocal_ranks"].items()
+    )
+    return (
+        f"Exact match of whole answers, mean ± standard deviation over {len(settings['seeds'])} seeds (initial weights "
+        f"and examples), {settings['steps']:,} updates, {settings['layers']} layers. Learned: runs with at least "
+        f"{record['gate']:.0%} of the answers of trained lengths right; all runs count in the other columns. Longer: "
+        "mean over untrained lengths up to twice the longest trained one. Below half at: the first such length of each "
+        "seed. Quoted: what arXiv 2305.19466 reports there of a model of 110 M parameters. Differences are paired by "
+        "seed, with a t interval, p corrected over the schemes of a task. Mean reciprocal ranks over tasks: "
+        f"{ranks}."
+    )

@@ -1,0 +1,145 @@
+"""One run of the study: a small DCFormer learns a task on short lengths and is tested on longer ones."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+
+from .arguments import SCHEMES
+from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
+
+BATCH, TEST_EXAMPLES, WARMUP, WEIGHT_DECAY = 64, 200, 60, 0.05
+# Streams of random numbers, apart for each use.
+TRAINING, TESTING = 0, 1
+MODEL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "sliding_window": None,
+    "use_qk_norm": False,
+    "initializer_range": 0.05,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides a run.
+
+    Attributes:
+        composition: `off`, `on`, or `wide`: plain with a wider MLP, of as many parameters as with composition.
+        longest: the longest trained length, 0 for that of the task.
+    """
+
+    task: str
+    scheme: str
+    composition: str
+    seed: int
+    learning_rate: float
+    steps: int
+    layers: int
+    longest: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.task}/{self.scheme}-{self.composition}-seed-{self.seed}-rate-{self.learning_rate:g}.json"
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Trains and tests a model; returns the settings of the run, sizes, seconds and the exact match by length."""
+    began = time.perf_counter()
+    model, trained = make_model(run), trained_length(run.task, run.longest)
+    optimizer = make_optimizer(model, run.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, run.steps))
+    rng = np.random.default_rng([run.seed, TRAINING])
+    for _ in range(run.steps):
+        batch = make_batch(run.task, rng, BATCH, int(rng.integers(1, trained + 1)))
+        logits, targets = answers(model, batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return {
+        **asdict(run),
+        "trained": trained,
+        "parameters": model.num_parameters(),
+        "last_loss": float(loss.detach()),
+        "exact_match": test(model, run.task, trained),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def make_model(run: Run) -> DCFormerForCausalLM:
+    """The model of a run; one that composes heads starts from the weights of the plain one."""
+    torch.manual_seed(run.seed)
+    plain = DCFormerForCausalLM(config_of(run, composed=False))
+    if run.composition == "off":
+        return plain
+    composed = DCFormerForCausalLM(config_of(run, composed=True))
+    if run.composition == "wide":
+        missing = composed.num_parameters() - plain.num_parameters()
+        wider = MODEL["intermediate_size"] + round(missing / (3 * MODEL["hidden_size"] * run.layers))
+        return DCFormerForCausalLM(config_of(run, composed=False, intermediate_size=wider))
+    composed.load_state_dict(plain.state_dict(), strict=False)
+    return composed
+
+
+def config_of(run: Run, *, composed: bool, **fields: Any) -> DCFormerConfig:
+    """The configuration of a model. On such short sequences the reference implementation is the fastest with maps."""
+    config = DCFormerConfig(
+        **{**MODEL, **SCHEMES[run.scheme], "num_hidden_layers": run.layers, **fields},
+        compose_pre=composed,
+        compose_post=composed,
+    )
+    config._attn_implementation = "eager" if composed or config.has_distance_tables else "sdpa"
+    return config
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW, which decays matrices and neither embeddings, tables, norms nor biases."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for weight in model.parameters():
+        groups[weight.ndim >= 2 and weight not in embeddings].append(weight)
+    options = [{"params": groups[decays], "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)]
+    return torch.optim.AdamW(options, lr=learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a straight line to zero."""
+    warmup = min(WARMUP, steps // 2)
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits `[B, A, V]` and targets `[B, A]` of the `A` tokens of the answers, EOS included."""
+    tokens = torch.from_numpy(batch.tokens)
+    logits = model(tokens[:, :-1], use_cache=False).logits
+    return logits[:, batch.answer - 1 :], tokens[:, batch.answer :]
+
+
+@torch.no_grad()
+def test(model: nn.Module, task: str, trained: int) -> list[float]:
+    """The share of examples of each tested length, from 1 on, whose answer is right in every token.
+
+    Every token is predicted after the right ones before it. All are right exactly if greedy decoding is.
+    """
+    model.eval()
+    shares = []
+    for length in lengths_to_test(trained):
+        rng = np.random.default_rng([length, TESTING])
+        logits, targets = answers(model, make_batch(task, rng, TEST_EXAMPLES, length))
+        shares.append(float((logits.argmax(-1) == targets).all(-1).float().mean()))
+    return shares

@@ -1,0 +1,139 @@
+"""The study of position schemes: tasks against their definitions, statistics, and a tiny study from end to end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynattn.scripts import cli
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.reproduce.positions import training
+from dynattn.scripts.reproduce.positions.arguments import SCHEMES, TASKS, PositionsArguments
+from dynattn.scripts.reproduce.positions.record import falls_below_half, longer_match, make_record, table, trained_match
+from dynattn.scripts.reproduce.positions.tasks import (
+    BOS,
+    EOS,
+    FIRST_SYMBOL,
+    SEP,
+    lengths_to_test,
+    make_batch,
+    trained_length,
+)
+from dynattn.scripts.reproduce.positions.training import Run, make_model, make_optimizer
+
+
+def number(digits: np.ndarray) -> int:
+    return int("".join(map(str, digits)))
+
+
+ANSWERS: dict[str, Any] = {
+    "copy-one": lambda prompt: prompt,
+    "copy-many": lambda prompt: prompt,
+    "reverse": lambda prompt: prompt[::-1],
+    "sort": sorted,
+    "sum": lambda prompt: [sum(prompt) % 10],
+    "parity": lambda prompt: [sum(prompt) % 2],
+}
+
+
+@pytest.mark.parametrize("task", ANSWERS)
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_answers_follow_the_definition_of_their_task(task: str, length: int) -> None:
+    batch = make_batch(task, np.random.default_rng(0), 50, length)
+    for row in batch.tokens:
+        prompt, answer = row[1 : batch.answer - 1] - FIRST_SYMBOL, row[batch.answer : -1] - FIRST_SYMBOL
+        assert (row[0], row[batch.answer - 1], row[-1]) == (BOS, SEP, EOS) and len(prompt) == length
+        assert list(answer) == list(ANSWERS[task](list(prompt)))
+    if task == "copy-one":
+        assert all(len(set(row[1 : length + 1])) == 1 for row in batch.tokens)
+    if task == "sort":
+        assert all(len(set(row[1 : length + 1])) == length for row in batch.tokens)
+
+
+@pytest.mark.parametrize("reverses", [False, True])
+def test_sums_of_long_numbers_carry(reverses: bool) -> None:
+    batch = make_batch("addition-reversed" if reverses else "addition", np.random.default_rng(0), 50, 6)
+    order = slice(None, None, -1) if reverses else slice(None)
+    for row in batch.tokens - FIRST_SYMBOL:
+        first, second, total = row[1:7][order], row[8:14][order], row[15:22][order]
+        assert number(first) + number(second) == number(total)
+
+
+def test_lengths_are_those_of_the_paper_or_what_is_asked() -> None:
+    assert [trained_length(task, 0) for task in TASKS[:4]] == [20, 20, 8, 8]
+    assert trained_length("sort", 10) == 10 and list(lengths_to_test(10)) == list(range(1, 26))
+
+
+def run_of(scheme: str, composition: str, seed: int, matches: list[float]) -> dict[str, Any]:
+    names = {"task": "copy-one", "scheme": scheme, "composition": composition, "seed": seed}
+    return {**names, "learning_rate": 1e-3, "parameters": 10, "trained": 2, "exact_match": matches}
+
+
+def record_of(*runs: dict[str, Any]) -> dict[str, Any]:
+    return make_record({"seeds": [0, 1], "steps": 3, "layers": 1}, runs)
+
+
+def test_the_record_counts_all_runs_and_compares_by_seed() -> None:
+    runs = [run_of("none", "off", seed, [1.0, 1.0, 0.75, 0.25, 0.0]) for seed in (0, 1)]
+    runs += [run_of("none", "on", seed, [1.0, 0.8 + seed / 5, 0.5 - seed / 10, 0.0, 0.0]) for seed in (0, 1)]
+    runs += [run_of("rope", "off", seed, [1.0, 1.0, 0.0, 0.0, 0.0]) for seed in (0, 1)]
+    assert (trained_match(runs[0]), longer_match(runs[0]), falls_below_half(runs[0])) == (1.0, 0.5, 4)
+    record = record_of(*runs)
+    assert [cell["learned"] for cell in record["cells"]] == [2, 1, 2]
+    (difference,) = record["composition"]
+    assert difference["values"] == pytest.approx([-0.25, -0.3])
+    assert record["reciprocal_ranks"] == {"off": {"none": 1.0, "rope": 0.5}, "on": {"none": 1.0}}
+    text = table(record)
+    assert "| copy-one | none | off | 2 of 2 | 1.000 ± 0.000 | 0.500 ± 0.000 | 4, 4 | 0.986 |" in text
+    assert "| copy-one | none | on | 1 of 2 |" in text and "-0.275" in text
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_composed_models_start_from_the_weights_of_plain_ones(scheme: str) -> None:
+    runs = {name: Run("sort", scheme, name, 3, 1e-3, 10, 1, 5) for name in ("off", "on", "wide")}
+    plain, composed, wide = (make_model(runs[name]) for name in ("off", "on", "wide"))
+    shared = composed.state_dict()
+    assert all(torch.equal(weight, shared[name]) for name, weight in plain.state_dict().items())
+    assert abs(wide.num_parameters() / composed.num_parameters() - 1) < 0.01
+    groups = make_optimizer(composed, 1e-3).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(composed.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tasks", "knit"], "tasks=['knit'] must be some of copy-one"),
+        (["--schemes", "abili"], "schemes=['abili'] must be some of none, t5"),
+        (["--seeds", "1"], "must be two or more different ones"),
+        (["--seeds", "1", "100"], "tuning_seed=100 is one of the measured"),
+        (["--steps", "1"], "steps=1 must be 2 or more"),
+        (["--wide", "rope-quarter"], "wide=['rope-quarter'] must be some of the schemes"),
+        (["--learning_rates", "0"], "must be one or more positive numbers"),
+        (["--redraw"], "holds no record.json"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "positions", "--output", str(tmp_path / "new"), *options]) != 0
+    assert told in capsys.readouterr().err
+
+
+def test_a_tiny_study_runs_resumes_and_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "TEST_EXAMPLES", 4)
+    monkeypatch.setattr(training, "BATCH", 4)
+    words = ["reproduce", "positions", "--output", str(tmp_path), "--steps", "3", "--layers", "1", "--longest", "3"]
+    words += ["--tasks", "copy-many", "--schemes", "rope", "alibi-composed", "--wide", "rope", "--seeds", "0", "1"]
+    assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["runs"]) == 10 and len(list((tmp_path / "runs").rglob("*.json"))) >= 12
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert set(record["settings"]["tuning"]["off"]) == {"0.001", "0.002"}
+    monkeypatch.setattr("dynattn.scripts.reproduce.positions.job.train", lambda run: pytest.fail(f"repeats {run}"))
+    assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
+    with pytest.raises(UserError, match="holds a study with other steps"):
+        from dynattn.scripts.reproduce.positions.job import run_study
+
+        run_study(PositionsArguments(output=str(tmp_path), steps=4, layers=1, longest=3))
