@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from dynattn import RCMHAConfig
-from dynattn.configuration.configuration_rcmha import ATTENTION_TYPES
+from dynattn.configuration.relative_config import ATTENTION_TYPES
 
 from ...common.errors import UserError, last_line
 from .constants import KERNEL_SIZE, POSITIONS
