@@ -47,6 +47,9 @@ class RateSchedule:
         return (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
 
 
+SCHEDULE_FIELDS = tuple(field.name for field in fields(RateSchedule))
+
+
 def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> RateSchedule:
     """The schedule over `max_steps`, or over the updates that `epochs` passes over the sequences take.
 
@@ -97,8 +100,7 @@ def keeps_past(stored: Mapping[str, Any], now: Mapping[str, Any], step: int) -> 
 
     So `wsd`, whose learning rate does not depend on the end until it falls, may be told late when to end.
     """
-    names = [field.name for field in fields(RateSchedule)]
-    if any(name not in stored for name in names):
+    if any(name not in stored for name in SCHEDULE_FIELDS):
         return False
-    before, after = (RateSchedule(**{name: values[name] for name in names}) for values in (stored, now))
+    before, after = (RateSchedule(**{name: values[name] for name in SCHEDULE_FIELDS}) for values in (stored, now))
     return step < after.max_steps and all(before(past) == after(past) for past in range(step))

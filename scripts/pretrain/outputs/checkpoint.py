@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError, first_line
 from ...common.segment_memory import CarriedMemory
-from ..schedule import keeps_past
+from ..schedule import SCHEDULE_FIELDS, keeps_past
 from ..weight_average import WeightAverage
 from . import checksums
 from .earlier_format import is_earlier_format, load_earlier
@@ -222,7 +222,7 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
             *(fields["max_steps"] for fields in (stored, fingerprint)),
         )
     elif names and keeps_past(stored, fingerprint, state["progress"]["step"]):
-        names = [name for name in names if name not in LENGTH_FIELDS]
+        names = [name for name in names if name not in SCHEDULE_FIELDS]
     if names:
         changes = ", ".join(f"{name} (was {stored[name]}, is {fingerprint[name]})" for name in names)
         split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..model import ParameterCounts, count_parameters, plan_config, save_activations
+from ..optimizer import moment_bytes
+from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
 from .memory import EngineMemory, engine_memory, rehearse
 
@@ -36,6 +38,7 @@ class Estimate:
         tokens_per_second: of all GPUs together, estimated.
         tokens_per_update: of all processes.
         updates: None if the arguments leave that to the data.
+        runs: of a sweep, one after the other.
     """
 
     parameters: ParameterCounts
@@ -45,13 +48,14 @@ class Estimate:
     tokens_per_second: float
     tokens_per_update: int
     updates: int | None
+    runs: int = 1
 
     @property
     def days(self) -> float | None:
-        """Of training alone, without validation and saving."""
+        """Of training alone, in all runs, without validation and saving."""
         if self.updates is None:
             return None
-        return self.updates * self.tokens_per_update / self.tokens_per_second / 3600 / HOURS_A_DAY
+        return self.runs * self.updates * self.tokens_per_update / self.tokens_per_second / 3600 / HOURS_A_DAY
 
 
 def dry_run(arguments: PretrainArguments) -> str:
@@ -72,9 +76,19 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
     flops, plain = (_token_flops(one, length) for one in (model, _shapes_of(without_composing(config))))
     workspace = chunk_bytes(config, length)
     rehearsal = rehearse(
-        lambda: _build(config, arguments), arguments.batch_size, length, bf16=bf16, workspace=workspace
+        lambda layers: _build(with_layers(config, layers), arguments),
+        config.num_hidden_layers,
+        arguments.batch_size,
+        length,
+        bf16=bf16,
+        workspace=workspace,
+        period=period_of(config),
     )
-    memory = {name: engine_memory(name, rehearsal, count, gpu.node, bf16=bf16) for name in ENGINES}
+    kept = {
+        "moments": moment_bytes(model, arguments),
+        "averages": rehearsal.weights * (arguments.ema_decay is not None),
+    }
+    memory = {name: engine_memory(name, rehearsal, count, gpu.node, bf16=bf16, **kept) for name in ENGINES}
     rate = count * gpu.flops_per_second * ASSUMED_MFU / plain
     tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
     return Estimate(
@@ -85,6 +99,7 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
         tokens_per_second=rate / (RECORDED_RATIO if composes(config) else 1.0),
         tokens_per_update=tokens_per_update,
         updates=arguments.max_steps,
+        runs=1 if arguments.sweep is None else len(Sweep.parse(arguments.sweep).values),
     )
 
 
@@ -108,6 +123,23 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
 def chunk_bytes(config: PreTrainedConfig, length: int) -> int:
     """What the composed op holds inside itself in a backward pass, in float32."""
     return CHUNK_MAPS * config.num_attention_heads * min(CHUNK_QUERIES, length) * length * 4 if composes(config) else 0
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The same model with its first layers alone."""
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = layers
+    if "layer_types" in vars(config):
+        short.layer_types = config.layer_types[:layers]
+    return short
+
+
+def period_of(config: PreTrainedConfig) -> int:
+    """After how many layers the kinds of layers repeat; the number of layers if they do not."""
+    layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [None] * layers
+    repeats = (n for n in range(1, layers) if layers % n == 0 and kinds[:n] * (layers // n) == list(kinds))
+    return next(repeats, layers)
 
 
 def composes(config: PreTrainedConfig) -> bool:
@@ -149,7 +181,8 @@ def _time_lines(found: Estimate, arguments: PretrainArguments, count: int) -> li
     if found.days is None or found.updates is None:
         return ["time: give max_steps, for without the data its length is not known"]
     tokens, hours = found.updates * found.tokens_per_update, found.days * HOURS_A_DAY
-    lines = [f"time: {tokens:,} tokens in {found.updates:,} updates take {found.days:,.2f} days (estimated)"]
+    each = f" in each of {found.runs} runs" if found.runs > 1 else ""
+    lines = [f"time: {tokens:,} tokens in {found.updates:,} updates{each} take {found.days:,.2f} days (estimated)"]
     if arguments.price_per_gpu_hour is None:
         return [*lines, f"cost: {hours * count:,.0f} GPU hours; give price_per_gpu_hour for a sum"]
     cost = hours * count * arguments.price_per_gpu_hour

@@ -3,35 +3,38 @@
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
 
 FLOAT32, BFLOAT16 = 4, 2
-# AdamW keeps two moments of each weight.
-MOMENTS = 2
 
 
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of all tensors that operators make while it is active.
 
-    What an operator holds inside itself is not seen.
+    What an operator holds inside itself is not seen, but for the backward passes of attention ops.
 
     Attributes:
         live, peak: bytes held now, and at most so far.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        """Leaves out the storages of `known`, which are there already."""
+    def __init__(self, known: Iterable[Tensor], workspace: int) -> None:
+        """Leaves out the storages of `known`, which are there already.
+
+        Args:
+            workspace: bytes that an attention op of this package holds inside its backward pass.
+        """
         super().__init__()
+        self.workspace = workspace
         self.live = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
@@ -41,6 +44,8 @@ class StorageTracker(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
+        if str(func).startswith("dynattn.") and "_backward" in str(func):
+            self.peak = max(self.peak, self.live + self.workspace)
         return result
 
     def _count(self, storage: Any) -> None:
@@ -66,44 +71,124 @@ class Rehearsal:
         peak: above the weights at the worst moment, gradients included.
         activations: above weights and gradients at the worst moment, if all gradients are there already, as with
             gradient accumulation.
+        activations_in_shards: the same where weights are gathered in bf16, so that autocast keeps no copies.
     """
 
     weights: int
     largest_layer: int
     peak: int
     activations: int
+    activations_in_shards: int
+
+
+class Peaks(NamedTuple):
+    """Bytes above what is known, at the worst moments of a pass. Each grows linearly with the number of layers."""
+
+    layers: float  # while layers run forward and backward
+    ends: float  # behind the last layer's backward pass, which is the first layer's
+    loss: float
+
+    def extended(self, doubled: "Peaks", ratio: float) -> "Peaks":
+        """Those of `ratio` times as many layers, from these and those of twice as many."""
+        pairs = zip(self, doubled, strict=True)
+        return Peaks(*(one + (ratio - 1) * (two - one) for one, two in pairs))
 
 
 def rehearse(
-    build: Callable[[], PreTrainedModel], batch_size: int, length: int, *, bf16: bool, workspace: int = 0
+    build: Callable[[int], PreTrainedModel],
+    layers: int,
+    batch_size: int,
+    length: int,
+    *,
+    bf16: bool,
+    workspace: int = 0,
+    period: int | None = None,
 ) -> Rehearsal:
-    """Runs two passes of the model that `build` makes, with a batch `[batch_size, length]`, on nothing but shapes.
+    """Runs two passes of a model, with a batch `[batch_size, length]`, on nothing but shapes.
 
     Args:
+        build: makes a model of so many layers.
         workspace: bytes that the attention op holds inside itself in a backward pass.
+        period: layers repeat after so many. Then models of one and of two periods are run, and all else is
+            arithmetic; if it is not given, all layers are.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build().train()
         ids = torch.zeros(batch_size, length, dtype=torch.long)
-        known = [*model.parameters(), *model.buffers(), ids]
-        first = _pass_peak(model, ids, known, bf16, workspace)
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        second = _pass_peak(model, ids, [*known, *gradients], bf16, workspace)
-        weights = sum(weight.untyped_storage().nbytes() for weight in set(model.parameters()))
-        largest = max(sum(w.numel() * FLOAT32 for w in layer.parameters()) for layer in _blocks(model))
-    return Rehearsal(weights, largest, first, second)
+        if period is None or layers <= 2 * period:
+            return _rehearse(build(layers), ids, bf16, workspace).summary()
+        one, two = (_rehearse(build(n * period), ids, bf16, workspace) for n in (1, 2))
+    return one.extended(two, layers / period).summary()
 
 
-def _pass_peak(model: PreTrainedModel, ids: Tensor, known: Iterable[Tensor], bf16: bool, workspace: int) -> int:
-    """Bytes at the worst moment of a forward and backward pass over `ids` `[B, T]`, without what is `known`."""
-    tracker = StorageTracker(known)
+def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> "Passes":
+    """A first and an accumulating pass over `ids` `[B, T]`."""
+    model.train()
+    known = [*model.parameters(), *model.buffers(), ids]
+    first = _pass_peaks(model, ids, StorageTracker(known, workspace), bf16)
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    second = _pass_peaks(model, ids, StorageTracker([*known, *gradients], workspace), bf16)
+    weights = sum(weight.untyped_storage().nbytes() for weight in set(model.parameters()))
+    largest = max(sum(w.numel() * FLOAT32 for w in layer.parameters()) for layer in _blocks(model))
+    # Without recomputation, the backward pass needs these copies anyway.
+    casts = _cast_bytes(model) if bf16 and model.is_gradient_checkpointing else 0
+    return Passes(weights, largest, casts, first, second)
+
+
+class Passes(NamedTuple):
+    """What two passes of a model have needed, in bytes."""
+
+    weights: float
+    largest_layer: float
+    casts: float  # of weights of layers that autocast keeps in bf16 until the loss is there
+    first: Peaks
+    second: Peaks
+
+    def extended(self, doubled: "Passes", ratio: float) -> "Passes":
+        """Those of a model of `ratio` times as many layers, from this one and one of twice as many."""
+        weights, casts = (
+            one + (ratio - 1) * (two - one) for one, two in ((self[0], doubled[0]), (self[2], doubled[2]))
+        )
+        peaks = (one.extended(two, ratio) for one, two in ((self.first, doubled.first), (self.second, doubled.second)))
+        return Passes(weights, self.largest_layer, casts, *peaks)
+
+    def summary(self) -> Rehearsal:
+        """The worst moments."""
+        first, second = (round(max((*found[:2], found.loss + self.casts))) for found in (self.first, self.second))
+        return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
+
+
+def _cast_bytes(model: PreTrainedModel) -> int:
+    """The matrices of all layers in bf16."""
+    layers = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    return BFLOAT16 * sum(w.numel() for layer in layers for w in layer.parameters() if w.ndim >= 2)
+
+
+def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:
+    """The worst moments of a forward and backward pass over `ids` `[B, T]`, as `tracker` counts them."""
+    in_layers: list[int] = []
+
+    def end_layers(_: Tensor) -> None:
+        in_layers.append(tracker.peak)
+        tracker.peak = tracker.live
+
+    # Its gradient is there when all layers have had their backward pass.
+    hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].register_hook(end_layers) and None)
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = _loss(model, ids)
-        # Two chunks of logits in float32: the logits, and the logarithms of their softmax.
-        in_loss = tracker.live + 2 * FLOAT32 * min(CHUNK_TOKENS, ids.numel()) * model.config.vocab_size
+        in_loss = tracker.live + loss_bytes(model.config, ids.numel(), bf16=bf16)
         loss.backward()
-    return max(tracker.peak + workspace, in_loss)
+    hook.remove()
+    return Peaks(in_layers[0], tracker.peak, in_loss)
+
+
+def loss_bytes(config: PreTrainedConfig, tokens: int, *, bf16: bool) -> int:
+    """What the loss holds inside itself: two chunks in float32, logits and the logarithms of their softmax.
+
+    In bf16 there are the logits in bf16 besides, and the weight of the head.
+    """
+    logits = min(CHUNK_TOKENS, tokens) * config.vocab_size
+    return 2 * FLOAT32 * logits + (BFLOAT16 * (logits + config.vocab_size * config.hidden_size) if bf16 else 0)
 
 
 def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -130,7 +215,7 @@ class EngineMemory:
     """Bytes that one process of an engine needs.
 
     Attributes:
-        weights, gradients, optimizer: what it holds of each.
+        weights, gradients, optimizer: what it holds of each; averages of weights count as the optimizer's.
         buffers: copies that the engine makes: gradients on their way, layers in one piece.
         activations: of a forward and backward pass, with the maps that composition works on.
     """
@@ -147,18 +232,25 @@ class EngineMemory:
         return self.weights + self.gradients + self.optimizer + self.buffers + self.activations
 
 
-def engine_memory(name: str, rehearsal: Rehearsal, gpus: int, node: int, *, bf16: bool) -> EngineMemory:
+def engine_memory(
+    name: str, rehearsal: Rehearsal, gpus: int, node: int, *, bf16: bool, moments: int, averages: int = 0
+) -> EngineMemory:
     """What a process of the engine `name` needs on `gpus` GPUs, `node` of them in a machine.
 
     Weights are float32 in all of them, also beside computation in bfloat16. HSDP shares them inside a machine.
+
+    Args:
+        moments: bytes that the optimizer keeps of all weights.
+        averages: bytes of their moving averages, if they are kept.
     """
-    whole, moments = rehearsal.weights, MOMENTS * rehearsal.weights
+    whole = rehearsal.weights
     share = {"ddp": 1, "zero1": 1, "zero2": 1, "hsdp": min(gpus, node)}.get(name, gpus)
     activations = rehearsal.activations
     if name in ("fsdp2", "hsdp", "zero3"):
         # Two layers are in one piece at a time, the second being fetched; gradients of one, too.
+        inner = rehearsal.activations_in_shards
         pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
-        return EngineMemory(whole // share, whole // share, moments // share, pieces, activations)
-    optimizer = moments if name == "ddp" else moments // gpus
+        return EngineMemory(whole // share, whole // share, (moments + averages) // share, pieces, inner)
+    optimizer = averages + (moments if name == "ddp" else moments // gpus)
     gradients = whole // gpus if name == "zero2" else whole
     return EngineMemory(whole, gradients, optimizer, whole if gpus > 1 else 0, activations)

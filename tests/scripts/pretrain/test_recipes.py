@@ -82,7 +82,7 @@ def test_a_stable_run_may_be_told_late_when_to_end(corpus: Path, tmp_path: Path)
     """Its learning rates so far are those of the shorter run, which it then is bit for bit."""
     short = {**RUN, "schedule": "wsd", "decay_share": 0.25}
     expected = run(tmp_path / "expected", corpus, **short).output
-    killed_run(tmp_path / "run", corpus, 6, **short | {"max_steps": 1000})
+    killed_run(tmp_path / "run", corpus, 6, **short | {"max_steps": 1000, "decay_share": 0.2})
     run(tmp_path / "run", corpus, **short)
     assert curve(tmp_path / "run", "step", "loss") == curve(expected, "step", "loss")
 

@@ -1,74 +1,138 @@
 """Dry runs: memory against measured peaks, operations against the model's, and what is refused."""
 
 import json
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.training import parse
+from transformers import LlamaConfig
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    keep_attention_outputs,
+)
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
 from dynattn.scripts.pretrain.main import RECIPES, main
-from dynattn.scripts.pretrain.planning.dry_run import RECORDED_RATIO, chunk_bytes, estimate
+from dynattn.scripts.pretrain.planning.dry_run import RECORDED_RATIO, chunk_bytes, estimate, period_of
 from dynattn.scripts.pretrain.planning.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.planning.memory import engine_memory, rehearse
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
-SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
-MODELS = {
-    "dcformer": lambda: DCFormerForCausalLM(DCFormerConfig(**SHAPE, intermediate_size=768)),
-    "dcpythia": lambda: DCPythiaForCausalLM(DCPythiaConfig(**SHAPE, intermediate_size=1024)),
-    "plain": lambda: DCFormerForCausalLM(
-        DCFormerConfig(**SHAPE, intermediate_size=768, compose_pre=False, compose_post=False)
-    ),
-}  # fmt: skip
+LAYERS = 4
+SHAPE = {"hidden_size": 256, "num_attention_heads": 8, "vocab_size": 4096}
+
+
+def dcformer(layers: int = LAYERS, **changes: Any) -> DCFormerForCausalLM:
+    return DCFormerForCausalLM(DCFormerConfig(**SHAPE, intermediate_size=768, num_hidden_layers=layers, **changes))
+
+
+def dcpythia(layers: int = LAYERS) -> DCPythiaForCausalLM:
+    return DCPythiaForCausalLM(DCPythiaConfig(**SHAPE, intermediate_size=1024, num_hidden_layers=layers))
+
+
+def checkpointed(layers: int = LAYERS) -> DCFormerForCausalLM:
+    model = dcformer(layers)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
+    return model
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "dcformer": dcformer,
+    "dcpythia": dcpythia,
+    "plain": partial(dcformer, compose_pre=False, compose_post=False),
+    "checkpointed": checkpointed,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1024), (4, 512)])
-def test_memory_is_that_of_a_measured_update_within_a_tenth(name: str, batch: int, length: int):
+def test_memory_is_that_of_a_measured_update_within_a_tenth(name: str, batch: int, length: int, bf16: bool):
     model = MODELS[name]().train()
     ids = torch.randint(SHAPE["vocab_size"], (batch, length))
 
     def update() -> None:
-        model(input_ids=ids, labels=ids, skip_logits=True, use_cache=False).loss.backward()
-
-    def first() -> None:
-        model.zero_grad()
-        update()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=ids, labels=ids, skip_logits=True, use_cache=False).loss
+        loss.backward()
 
     update()  # compiles what is compiled once
     workspace = chunk_bytes(model.config, length)
-    found = rehearse(MODELS[name], batch, length, bf16=False, workspace=workspace)
-    measured = {"peak": peak_memory(first, torch.device("cpu"))}
-    # Of the first update the old gradients were freed at its start, which the profiler counts, too.
-    measured["peak"] += found.weights
-    measured["activations"] = peak_memory(update, torch.device("cpu"))
+    found = rehearse(MODELS[name], LAYERS, batch, length, bf16=bf16, workspace=workspace)
+    model.zero_grad()
+    measured = {name: peak_memory(update, torch.device("cpu")) for name in ("peak", "activations")}
     print(name, batch, length, measured, found)
     assert found.peak == pytest.approx(measured["peak"], rel=0.1)
     assert found.activations == pytest.approx(measured["activations"], rel=0.1)
 
 
-def test_checkpointing_and_sharding_need_less():
-    def checkpointed() -> Any:
-        model = MODELS["dcformer"]()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
+@pytest.mark.parametrize(
+    "name", ["dcformer", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "dcformer")]
+)
+def test_layers_that_repeat_are_arithmetic(name: str):
+    """Models of one and two periods tell what all layers together would have."""
+    whole, short = (
+        rehearse(MODELS[name], 6, 2, 128, bf16=False, workspace=1 << 20, period=period) for period in (None, 2)
+    )
+    assert (short.weights, short.largest_layer) == (whole.weights, whole.largest_layer)
+    assert short.peak == pytest.approx(whole.peak, rel=0.01)
+    assert short.activations == pytest.approx(whole.activations, rel=0.01)
 
-    plain, saving = (rehearse(build, 1, 256, bf16=False) for build in (MODELS["dcformer"], checkpointed))
+
+def test_kinds_of_layers_repeat_or_do_not():
+    assert period_of(DCFormerConfig.from_size("6.9b")) == 2
+    assert period_of(DCFormerConfig.from_size("8b")) == 4
+    assert period_of(LlamaConfig(num_hidden_layers=5)) == 1
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert period_of(DCFormerConfig.from_size("tiny", num_hidden_layers=3, layer_types=kinds)) == 3
+
+
+def test_the_largest_recipe_takes_seconds(capsys: pytest.CaptureFixture[str]):
+    """Of processor time: the machine may be busy with other work."""
+    begun = time.process_time()
+    assert main(["dcformer-6.9b.yaml", "--dry_run", "--on", "h100:64"]) == 0
+    assert time.process_time() - begun < 30
+    assert "64 x H100" in capsys.readouterr().out
+
+
+def test_checkpointing_and_sharding_need_less():
+    plain, saving = (rehearse(build, LAYERS, 1, 256, bf16=False) for build in (dcformer, checkpointed))
     assert saving.activations < 0.7 * plain.activations
-    weights = sum(weight.numel() * 4 for weight in MODELS["dcformer"]().parameters())
+    weights = sum(weight.numel() * 4 for weight in dcformer().parameters())
     assert plain.weights == weights
-    ddp, zero1, fsdp = (engine_memory(n, plain, 16, 8, bf16=False) for n in ("ddp", "zero1", "fsdp2"))
+    ddp, zero1, fsdp = (
+        engine_memory(n, plain, 16, 8, bf16=False, moments=2 * weights) for n in ("ddp", "zero1", "fsdp2")
+    )
     assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
     assert zero1.optimizer == 2 * weights // 16
     assert fsdp.weights == weights // 16
-    assert engine_memory("hsdp", plain, 16, 8, bf16=False).weights == weights // 8
+    hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, moments=2 * weights, averages=weights)
+    assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
+
+
+def test_recipes_change_memory_and_time():
+    """Muon keeps one moment of a matrix, an average is as large as the weights, and a sweep is several runs."""
+    cluster = parse_cluster("h100:2")
+    plain, muon, average, sweep = (
+        estimate(parse("tiny.yaml", "--output", "x", *options), *cluster)
+        for options in ((), ("--optimizer", "muon"), ("--ema_decay", "0.9"), ("--sweep", "lr=1e-4:1e-2:7"))
+    )
+    weights = plain.memory["ddp"].weights
+    assert plain.memory["ddp"].optimizer == 2 * weights
+    assert weights < muon.memory["ddp"].optimizer < 2 * weights
+    assert average.memory["ddp"].optimizer == 3 * weights
+    assert sweep.days == pytest.approx(7 * (plain.days or 0))
 
 
 def test_operations_and_the_share_of_composition_are_the_models():
