@@ -70,7 +70,7 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
     @property
     def supports_paged_cache(self) -> bool:
         """Whether the rows tell layers all they need: factors are more channels, but distances are not known."""
-        return not self.config.has_distance_tables and "carope" not in self.config.schemes
+        return not self.config.has_distance_tables
 
     @property
     def attends_to_rows(self) -> bool:

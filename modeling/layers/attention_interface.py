@@ -107,7 +107,8 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
             first_keys=first_keys,
             tables=tables,
         )
-        options = masking | table_options(attend.__name__, attend, tables)
+        name = getattr(attend, "__name__", repr(attend))
+        options = masking | table_options(name, attend, tables)
         return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **options)
 
     return forward

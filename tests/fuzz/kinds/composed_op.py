@@ -65,9 +65,10 @@ def generate(random: Random) -> Case:
         "scaling": random.choice((None, None, 0.3, 0.0, -1.0)),
         "mask": random_mask(random, (batch, heads, queries, keys)) if random.random() < 0.5 else None,
         "first_keys": random.choice((None, None, "int64", "int32", "turned", "beyond")),
-        "layouts": {name: random.choice(LAYOUTS) for name in ("query", "key", "value", "factors", "static")},
+        "tables": random_tables(random, queries, keys) if random.random() < 0.4 and implementation != "triton" else {},
+        "layouts": {name: random.choice(LAYOUTS) for name in ("query", "key", "value", "factors", "static", "tables")},
         "grad_layout": random.choice(("plain", "transposed", "expanded", "sliced")),
-        "leaves": random.choice(("all", "all", "none", "none", "query", "factors", "static", "mask")),
+        "leaves": random.choice(("all", "all", "none", "none", "query", "factors", "static", "mask", "tables")),
         "threads": random.choice((1, 1, 2, 3)),
         "seed": random.randrange(2**31),
     }
@@ -76,6 +77,15 @@ def generate(random: Random) -> Case:
     if implementation == "triton" and case["mask"] is not None and len(case["mask"]["shape"]) > 2:
         case["mask"]["shape"][-3] = 1  # the kernels say that they know no others
     return case
+
+
+def random_tables(random: Random, queries: int, keys: int) -> dict[str, Any]:
+    """Tables by distance, with a few rows too many, and where the queries stand, which may be anywhere."""
+    offset = random.choice((None, None, 0, random.randint(-5, keys + 5)))
+    rows = max(1, keys, queries + (offset or 0)) + random.choice((0, 0, 3))
+    tables = {name: rows for name in ("position_bias", "position_gain") if random.random() < 0.6}
+    composes = "position_bias" in tables and random.random() < 0.4
+    return {"rows": tables, "offset": offset, "in_a_tensor": random.random() < 0.3, "compose_bias": composes}
 
 
 def check(case: Case) -> None:
@@ -94,7 +104,7 @@ def build(case: Case) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
     sizes, dtype = case["sizes"], DTYPES[case["dtype"]]
     leaves = {}
     for place, (name, shape) in enumerate(shapes(case)):
-        kind = name if name in ("query", "key", "value") else "static" if name.endswith("static") else "factors"
+        kind = kind_of(name)
         scale = 1.0 if kind in ("query", "key", "value") else 0.5
         values = random_values(shape, case["seed"] + place, scale).to(dtype)
         leaves[name] = laid_out(values, case["layouts"][kind])
@@ -115,11 +125,31 @@ def build(case: Case) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
             is_causal=case["is_causal"],
             sliding_window=case["window"],
             first_keys=first_keys,
+            **table_arguments(case, tensors),
             implementation=implementation,
         )
 
     assert sizes["heads"] % sizes["kv_heads"] == 0
     return leaves, call
+
+
+def kind_of(name: str) -> str:
+    """What a leaf is, as far as its layout goes."""
+    if name in ("query", "key", "value"):
+        return name
+    return "tables" if name.startswith("position") else "static" if name.endswith("static") else "factors"
+
+
+def table_arguments(case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tables of a call, and where its queries stand."""
+    tables = case["tables"]
+    if not tables:
+        return {}
+    offset = tables["offset"]
+    if offset is not None and tables["in_a_tensor"]:
+        offset = torch.tensor(offset)
+    given = {name: tensors[name] for name in tables["rows"]}
+    return {**given, "offset": offset, "compose_position_bias": tables["compose_bias"]}
 
 
 def shapes(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -137,6 +167,8 @@ def shapes(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{stage}.{side}_gate", (batch, length, heads)
         if "static" in case.get(stage, ()):
             yield f"{stage}.static", (heads, heads)
+    for name, rows in case["tables"].get("rows", {}).items():
+        yield name, (rows, heads)
 
 
 def composition(stage: str, tensors: Mapping[str, Tensor], case: Case) -> Composition | None:
@@ -198,6 +230,7 @@ def is_chosen(leaf: str, case: Case, implementation: str) -> bool:
         return False  # the kernels say that they have no such gradient
     is_factor = "." in leaf
     chosen = {"all": True, "none": False, "factors": is_factor, "static": leaf.endswith("static")}
+    chosen["tables"] = leaf.startswith("position")
     return chosen.get(case["leaves"], leaf == case["leaves"])
 
 

@@ -72,10 +72,25 @@ def composed_fields(random: Random, family: str) -> Case:
     switches = ("pre", "post", "query_wise", "key_wise", "low_rank", "gate", "static")
     fields |= {f"compose_{name}": random.random() < 0.75 for name in switches}
     fields["use_qk_norm"] = random.random() < 0.7
+    if random.random() < 0.5:
+        fields |= random_positions(random, sorted(set(fields["layer_types"])))
     if family == "DCFormer":
         fields["mgate_dim"] = random.choice((None, 3, 8))
     else:
         fields["use_parallel_residual"] = random.random() < 0.6
+    return fields
+
+
+def random_positions(random: Random, layer_types: list[str]) -> Case:
+    """A position scheme for all layers or for each layer type, and perhaps a gain."""
+    relative = ("rope", "none", "alibi", "t5")
+    fields: Case = {"position_scheme": random.choice((*relative, "learned", "sinusoidal"))}
+    if random.random() < 0.4:
+        fields["position_scheme"] = {layer_type: random.choice(relative) for layer_type in layer_types}
+    scheme = fields["position_scheme"]
+    schemes = {scheme} if isinstance(scheme, str) else set(scheme.values())
+    fields["compose_position_bias"] = not schemes.isdisjoint(("alibi", "t5")) and random.random() < 0.5
+    fields["position_gain"] = random.choice((None, None, "distance", "bucket"))
     return fields
 
 

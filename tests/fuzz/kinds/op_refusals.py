@@ -175,6 +175,16 @@ COMPOSED_MISTAKES: dict[str, Callable[[Arguments], None]] = {
     "first_keys of another batch": put(first_keys=lambda queries: torch.zeros(1, queries, dtype=torch.long)),
     "first_keys of floats": put(first_keys=lambda queries: torch.zeros(B, queries)),
     "first_keys of booleans": put(first_keys=lambda queries: torch.zeros(B, queries, dtype=torch.bool)),
+    "a bias that is too short": put(position_bias=lambda _: torch.randn(3, H)),
+    "a gain that is too short": put(position_gain=lambda _: torch.randn(3, H)),
+    "an empty bias": put(position_bias=lambda _: torch.randn(0, H)),
+    "a bias of 4 heads": put(position_bias=lambda _: torch.randn(S, 4)),
+    "a gain of one dimension": put(position_gain=lambda _: torch.randn(S)),
+    "a bias of integers": put(position_bias=lambda _: torch.ones(S, H, dtype=torch.long)),
+    "a gain of float64": put(position_gain=lambda _: torch.randn(S, H).double()),
+    "a composed bias without a bias": put(compose_position_bias=lambda _: True),
+    "offset 1.5": put(offset=lambda _: 1.5),
+    "an offset of two numbers": put(offset=lambda _: torch.ones(2, dtype=torch.long)),
     "first_keys of one dimension": put(first_keys=lambda queries: torch.zeros(queries, dtype=torch.long)),
 }
 
