@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 OPS = torch.ops.aten
 # The ops behind `scaled_dot_product_attention` on each device.
@@ -13,6 +14,15 @@ SDPA_OPS = {
     OPS._scaled_dot_product_efficient_attention.default,
     OPS._scaled_dot_product_cudnn_attention.default,
 }
+
+
+def checkpoint_activations(model: PreTrainedModel, **options: Any) -> None:
+    """Lets a model recompute activations in its backward pass; `options` are those of `torch.utils.checkpoint`.
+
+    Transformers renamed the method, and warns of the older name where it has the newer one.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options or None)
 
 
 def keep_attention_outputs() -> tuple[Any, Any]:

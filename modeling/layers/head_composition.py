@@ -97,8 +97,12 @@ class DynamicComposition(nn.Module):
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
         """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
         hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
-        hidden = hidden.unflatten(-1, self.hidden_weight.shape[1:])
-        factors = torch.einsum("btgck,gckrh->bcrtgh", hidden, self.factor_weight)
+        # Groups and components are one dimension of the product: its gradient then has the strides of the weight, which
+        # DistributedDataParallel asks for.
+        products = self.factor_weight.flatten(0, 1)
+        hidden = hidden.unflatten(-1, products.shape[:2])
+        factors = torch.einsum("btpk,pkrh->bprth", hidden, products)
+        factors = factors.unflatten(1, self.factor_weight.shape[:2]).permute(0, 2, 3, 4, 1, 5)  # [B, C, 2R, T, G, H/G]
         down, up = factors.split(self.rank, dim=2)
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
 

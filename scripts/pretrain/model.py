@@ -19,6 +19,7 @@ from transformers import (
 
 from dynattn import keep_attention_outputs  # the front door registers the package's model types
 from dynattn.configuration.composition_config import CompositionConfig
+from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
@@ -100,7 +101,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
 def save_activations(model: PreTrainedModel, arguments: PretrainArguments) -> None:
     """Lets the model keep fewer activations for its backward pass, if the arguments ask for that."""
     if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
+        checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
 
 
 def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:

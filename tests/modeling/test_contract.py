@@ -89,6 +89,16 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_gradients_have_the_strides_of_their_weights(groups: int, static: bool) -> None:
+    """DistributedDataParallel copies gradients that have others, and warns."""
+    model = make_model(compose_groups=groups, compose_static=static)
+    model(IDS, labels=IDS).loss.backward()
+    weights = dict(model.named_parameters())
+    assert {name for name, weight in weights.items() if weight.grad.stride() != weight.stride()} == set()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_save_and_load(tmp_path: Path, tied: bool) -> None:
     model = make_model(tie_word_embeddings=tied)

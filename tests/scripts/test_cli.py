@@ -44,6 +44,14 @@ def test_every_job_has_help(job: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "usage:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("job", ["reproduce", "convert"])
+def test_jobs_that_choose_among_others_list_each_on_a_line(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([job, "--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert cli.main([job, "nothing"]) == 2
+    assert f"choose from {', '.join(listed)}" in capsys.readouterr().err
+
+
 def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["pretrain", "--output", str(tmp_path / "run"), "--dataset", str(tmp_path / "none.txt")]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ...common.flops import ModelFlops
@@ -65,7 +66,7 @@ class ModelProblem(NamedTuple):
         kept = batch * self.config["num_attention_heads"] * length**2 if self.backward else 0
         model = self.model(function, LARGE_REFERENCE if kept > REFERENCE_ELEMENTS else REFERENCE, dtype)
         if kept * self.config["num_hidden_layers"] > REFERENCE_ELEMENTS:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         return self.step(model, self.tokens)()
 
     def flops(self, function: str, logits: int) -> float:

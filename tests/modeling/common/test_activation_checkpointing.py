@@ -1,5 +1,6 @@
 """Checkpointed layers that keep what attention computed: same gradients, no second attention, less memory."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from dynattn import (
     RCMHAForCausalLM,
     keep_attention_outputs,
 )
+from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.scripts.common.measuring import peak_memory
 
 LAYERS = 3
@@ -46,7 +48,7 @@ def make(case: str, checkpointing: dict[str, Any] | None) -> PreTrainedModel:
     torch.manual_seed(0)
     model = model_class(config_class(**SIZES, **options)).train()
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
+        checkpoint_activations(model, use_reentrant=False, **checkpointing)
     return model
 
 
@@ -101,3 +103,9 @@ def test_a_compiled_model_keeps_it_too(case: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
     assert_same_gradients(learn(compiled), expected)  # type: ignore[arg-type]
+
+
+def test_it_is_switched_on_under_the_name_that_is_not_deprecated() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert make("dcformer", {}).model.gradient_checkpointing
