@@ -68,6 +68,12 @@ FIELD_RANGES: dict[str, Range] = {
     "activation_dropout": DROPOUT,
     "attention_dropout": DROPOUT,
     "drop_path_rate": DROPOUT,
+    "embedding_dropout": DROPOUT,
+    "mlp_dropout": DROPOUT,
+    "classifier_dropout": DROPOUT,
+    "norm_eps": POSITIVE,
+    "local_attention": Range(2, 2**31 - 1),
+    "initializer_cutoff_factor": POSITIVE,
     "compose_dropout": DROPOUT,
     "attention_scaling": NUMBER,
     # Weights of this size leave the logits finite in float32.
@@ -78,7 +84,7 @@ FIELD_RANGES: dict[str, Range] = {
     "representation_size": SIZE,
     "layer_scale_init": Range(-1000, 1000),
 }
-ACTIVATIONS = ("hidden_act", "compose_act")
+ACTIVATIONS = ("hidden_act", "compose_act", "classifier_activation")
 
 ROPE_TYPES = frozenset({"default", "truncated", "power", *ROPE_INIT_FUNCTIONS})
 ROPE_RANGES: dict[str, Range] = {

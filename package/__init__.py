@@ -13,6 +13,7 @@ from .registration import register_with_transformers
 if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_dcbart import DCBartConfig
     from dynattn.configuration.configuration_dcformer import DCFormerConfig
+    from dynattn.configuration.configuration_dcmodernbert import DCModernBertConfig
     from dynattn.configuration.configuration_dcpythia import DCPythiaConfig
     from dynattn.configuration.configuration_dcvit import DCViTConfig
     from dynattn.configuration.configuration_rcmha import RCMHAConfig
@@ -29,6 +30,13 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
         DCFormerForSequenceClassification,
         DCFormerForTokenClassification,
         DCFormerModel,
+    )
+    from dynattn.modeling.modeling_dcmodernbert import (
+        DCModernBertForMaskedLM,
+        DCModernBertForQuestionAnswering,
+        DCModernBertForSequenceClassification,
+        DCModernBertForTokenClassification,
+        DCModernBertModel,
     )
     from dynattn.modeling.modeling_dcpythia import (
         DCPythiaForCausalLM,
@@ -63,6 +71,12 @@ __all__ = [
     "DCFormerForSequenceClassification",
     "DCFormerForTokenClassification",
     "DCFormerModel",
+    "DCModernBertConfig",
+    "DCModernBertForMaskedLM",
+    "DCModernBertForQuestionAnswering",
+    "DCModernBertForSequenceClassification",
+    "DCModernBertForTokenClassification",
+    "DCModernBertModel",
     "DCPythiaConfig",
     "DCPythiaForCausalLM",
     "DCPythiaForSequenceClassification",

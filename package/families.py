@@ -20,6 +20,15 @@ HEADS = MappingProxyType(
     }
 )
 VISION_HEADS = MappingProxyType({"AutoModel": "Model", "AutoModelForImageClassification": "ForImageClassification"})
+ENCODER_HEADS = MappingProxyType(
+    {
+        "AutoModel": "Model",
+        "AutoModelForMaskedLM": "ForMaskedLM",
+        "AutoModelForSequenceClassification": "ForSequenceClassification",
+        "AutoModelForTokenClassification": "ForTokenClassification",
+        "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+    }
+)
 SEQ2SEQ_HEADS = MappingProxyType({"AutoModel": "Model", "AutoModelForSeq2SeqLM": "ForConditionalGeneration"})
 
 
@@ -89,6 +98,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("dcformer", "DCFormer", attention="dcmha", paper="2405.08553"),
             Family("dcpythia", "DCPythia", attention="dcmha", paper="2405.08553"),
             Family("dcbart", "DCBart", attention="dcmha", paper="2405.08553", heads=SEQ2SEQ_HEADS),
+            Family("dcmodernbert", "DCModernBert", attention="dcmha", paper="2405.08553", heads=ENCODER_HEADS),
             Family("dcvit", "DCViT", attention="dcmha", paper="2405.08553", heads=VISION_HEADS),
             Family("rcmha", "RCMHA", attention="relative", paper="2308.03429"),
             Family("rcmha_seq2seq", "RCMHASeq2Seq", attention="relative", paper="2308.03429", heads=SEQ2SEQ_HEADS),

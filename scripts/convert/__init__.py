@@ -1,6 +1,7 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
-`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA` and `VIT`.
+`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA`,
+`MODERNBERT` and `VIT`.
 
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 _MODULES = {
     "LLAMA": "upcycle.parents.llama",
+    "MODERNBERT": "upcycle.parents.modernbert",
     "NEOX": "upcycle.parents.neox",
     "VIT": "upcycle.parents.vit",
     "CheckArguments": "check",
@@ -27,6 +29,7 @@ _MODULES = {
 
 __all__ = [
     "LLAMA",
+    "MODERNBERT",
     "NEOX",
     "VIT",
     "CheckArguments",

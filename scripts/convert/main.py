@@ -19,6 +19,7 @@ CONVERSIONS = CommandTable(
             "Pythia or another GPT-NeoX to a DCPythia equal to it",
         ),
         "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral or Qwen3 into a DCFormer equal to it"),
+        "modernbert": ("dynattn.scripts.convert.upcycle.modernbert", "ModernBERT into a DCModernBert equal to it"),
         "vit": ("dynattn.scripts.convert.upcycle.vit", "ViT, DeiT or DINOv2 into a DCViT equal to it"),
         "consolidate": (
             "dynattn.scripts.pretrain.consolidate",

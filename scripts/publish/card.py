@@ -16,6 +16,8 @@ from ..common.errors import UserError, last_line
 from .checkpoint import Checkpoint
 
 TASKS = {
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSeq2SeqLM": "translation",

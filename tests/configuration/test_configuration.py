@@ -9,7 +9,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, DCViTConfig, RCMHAConfig
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCModernBertConfig,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    DCViTConfig,
+    RCMHAConfig,
+)
 
 # Millions of parameters, counted by hand from the shapes; the released ones are said to be about 2.85B, 6.94B and 7.9B.
 PARAMETERS = {
@@ -86,7 +94,13 @@ def test_each_mistake_has_a_clear_error(fields: dict[str, Any], message: str) ->
 
 
 NAN = float("nan")
-FAMILIES = {"dcformer": DCFormerConfig, "dcpythia": DCPythiaConfig, "dcvit": DCViTConfig, "rcmha": RCMHAConfig}
+FAMILIES = {
+    "dcformer": DCFormerConfig,
+    "dcpythia": DCPythiaConfig,
+    "dcmodernbert": DCModernBertConfig,
+    "dcvit": DCViTConfig,
+    "rcmha": RCMHAConfig,
+}
 LIMITS: list[tuple[str, Any, str]] = [
     ("vocab_size", 0, "must be at least 1 and at most 2147483647"),
     ("hidden_size", 10**12, "must be at least 1 and at most 2147483647"),
@@ -104,6 +118,9 @@ LIMITS: list[tuple[str, Any, str]] = [
     ("hidden_dropout", 1.5, "must be at least 0 and smaller than 1"),
     ("attention_dropout", NAN, "must be at least 0 and smaller than 1"),
     ("compose_dropout", 1.0, "must be at least 0 and smaller than 1"),
+    ("local_attention", 1, "must be at least 2"),
+    ("norm_eps", 0.0, "must be greater than 0"),
+    ("mlp_dropout", 1.0, "must be at least 0 and smaller than 1"),
     ("drop_path_rate", -0.5, "must be at least 0 and smaller than 1"),
     ("num_channels", 0, "must be at least 1"),
     ("num_register_tokens", -1, "must be at least 0"),

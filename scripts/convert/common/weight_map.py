@@ -18,11 +18,15 @@ from .transforms import KEEP, Transform
 
 @dataclass(frozen=True)
 class Rule:
-    """The foreign tensors `theirs` hold the same as our tensors `ours`, once `transform` has changed their layout."""
+    """The foreign tensors `theirs` hold the same as our tensors `ours`, once `transform` has changed their layout.
+
+    A rule for every layer begins at `first_layer`.
+    """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     transform: Transform = KEEP
+    first_layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def expand(rules: Iterable[Rule], layers: int) -> Iterator[Rule]:
         if not any("{layer}" in name for name in (*rule.theirs, *rule.ours)):
             yield rule
             continue
-        for layer in range(layers):
+        for layer in range(rule.first_layer, layers):
             theirs, ours = (
                 tuple(name.replace("{layer}", str(layer)) for name in names) for names in (rule.theirs, rule.ours)
             )

@@ -121,7 +121,7 @@ def plan_upcycling(
     check_parent(arguments, plain)
     weight_map = parent.weight_map(plain)
     steps, dropped = plan_import(weight_map, source.headers)
-    check_import(config, source, steps, FAMILIES[parent.ours].main_auto_class)
+    check_import(config, source, steps, auto_class_with_head(config))
     check_tied(source, plain, weight_map)
     written = [key for step in steps for key in step.writes]
     return Upcycling(
@@ -145,7 +145,7 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     """
     ours = read_family(source.folder, raw, (parent.ours,))
     config = make_config(parent.restore, ours)
-    expected = shapes_of(meta_model(ours, FAMILIES[parent.ours].main_auto_class))
+    expected = shapes_of(meta_model(ours, auto_class_with_head(ours)))
     composition = sorted(key for key in expected if COMPOSITION in key)
     if absent := [key for key in composition if key not in source.headers]:
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
@@ -163,6 +163,16 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
         twin=config,
         probe=parent.probe,
     )
+
+
+def auto_class_with_head(config: PreTrainedConfig) -> str:
+    """The Auto class of our model in `architectures`; the family's main one where that is a model without a head.
+
+    Weights have the names of a model with a head in either case.
+    """
+    family, (name, *_) = FAMILIES[config.model_type], config.architectures or [""]
+    heads = {cls: auto for auto, cls in family.model_names.items() if auto != "AutoModel"}
+    return heads.get(name, family.main_auto_class)
 
 
 def check_tied(source: TensorSource, plain: Any, weight_map: WeightMap) -> None:

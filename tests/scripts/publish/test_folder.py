@@ -53,6 +53,8 @@ def save_model(
     config_class = getattr(dynattn, f"{family}Config")
     fields = {field.name for field in dataclasses.fields(config_class)}
     given = {**dynattn.mixer_fields(mixer), **SMALL}
+    if family == "DCModernBert":  # whose default is the parent's
+        given |= {"pad_token_id": 0}
     config = config_class(**{name: value for name, value in given.items() if name in fields})
     getattr(dynattn, f"{family}{head}")(config).save_pretrained(folder, **options)
 
@@ -149,6 +151,8 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
         ("DCBart", "ForConditionalGeneration"),
         pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
         ("DCViT", "ForImageClassification"),
+        ("DCModernBert", "ForMaskedLM"),
+        pytest.param("DCModernBert", "ForQuestionAnswering", marks=pytest.mark.slow),
         pytest.param("DCViT", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "ForTokenClassification", marks=pytest.mark.slow),

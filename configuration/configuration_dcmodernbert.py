@@ -1,0 +1,148 @@
+"""DCModernBert: a bidirectional encoder with dynamically composable attention heads (arXiv 2405.08553)."""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .composed_config import LAYER_TYPES
+from .composition_config import CompositionConfig
+from .field_rules import check_rope_parameters
+from .portable_config import model_size
+
+THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
+POOLINGS = ("cls", "mean")
+
+
+@strict
+class DCModernBertConfig(CompositionConfig):
+    r"""
+    Configuration of a DCModernBert; the defaults are ModernBERT-base with composed heads. Attention and composition
+    fields are documented in `CompositionConfig`.
+
+    Args:
+        local_attention (`int`, defaults to 128): window of sliding layers; a token sees `local_attention // 2` tokens
+            on either side.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; by default
+            every third layer, from the first on, is full.
+        rope_parameters (`dict`, *optional*): the rotary embedding of each of the two, by default with bases of 160,000
+            and 10,000.
+        norm_bias, mlp_bias, classifier_bias, decoder_bias (`bool`): biases of norms, MLPs, the layer in front of heads,
+            and the masked language modeling head; only the last has one by default.
+        embedding_dropout, mlp_dropout, classifier_dropout (`float`, default to 0.0): of embeddings, of the MLP's
+            activations, and in front of classifiers.
+        classifier_pooling (`str`, defaults to `"cls"`): whether sequence classification reads the first token, or the
+            `"mean"` of the real tokens.
+        initializer_cutoff_factor (`float`, defaults to 2.0): initial weights are cut off at so many standard
+            deviations.
+
+    ```python
+    >>> from dynattn import DCModernBertConfig, DCModernBertForMaskedLM
+    >>> model = DCModernBertForMaskedLM(DCModernBertConfig.from_size("base"))
+    ```
+    """
+
+    model_type = "dcmodernbert"
+    # Attention stays whole on every device: composition reads all heads of a query and a key.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 50368
+    hidden_size: int = 768
+    intermediate_size: int = 1152
+    num_hidden_layers: int = 22
+    num_attention_heads: int = 12
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 8192
+    initializer_range: float | int = 0.02
+    initializer_cutoff_factor: float | int = 2.0
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: int = 128
+    layer_types: list[str] | None = None
+    rope_parameters: dict | None = None
+    embedding_dropout: float | int = 0.0
+    mlp_dropout: float | int = 0.0
+    classifier_pooling: str = "cls"
+    classifier_dropout: float | int = 0.0
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+    decoder_bias: bool = True
+    tie_word_embeddings: bool = True
+    use_qk_norm: bool = False
+    pad_token_id: int | None = 50283
+    bos_token_id: int | None = 50281
+    eos_token_id: int | list[int] | None = 50282
+    cls_token_id: int | None = 50281
+    sep_token_id: int | None = 50282
+
+    @property
+    def sliding_window(self) -> int:
+        """Tokens that a token of a sliding layer sees on either side."""
+        return self.local_attention // 2
+
+    def fill_defaults(self) -> None:
+        """As the base; every third layer sees everything."""
+        super().fill_defaults()
+        if self.layer_types is None:
+            every = range(self.num_hidden_layers)
+            self.layer_types = ["sliding_attention" if layer % 3 else "full_attention" for layer in every]
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Fills in the rotary parameters of each layer type; called by `PreTrainedConfig`."""
+        given = self.rope_parameters or {}
+        if unknown := sorted(given.keys() - THETAS.keys()):
+            raise ValueError(f"rope_parameters has {unknown}; it must have parameters for each of {sorted(THETAS)}")
+        self.rope_parameters = {
+            kind: {"rope_type": "default", "rope_theta": theta, **(given.get(kind) or {})}
+            for kind, theta in THETAS.items()
+        }
+        self.validate_rotary()
+        return kwargs
+
+    def validate_layers(self) -> None:
+        """Part of the strict validation: layer types and pooling exist."""
+        if unknown := sorted(set(self.layer_types or ()) - set(LAYER_TYPES.values())):
+            raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
+        if self.classifier_pooling not in POOLINGS:
+            raise ValueError(f"classifier_pooling ({self.classifier_pooling!r}) must be one of {POOLINGS}")
+
+    def validate_padding(self) -> None:
+        """Part of the strict validation: the padding token is one of the vocabulary."""
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id ({self.pad_token_id}) must be smaller than vocab_size ({self.vocab_size}); give that of "
+                "the tokenizer"
+            )
+
+    def validate_rotary(self) -> None:
+        """Part of the strict validation: the rotary parameters of both layer types are complete and fit the heads."""
+        for kind, rope in (self.rope_parameters or {}).items():
+            check_rope_parameters(rope, self.head_dim or 0)
+            if rope["rope_type"] != "default":
+                raise ValueError(f"rope_parameters: rope_type of {kind} ({rope['rope_type']!r}) must be 'default'")
+
+
+DCModernBertConfig.sizes = {
+    "tiny": model_size(
+        128,
+        4,
+        4,
+        192,
+        vocab_size=2048,
+        max_position_embeddings=512,
+        local_attention=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        cls_token_id=1,
+        eos_token_id=2,
+        sep_token_id=2,
+    ),
+    "base": model_size(768, 22, 12, 1152),
+    "large": model_size(1024, 28, 16, 2624),
+}
+
+__all__ = ["DCModernBertConfig"]

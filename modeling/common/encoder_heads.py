@@ -1,0 +1,194 @@
+"""The heads of encoders of text, mixed in front of a family's `PreTrainedModel`."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import can_return_tuple
+
+
+class PredictionHead(nn.Module):
+    """`norm(act(dense(x)))`, in front of every output layer."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
+        self.act_fn = ACT2FN[config.classifier_activation]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Maps hidden states `[..., E]` to `[..., E]`."""
+        return self.norm(self.act_fn(self.dense(hidden_states)))
+
+
+class EncoderHead:
+    """What the heads share: the encoder, and the prediction head behind it."""
+
+    base_class: ClassVar[type[nn.Module]]
+    # Provided by PreTrainedModel.
+    config: Any
+    loss_function: Callable[..., Tensor]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.base_class(config)
+        self.head = PredictionHead(config)
+        self.make_output(config)
+        self.post_init()
+
+    def make_output(self, config: Any) -> None:
+        """Makes the layer behind the prediction head: a classifier."""
+        self.num_labels = config.num_labels
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def classify(self, hidden_states: Tensor) -> Tensor:
+        """Class scores `[..., C]` of hidden states `[..., E]`."""
+        return self.classifier(self.dropout(self.head(hidden_states)))
+
+
+class MaskedLMHead(EncoderHead):
+    """Masked language modeling: `class XForMaskedLM(MaskedLMHead, XPreTrainedModel)`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: Any = {"lm_head": "colwise_gather_output"}
+
+    def make_output(self, config: Any) -> None:
+        """Makes the output layer, whose weight is the embedding's if they are tied."""
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Returns logits `[B, T, V]` and, with labels, the loss; other arguments are those of the base model.
+
+        Args:
+            labels: `[B, T]`, the token in each place, -100 where no loss is wanted. With `num_items_in_batch` the loss
+                is the sum over targets divided by it, else the mean.
+
+        Raises:
+            ValueError: labels do not fit.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        logits = self.lm_head(self.head(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            check_token_labels(labels, logits)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, **_recorded(outputs))
+
+
+class PooledClassificationHead(EncoderHead):
+    """A classifier of whole sequences, which reads the first token or the mean of the real tokens."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Returns class scores `[B, C]` and, with labels, the loss; other arguments are those of the base model.
+
+        Args:
+            labels: `[B]`, or `[B, C]`, as `problem_type` says.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        logits = self.classify(self._pool(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+
+    def _pool(self, hidden_states: Tensor, attention_mask: Any) -> Tensor:
+        """One vector `[B, E]` for each row of hidden states `[B, T, E]`."""
+        if self.config.classifier_pooling == "cls":
+            return hidden_states[:, 0]
+        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+            return hidden_states.mean(dim=1)
+        weights = attention_mask.to(hidden_states.dtype)[..., None]
+        return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+class EncoderTokenClassificationHead(EncoderHead):
+    """A classifier of every token."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Returns class scores `[B, T, C]` and, with labels `[B, T]`, the loss; others as in the base model.
+
+        Raises:
+            ValueError: labels do not fit.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        logits = self.classify(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            check_token_labels(labels, logits)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+
+
+class QuestionAnsweringHead(EncoderHead):
+    """Scores of every token for being the first and the last one of an answer."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Returns two times scores `[B, T]` and, with both positions `[B]`, the loss; others as in the base model."""
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        start, end = self.classify(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
+
+
+def check_token_labels(labels: Tensor, logits: Tensor) -> None:
+    """Raises ValueError unless labels are `[B, T]` for logits `[B, T, C]`."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit {logits.shape[0]} rows of {logits.shape[1]} tokens; "
+            "give one label for each token, -100 where none counts"
+        )
+
+
+def _recorded(outputs: BaseModelOutput) -> dict[str, Any]:
+    """What the encoder recorded on its way."""
+    return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}

@@ -1,0 +1,53 @@
+"""Small encoders of Transformers that a DCModernBert contains."""
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from transformers import ModernBertConfig, PreTrainedModel
+
+ROWS = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "local_attention": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "cls_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 2,
+}
+BIASES = {"norm_bias": True, "mlp_bias": True, "attention_bias": True, "classifier_bias": True}
+# The head and the configuration of each.
+ENCODER_PARENTS: dict[str, tuple[str, ModernBertConfig]] = {
+    "modernbert": ("ForMaskedLM", ModernBertConfig(**SHAPE)),
+    "modernbert-biases": ("ForMaskedLM", ModernBertConfig(**SHAPE, **BIASES, hidden_activation="relu")),
+    "modernbert-untied": ("ForMaskedLM", ModernBertConfig(**SHAPE, tie_word_embeddings=False, decoder_bias=False)),
+    "modernbert-base": ("Model", ModernBertConfig(**SHAPE)),
+    "modernbert-full": ("Model", ModernBertConfig(**SHAPE, layer_types=["full_attention"] * 4)),
+    "modernbert-classes": ("ForSequenceClassification", ModernBertConfig(**SHAPE, num_labels=3)),
+    "modernbert-mean": (
+        "ForSequenceClassification",
+        ModernBertConfig(**SHAPE, num_labels=3, classifier_pooling="mean", classifier_activation="silu"),
+    ),
+    "modernbert-tokens": ("ForTokenClassification", ModernBertConfig(**SHAPE, num_labels=5)),
+    "modernbert-answers": ("ForQuestionAnswering", ModernBertConfig(**SHAPE)),
+}
+
+
+def make_encoder_parent(name: str) -> PreTrainedModel:
+    """A parent with every weight random."""
+    head, config = ENCODER_PARENTS[name]
+    model_class = getattr(transformers, f"ModernBert{head}")
+    model = model_class._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model.config.architectures = [model_class.__name__]  # as in a checkpoint
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model

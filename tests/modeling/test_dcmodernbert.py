@@ -1,0 +1,206 @@
+"""DCModernBert: Transformers' ModernBERT with composition off, the definition with it on, windows and positions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.checkpoints import weights_of
+from cases.encoder_parents import ENCODER_PARENTS, ROWS, SHAPE, make_encoder_parent
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
+
+import dynattn
+from dynattn import DCModernBertConfig, DCModernBertForMaskedLM, DCModernBertForTokenClassification, DCModernBertModel
+from dynattn.scripts.convert.common.weight_map import plan_import
+from dynattn.scripts.convert.upcycle.parents.modernbert import MODERNBERT
+
+OFF = {"compose_pre": False, "compose_post": False}
+IDENTITY = {"compose_init_scale": 0.0, "compose_static": True}
+STRONG = {"compose_init_scale": 30.0, "initializer_range": 0.2}
+T, PADS = 40, 4  # a padded query that sees nothing has answers that mean nothing, in Transformers NaN
+
+
+def make_pair(name: str, implementation: str, folder: Path, **fields: Any) -> tuple[PreTrainedModel, Any]:
+    """The parent in float64, and ours with its weights."""
+    theirs = make_encoder_parent(name).double()
+    config = DCModernBertConfig(**MODERNBERT.fields(theirs.config), **fields, attn_implementation=implementation)
+    theirs.save_pretrained(folder)
+    written = weights_of(folder)
+    steps, _ = plan_import(MODERNBERT.weight_map(config), written)
+    weights = {
+        key: tensor
+        for step in steps
+        for key, tensor in zip(step.writes, step.run([written[name] for name in step.reads]), strict=True)
+    }
+    ours: Any = getattr(dynattn, config.architectures[0])(config).double()
+    if isinstance(ours, DCModernBertModel):
+        weights = {key.removeprefix("model."): tensor for key, tensor in weights.items()}
+    absent, unknown = ours.load_state_dict(weights, strict=False)
+    assert not unknown and all(".composition." in key or key == "lm_head.weight" for key in absent)
+    return theirs, ours.eval()
+
+
+def inputs(padding: str | None) -> tuple[Tensor, Tensor]:
+    ids, mask = torch.randint(3, ROWS, (2, T)), torch.ones(2, T, dtype=torch.long)
+    if padding is not None:
+        mask[1, slice(0, PADS) if padding == "left" else slice(-PADS, None)] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked", "identity-eager", "identity-chunked"])
+@pytest.mark.parametrize("name", ENCODER_PARENTS)
+def test_answers_and_gradients_are_the_parents(name: str, implementation: str, tmp_path: Path) -> None:
+    fields = IDENTITY if implementation.startswith("identity") else OFF
+    theirs, ours = make_pair(name, implementation.removeprefix("identity-"), tmp_path, **fields)
+    ids, mask = inputs("right")
+    expected, observed = theirs(ids, attention_mask=mask)[0], ours(ids, attention_mask=mask)[0]
+    real = mask.bool() if expected.shape[:2] == mask.shape else slice(None)
+    # Transformers' eager softmax of this model is in float32.
+    torch.testing.assert_close(observed[real], expected[real], atol=2e-6 * expected.abs().max().item(), rtol=0)
+
+    weight = torch.randn_like(expected[real])
+    (expected[real] * weight).sum().backward()
+    (observed[real] * weight).sum().backward()
+    body = ours if isinstance(ours, DCModernBertModel) else ours.model
+    parent = theirs if isinstance(ours, DCModernBertModel) else theirs.model
+    for layer, parent_layer in zip(body.layers, parent.layers, strict=True):
+        joined = torch.cat([getattr(layer.self_attn, f"{part}_proj").weight.grad for part in "qkv"])
+        both = torch.cat([layer.mlp.gate_proj.weight.grad, layer.mlp.up_proj.weight.grad])
+        pairs = ((joined, parent_layer.attn.Wqkv), (both, parent_layer.mlp.Wi))
+        for gradient, module in pairs:
+            atol = 1e-5 * float(module.weight.grad.abs().max())
+            torch.testing.assert_close(gradient, module.weight.grad, atol=atol, rtol=0)
+    table, rows = parent.embeddings.tok_embeddings.weight.grad, body.embed_tokens.weight.grad
+    torch.testing.assert_close(rows, table, atol=1e-5 * float(table.abs().max()), rtol=0)
+
+
+def make_model(implementation: str = "chunked", **fields: Any) -> DCModernBertForTokenClassification:
+    torch.manual_seed(0)
+    config = DCModernBertConfig(**{**SHAPE, **STRONG, **fields}, num_labels=5, attn_implementation=implementation)
+    return DCModernBertForTokenClassification(config).double().eval()
+
+
+@torch.no_grad()
+def test_every_way_of_running_gives_the_same_answers() -> None:
+    ids, mask = inputs("right")
+    expected = make_model("eager")(ids, attention_mask=mask).logits
+    model, real = make_model(), mask.bool()
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[real], expected[real], atol=1e-10, rtol=0)
+    alone = model(ids[1:, : T - PADS]).logits
+    torch.testing.assert_close(alone[0], expected[1, : T - PADS], atol=1e-10, rtol=0)
+    left = torch.cat([ids[1:, T - PADS :], ids[1:, : T - PADS]], dim=1)
+    shifted = model(left, attention_mask=mask[1:].flip(1)).logits
+    # Rotary angles are in float32, and shifted tokens have other ones.
+    torch.testing.assert_close(shifted[0, PADS:], expected[1, : T - PADS], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
+def test_a_window_reaches_half_of_local_attention_to_either_side(implementation: str) -> None:
+    model = make_model(implementation, num_hidden_layers=1, layer_types=["sliding_attention"])
+    embeddings = torch.randn(1, T, SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True)
+    model(inputs_embeds=embeddings).logits[0, 20].sum().backward()
+    seen = embeddings.grad[0].abs().sum(dim=-1).nonzero().flatten().tolist()
+    assert seen == list(range(20 - 4, 20 + 5))
+
+
+@torch.no_grad()
+def test_layers_have_the_rotary_base_of_their_type() -> None:
+    ids, _ = inputs(None)
+    expected = make_model()(ids).logits
+    for kind in ("full_attention", "sliding_attention"):
+        changed = make_model(rope_parameters={kind: {"rope_theta": 100.0}})(ids).logits
+        assert (changed - expected).abs().max() > 1e-3
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    ids, mask = inputs("left")
+    labels, gradients = torch.randint(0, 5, ids.shape), []
+    for recompute in (False, True):
+        model = make_model().train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-12, rtol=0)
+
+
+def test_initial_weights_are_those_of_modernbert() -> None:
+    config = DCModernBertConfig(**{**SHAPE, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.02})
+    model = DCModernBertForTokenClassification(config)
+    layer = model.model.layers[0]
+    small = 0.02 / (2 * SHAPE["num_hidden_layers"]) ** 0.5
+    for weight, std in (
+        (layer.self_attn.q_proj.weight, 0.02),
+        (layer.mlp.gate_proj.weight, 0.02),
+        (layer.self_attn.o_proj.weight, small),
+        (layer.mlp.down_proj.weight, small),
+        (model.head.dense.weight, small),
+        (model.classifier.weight, 256**-0.5),
+    ):
+        assert weight.abs().max() <= 2 * std
+        assert weight.detach().std() == pytest.approx(0.88 * std, rel=0.06)
+
+
+def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
+    model = DCModernBertForMaskedLM(DCModernBertConfig(**{**SHAPE, **STRONG})).eval()
+    ids, _ = inputs(None)
+    labels = torch.where(torch.rand(ids.shape) < 0.3, ids, -100)
+    output = model(ids, labels=labels)
+    chosen = labels != -100
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits[chosen], labels[chosen]))
+    doubled = model(ids, labels=labels, num_items_in_batch=2 * int(chosen.sum())).loss
+    torch.testing.assert_close(2 * doubled, output.loss)
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 39\) do not fit 2 rows of 40 tokens"):
+        model(ids, labels=labels[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"local_attention": 1}, r"local_attention \(1\) must be at least 2"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types|num_hidden_layers"),
+        ({"layer_types": ["linear"] * 4}, "layer_types"),
+        ({"classifier_pooling": "max"}, r"classifier_pooling \('max'\) must be one of"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_parameters has \['rope_theta'\]; it must have parameters"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, r"rope_theta \(0\) must be greater than 0"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "must be 'default'"),
+        ({"pad_token_id": 97}, r"pad_token_id \(97\) must be smaller than vocab_size \(97\)"),
+        ({"classifier_activation": "gelo"}, "classifier_activation 'gelo' does not exist"),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        DCModernBertConfig(**{**SHAPE, **fields})
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model, (ids, mask) = make_model(), inputs(None)
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+def test_pipelines_read_it(tmp_path: Path) -> None:
+    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "heads", "are", "composed"]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    tokenizer.save_pretrained(tmp_path)
+    DCModernBertForMaskedLM(DCModernBertConfig(**{**SHAPE, **STRONG, "vocab_size": len(words)})).save_pretrained(
+        tmp_path
+    )
+    filled = pipeline("fill-mask", model=str(tmp_path), top_k=3)("heads are [MASK]")
+    assert len(filled) == 3 and {answer["token_str"] for answer in filled} <= set(words)
+    classify = pipeline("text-classification", model=str(tmp_path))
+    assert type(classify.model).__name__ == "DCModernBertForSequenceClassification"
+    scores = [answer["score"] for answer in classify(["heads are composed", "heads"], batch_size=2)]
+    alone = [classify(text)[0]["score"] for text in ("heads are composed", "heads")]
+    assert scores == pytest.approx(alone, abs=1e-5)

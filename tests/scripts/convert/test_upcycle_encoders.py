@@ -1,0 +1,43 @@
+"""`dynattn convert modernbert`: a DCModernBert starts as its parent, learns to compose, and goes back unchanged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
+from cases.encoder_parents import ENCODER_PARENTS, ROWS, make_encoder_parent
+
+from dynattn.scripts.cli import main
+
+
+@pytest.mark.parametrize("name", ENCODER_PARENTS)
+@torch.no_grad()
+def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = make_encoder_parent(name)
+    parent.save_pretrained(tmp_path / "parent")
+    convert_well("modernbert", tmp_path / "parent", tmp_path / "ours", "--static", "True")
+    assert "tokens, plain, right-padded and left-padded" in capsys.readouterr().out
+    head = ENCODER_PARENTS[name][0]
+    auto: Any = getattr(transformers, "AutoModel" if head == "Model" else f"AutoModel{head}")
+    ours = auto.from_pretrained(tmp_path / "ours").eval()
+    assert type(ours).__name__ == f"DCModernBert{head}" and ours.config.composes
+    ids, mask = torch.randint(3, ROWS, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    mask[1, 25:] = 0
+    expected, observed = (model(ids, attention_mask=mask)[0] for model in (parent, ours))
+    real = mask.bool() if expected.ndim > 1 and expected.shape[:2] == mask.shape else slice(None)
+    torch.testing.assert_close(observed[real], expected[real], atol=1e-5 * float(expected.abs().max()), rtol=0)
+
+    convert_well("modernbert", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
+    assert type(auto.from_pretrained(tmp_path / "back")) is type(parent)
+
+
+def test_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
+    edit_config(tmp_path / "parent", architectures=["ModernBertForMultipleChoice"])
+    assert main(["convert", "modernbert", str(tmp_path / "parent"), str(tmp_path / "ours")]) != 0
+    assert "ModernBertForMultipleChoice has a head that is not known here" in capsys.readouterr().err
