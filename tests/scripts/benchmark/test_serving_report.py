@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from dynattn.scripts.benchmark.serving_engines import Answer
-from dynattn.scripts.benchmark.serving_report import main, summarize
+from dynattn.scripts.benchmark.serving_report import as_markdown, main, summarize
+
+RECORDS = Path(__file__).parents[3] / "model_cards" / "records"
+
+
+@pytest.mark.parametrize("name", ["serving", "serving-vllm"])
+def test_the_table_is_the_one_of_the_record(name: str) -> None:
+    record = json.loads((RECORDS / name / "record.json").read_text())
+    assert (RECORDS / name / "table.md").read_text() == as_markdown(record)
+    assert all(run["same"] == run["requests"] for run in record["runs"])
 
 
 def test_a_summary_counts_from_when_clients_send() -> None:

@@ -31,6 +31,7 @@ def decode_pages(
     longest = int(pages.key_counts.max())
     if longest == 0:
         return query.new_zeros(query.transpose(1, 2).shape)
+    pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
     bounds = torch.stack([pages.table_starts, pages.first_keys, pages.key_counts], dim=1).to(query.device)
     with torch.no_grad(), torch.cuda.device_of(query):
         return launch(
@@ -38,7 +39,7 @@ def decode_pages(
             pages.key.transpose(1, 2),
             pages.value.transpose(1, 2),
             (_stage_of_rows(pages.key, pre, terms), _stage_of_rows(pages.value, post, terms)),
-            tuple(1 if stage is None else stage.groups for stage in (pre, post)),
+            (pre_groups, post_groups),
             DecodeMask(None, (0, 0), None, (0, 0), None),
             DecodePages(pages.table, bounds, pages.key.shape[1]),
             (0, longest),
