@@ -9,9 +9,11 @@ from .composition_config import CompositionConfig
 from .field_rules import check_rope_mapping, check_rope_parameters
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
-POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal")
+POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
 # They act on the embeddings, before there are layers.
 ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
+# They turn queries and keys.
+ROTARY_SCHEMES = ("rope", "carope")
 # They add a bias by distance to the scores.
 BIAS_SCHEMES = ("alibi", "t5")
 POSITION_GAINS = (None, "distance", "bucket")
@@ -34,8 +36,8 @@ class ComposedConfig(CompositionConfig):
             even layers slide and odd layers are full, or all are full when `sliding_window` is None.
         position_scheme (`str` or `dict`, defaults to `"rope"`): what tells the order of tokens: `"rope"`, `"alibi"`
             (arXiv 2108.12409), `"t5"` (learned numbers for buckets of distances), `"learned"` and `"sinusoidal"` (added
-            to embeddings), or `"none"`, since causality alone tells much. A dictionary has one for each layer type in
-            use.
+            to embeddings), `"carope"` (arXiv 2507.23083, rotary frequencies from the content), or `"none"`, since
+            causality alone tells much. A dictionary has one for each layer type in use.
         compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` before the scores are
             composed, so that it is mixed too, and not after.
         t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): T5's buckets.
@@ -98,6 +100,11 @@ class ComposedConfig(CompositionConfig):
         """The position scheme of the layers of a type."""
         return self.position_scheme if isinstance(self.position_scheme, str) else self.position_scheme[layer_type]
 
+    def rope_of(self, layer_type: str) -> dict[str, Any]:
+        """The rotary parameters of the layers of a type."""
+        rope: dict[str, Any] = {**(self.rope_parameters or {})}
+        return rope[layer_type] if self.has_nested_rope else rope
+
     @property
     def schemes(self) -> set[str]:
         """The position schemes in use."""
@@ -106,7 +113,7 @@ class ComposedConfig(CompositionConfig):
     @property
     def rotates(self) -> bool:
         """Whether any layer turns queries and keys."""
-        return "rope" in self.schemes
+        return not self.schemes.isdisjoint(ROTARY_SCHEMES)
 
     @property
     def has_nested_rope(self) -> bool:
@@ -190,11 +197,17 @@ class ComposedConfig(CompositionConfig):
             )
         rope: dict[str, Any] = {**(self.rope_parameters or {})}
         for layer_type in sorted(set(self.layer_types or ())):
-            if self.scheme_of(layer_type) != "rope":
+            if self.scheme_of(layer_type) not in ROTARY_SCHEMES:
                 continue
             if self.has_nested_rope and layer_type not in rope:
                 raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(rope)}")
-            check_rope_parameters(rope[layer_type] if self.has_nested_rope else rope, self.head_dim)
+            check_rope_parameters(self.rope_of(layer_type), self.head_dim)
+            own = {name for name, value in self.rope_of(layer_type).items() if value is not None}
+            if self.scheme_of(layer_type) == "carope" and own != {"rope_theta", "rope_type"} | (own & {"type"}):
+                raise ValueError(
+                    f"rope_parameters ({self.rope_of(layer_type)}) do not go with position_scheme 'carope', whose "
+                    "frequencies come from the content; give rope_theta alone, which says where they start"
+                )
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
         """Transformers looks for a method of this name; `validate_rotary` has checked the parameters."""

@@ -14,6 +14,7 @@ from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
+from ..positions.carope import ContentRotary
 from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type
 from .decoder import DecoderBody, DecoderPreTrainedModel
@@ -34,6 +35,8 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DistanceTable):
             module.reset_parameters()
+        if isinstance(module, ContentRotary):
+            module.init_bias()
         if isinstance(module, DynamicComposition):
             init_composition(module, self.config.compose_init_scale)
         if isinstance(module, DifferentialHeads):
@@ -70,7 +73,7 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
     @property
     def supports_paged_cache(self) -> bool:
         """Whether the rows tell layers all they need: factors are more channels, but distances are not known."""
-        return not self.config.has_distance_tables
+        return not self.config.has_distance_tables and "carope" not in self.config.schemes
 
     @property
     def attends_to_rows(self) -> bool:

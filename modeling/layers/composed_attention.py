@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -10,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
 from ..ops.dcmha.composition import Composition
+from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
 from .attention_interface import attention_function, chunked_mask
 from .differential_heads import DifferentialHeads
@@ -89,6 +91,7 @@ class ComposedAttention(nn.Module):
         self.composition = self.key_composition = None
         if config.composes if composes is None else composes:
             self.composition, self.key_composition = make_generators(config, cross_attention=is_cross_attention)
+        self.content_rotary = make_content_rotary(config, layer_idx)
         subtracts = config.differential_heads and self.composition is not None
         self.differential = DifferentialHeads(config, layer_idx) if subtracts else None
 
@@ -121,7 +124,16 @@ class ComposedAttention(nn.Module):
         else:
             query, key, value = self._project(hidden_states, position_embeddings)
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+            phases = None
+            if self.content_rotary is not None:
+                past = last_phases(cache, self.layer_idx, self.head_dim, torch.promote_types(key.dtype, torch.float32))
+                phases = self.content_rotary(hidden_states, past)
+                query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
+                key = rotate(key, *self.content_rotary.angles(phases))
+            if phases is not None and cache is not None:
+                key = pack_phases(key, phases)
             key, value, factors = self._remember(key, value, factors, cache)
+            key = key[..., : self.head_dim]
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or self.config._attn_implementation, eager_attention_forward
@@ -212,6 +224,15 @@ def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) ->
     if getattr(config, "layer_types", None) is None or config.layer_types[layer_idx] != "sliding_attention":
         return None
     return config.sliding_window if is_causal else config.sliding_window + 1
+
+
+def make_content_rotary(config: PreTrainedConfig, layer_idx: int) -> ContentRotary | None:
+    """What turns the heads of a layer whose position scheme is `carope`; None for all others."""
+    scheme_of = getattr(config, "scheme_of", None)
+    if scheme_of is None or scheme_of(config.layer_types[layer_idx]) != "carope":
+        return None
+    theta = config.rope_of(config.layer_types[layer_idx])["rope_theta"]
+    return ContentRotary(config.hidden_size, config.num_key_value_heads, config.head_dim, theta)
 
 
 def make_head_norm(config: PreTrainedConfig) -> nn.Module:

@@ -122,7 +122,7 @@ def rotaries_by_layer_type(config: Any) -> nn.Module | None:
     embeddings = {}
     for layer_type in rotating:
         of_type = copy.copy(config)
-        of_type.rope_parameters = config.rope_parameters[layer_type]
+        of_type.rope_parameters = config.rope_of(layer_type)
         embeddings[layer_type] = RotaryEmbedding(of_type)
     return nn.ModuleDict(embeddings)
 

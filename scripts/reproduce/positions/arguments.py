@@ -17,6 +17,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "rope-base-2e7": {"rope_parameters": {"rope_theta": 2e7}},
     "truncated": {"rope_parameters": {"rope_type": "truncated", "truncate_length": 64}},
     "alibi-composed": {"position_scheme": "alibi", "compose_position_bias": True},
+    "carope": {"position_scheme": "carope"},
     "t5-gain": {"position_scheme": "t5", "position_gain": "bucket"},
 }
 MAIN = ("none", "t5", "alibi", "rope", "sinusoidal")

@@ -36,6 +36,7 @@ from dynattn import (
 )
 from dynattn.modeling.positions.absolute import SinusoidalEmbedding
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
+from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import t5_buckets
 from dynattn.modeling.positions.rotary import RotaryEmbedding, rotate
 
@@ -267,6 +268,50 @@ def test_sinusoids_are_those_of_the_golden_case_for_any_position() -> None:
     assert SinusoidalEmbedding(12, scale=0.5)(torch.tensor([[10**6]])).abs().max() <= 0.5
 
 
+@pytest.fixture
+def carope() -> tuple[ContentRotary, dict[str, Tensor]]:
+    """The golden case, and a module with its weights."""
+    _, tensors = read_case("positions_carope")
+    module = ContentRotary(12, 2, 6, 1e4).double()
+    module.load_state_dict({"frequency.weight": tensors["weight"].t(), "frequency.bias": tensors["bias"]})
+    return module, tensors
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["plain", "composed", "left_padded"])
+def test_carope_is_that_of_the_golden_case(form: str, carope: tuple[ContentRotary, dict[str, Tensor]]) -> None:
+    module, tensors = carope
+    phases = module(tensors["x"])
+    torch.testing.assert_close(phases, tensors["phase"].transpose(1, 2), atol=1e-12, rtol=1e-12)
+    query, key = rotate(tensors["query"], *module.angles(phases, 2)), rotate(tensors["key"], *module.angles(phases))
+    torch.testing.assert_close(query, tensors["rotated_query"], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(key, tensors["rotated_key"], atol=1e-12, rtol=1e-12)
+    options: dict[str, Any] = {}
+    if form == "composed":
+        options = {stage: Composition(**tensors_under(tensors, f"{stage}.")) for stage in ("pre", "post")}
+    if form == "left_padded":
+        options["attention_mask"] = tensors["key_mask"][:, None, None]
+    output = dcmha_attention(query, key, tensors["value"], implementation="eager", **options)
+    shown = tensors["key_mask"] if form == "left_padded" else slice(None)
+    torch.testing.assert_close(output[shown], tensors[f"{form}.output"][shown], atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+def test_carope_starts_as_rope_and_keeps_phases_of_half_precision(
+    carope: tuple[ContentRotary, dict[str, Tensor]],
+) -> None:
+    module, tensors = carope
+    module.init_bias()
+    nn.init.zeros_(module.frequency.weight)
+    frequencies = 1e4 ** (-torch.arange(3).double() / 3)
+    expected = torch.arange(1, 9).double()[:, None] * frequencies
+    torch.testing.assert_close(module(tensors["x"]), expected.expand(2, 2, 8, 3), atol=1e-9, rtol=1e-9)
+    key, phases = torch.randn(2, 2, 5, 6).bfloat16(), torch.rand(2, 2, 5, 3) * 3000
+    cache = DynamicCache()
+    cache.update(pack_phases(key, phases), key, 0)
+    assert torch.equal(last_phases(cache, 0, 6, torch.float32), phases[:, :, -1:])
+
+
 def test_truncated_and_power_frequencies_follow_their_formulas() -> None:
     default = 1e4 ** (-torch.arange(8) / 8)
     fields = {**OURS, "head_dim": 16}
@@ -294,8 +339,12 @@ def test_rotation_in_float32_is_rounded_once() -> None:
     assert low(x.double(), places)[0].dtype == torch.float64
 
 
+PLAIN_HEADS = {"compose_pre": False, "compose_post": False}
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{scheme: {"position_scheme": scheme} for scheme in ("rope", "none", "alibi", "t5", "learned", "sinusoidal")},
+    **{
+        scheme: {"position_scheme": scheme}
+        for scheme in ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
+    },
     "mixed": {"position_scheme": {"sliding_attention": "rope", "full_attention": "none"}},
     "composed bias and gain": {
         "position_scheme": {"sliding_attention": "t5", "full_attention": "alibi"},
@@ -304,6 +353,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gain by distance": {"position_gain": "distance", "position_gain_length": 7},
     "plain": {"position_scheme": "alibi", "position_gain": "distance", "compose_pre": False, "compose_post": False},
+    "carope and none": {"position_scheme": {"sliding_attention": "carope", "full_attention": "none"}, **PLAIN_HEADS},
     "ropes": {
         "rope_parameters": {
             "sliding_attention": {"rope_theta": 1e4},
@@ -414,6 +464,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "position_scheme 'learned' acts on embeddings",
     ),
     ({"position_scheme": "sinusoidal", "hidden_size": 49, "head_dim": 8}, r"hidden_size \(49\) must be even for sinus"),
+    (
+        {"position_scheme": "carope", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "do not go with position_scheme 'carope'",
+    ),
     ({"position_gain": "rows"}, "position_gain 'rows' does not exist; choose from"),
     ({"rotary_dtype": "bfloat16"}, "rotary_dtype 'bfloat16' does not exist; choose from"),
     ({"compose_position_bias": True}, "needs a position_scheme with a bias"),
