@@ -116,14 +116,16 @@ class DCBartPreTrainedModel(ComposedPreTrainedModel):
 class DCBartStack(DCBartPreTrainedModel):
     """What encoder and decoder share: embeddings, positions and the last norm."""
 
+    embed_tokens: nn.Module
+    norm: nn.Module
+
     def __init__(self, config: DCBartConfig, layers: list[nn.Module]) -> None:
         super().__init__(config)
         width = config.hidden_size
         self.embed_tokens = make_embedding(config)
+        self.embed_positions: nn.Module = SinusoidalPositions(config.max_position_embeddings, width)
         if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset, width)
-        else:
-            self.embed_positions = SinusoidalPositions(config.max_position_embeddings, width)
         self.embed_norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.normalize_embedding else None
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.normalize_before else nn.Identity()

@@ -92,6 +92,9 @@ class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
 class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
     """What encoder and decoder share: embeddings, positions where the attention has none, and the last norm."""
 
+    embed_tokens: nn.Module
+    norm: nn.Module
+
     def __init__(self, config: RCMHASeq2SeqConfig, layers: list[nn.Module]) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -159,7 +162,7 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
         self,
         inputs_embeds: Tensor,
         cache: EncoderDecoderCache | None,
-        masks: dict[str, Tensor | None],
+        masks: dict[str, Any],
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:

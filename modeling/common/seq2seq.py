@@ -70,7 +70,7 @@ class Seq2SeqDecoderBody:
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache)  # type: ignore[arg-type]
         past_tokens = 0 if cache is None else cache.get_seq_length()
         hidden_states = self.embed(inputs_embeds, past_tokens)
-        masks = {
+        masks: dict[str, Any] = {
             "attention_mask": create_causal_mask(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
@@ -112,7 +112,7 @@ class Seq2SeqDecoderBody:
         self,
         inputs_embeds: Tensor,
         cache: EncoderDecoderCache | None,
-        masks: dict[str, Tensor | None],
+        masks: dict[str, Any],
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Seq2SeqDecoderBody:
 class Seq2SeqBody:
     """Encoder and decoder with one embedding, `shared`; mixed in front of a family's `PreTrainedModel`."""
 
-    shared: nn.Embedding
+    shared: nn.Module
     encoder: nn.Module
     decoder: nn.Module
     _tied_weights_keys = {
@@ -145,11 +145,11 @@ class Seq2SeqBody:
         "decoder.embed_tokens.weight": "shared.weight",
     }
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Module:
         """The embedding of source and target."""
         return self.shared
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embedding of source and target."""
         self.shared = self.encoder.embed_tokens = self.decoder.embed_tokens = value
 

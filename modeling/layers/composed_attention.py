@@ -189,10 +189,10 @@ class ComposedAttention(nn.Module):
         """
         cache = None if past_key_values is None else past_key_values.cross_attention_cache
         if past_key_values is not None and cache is not None and past_key_values.is_updated.get(self.layer_idx):
-            layer = cache.layers[self.layer_idx]
+            layer: Any = cache.layers[self.layer_idx]
             key, value = layer.keys, layer.values
             if self.key_composition is not None:
-                factors = factors | {"key": layer.factors.keys}  # type: ignore[attr-defined]
+                factors = factors | {"key": layer.factors.keys}
         else:
             if self.key_composition is not None:
                 factors = factors | self.key_composition(source)

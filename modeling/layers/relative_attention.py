@@ -146,7 +146,8 @@ class RCMHAAttention(ConvolvedHeads):
 
     def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
         """Queries, keys or values `[B, H, T, D]` of hidden states `[B, T, E]`, after those that `streaming` keeps."""
-        extend = None if streaming is None else partial(streaming.layers[self.layer_idx].extend, name)  # type: ignore[attr-defined]
+        layer: Any = None if streaming is None else streaming.layers[self.layer_idx]
+        extend = None if layer is None else partial(layer.extend, name)
         return self.project(name, hidden_states, segment.token_mask, segment.document_positions, extend)
 
 
@@ -177,9 +178,8 @@ class RCMHACrossAttention(ConvolvedHeads):
             attention_mask: broadcastable to `[B, 1, T, S]`, boolean or additive.
             past_key_values: keys and values of the source are made once; the queries' context is kept with the target.
         """
-        extend = None
-        if past_key_values is not None:
-            extend = partial(past_key_values.self_attention_cache.layers[self.layer_idx].extend, "cross_q")  # type: ignore[attr-defined]
+        own: Any = None if past_key_values is None else past_key_values.self_attention_cache.layers[self.layer_idx]
+        extend = None if own is None else partial(own.extend, "cross_q")
         query = self.project("q", hidden_states, segment.token_mask, extend=extend)
         key, value = self._read_source(key_value_states, source_mask, past_key_values)
         output, weights = self.implementation(implementation)(
@@ -205,9 +205,10 @@ class RCMHACrossAttention(ConvolvedHeads):
             return self.project("k", source, source_mask), self.project("v", source, source_mask)
         cache, length = past_key_values.cross_attention_cache, source.shape[1]
         if past_key_values.is_updated.get(self.layer_idx):
-            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            layer: Any = cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
         else:
             key, value = self.project("k", source, source_mask), self.project("v", source, source_mask)
             key, value = cache.update(key, value, self.layer_idx)
             past_key_values.is_updated[self.layer_idx] = True
-        return key[:, :, :length], value[:, :, :length]  # type: ignore[index]
+        return key[:, :, :length], value[:, :, :length]
