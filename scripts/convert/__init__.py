@@ -1,6 +1,6 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
-`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `LLAMA`,
+`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `BART_MARIAN`, `LLAMA`,
 `MODERNBERT` and `VIT`.
 
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
+    "BART_MARIAN": "upcycle.parents.bart",
     "LLAMA": "upcycle.parents.llama",
     "MODERNBERT": "upcycle.parents.modernbert",
     "NEOX": "upcycle.parents.neox",
@@ -28,6 +29,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "BART_MARIAN",
     "LLAMA",
     "MODERNBERT",
     "NEOX",

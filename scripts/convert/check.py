@@ -1,4 +1,4 @@
-"""Compares the logits of two checkpoints: of any decoder or vision transformer that Transformers loads.
+"""Compares the logits of two checkpoints: of any decoder, encoder-decoder or vision transformer of Transformers.
 
 Run: `dynattn convert check A B`. Exits with 0 where they are equal up to rounding, with 1 where they differ.
 """
@@ -47,13 +47,15 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     from .common.image_probe import IMAGES
     from .common.model_loading import load_config, load_for_probe
     from .common.probe import TEXT
+    from .common.translation_probe import TRANSLATION
 
     folders = [locate(arguments.first, arguments.first_revision), locate(arguments.second, arguments.second_revision)]
     configs = [load_config(folder).get_text_config() for folder in folders]
     rows, others = (getattr(config, "vocab_size", None) for config in configs)
     if rows != others:
         raise UserError(f"vocabularies of {rows} and {others} tokens cannot be compared")
-    probe = IMAGES if rows is None else TEXT
+    reads_text = TRANSLATION if configs[0].is_encoder_decoder else TEXT
+    probe = IMAGES if rows is None else reads_text
     inputs = probe.make(folders[0], *configs)
     models = (load_for_probe(folder, auto_class=probe.auto_class_of(read_config(folder))) for folder in folders)
     return compare_answers(*(probe.ask(model, inputs) for model in models))

@@ -20,6 +20,7 @@ CONVERSIONS = CommandTable(
         ),
         "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral or Qwen3 into a DCFormer equal to it"),
         "modernbert": ("dynattn.scripts.convert.upcycle.modernbert", "ModernBERT into a DCModernBert equal to it"),
+        "bart": ("dynattn.scripts.convert.upcycle.bart", "BART or Marian into a DCBart equal to it"),
         "vit": ("dynattn.scripts.convert.upcycle.vit", "ViT, DeiT or DINOv2 into a DCViT equal to it"),
         "consolidate": (
             "dynattn.scripts.pretrain.consolidate",

@@ -33,12 +33,14 @@ class Rule:
 class Drop:
     """A foreign tensor that is dropped: its name pattern (`*` is a wildcard) and why nothing is lost.
 
-    `written` recreates it on export, where the foreign code needs it.
+    `written` recreates it on export, where the foreign code needs it. `copy_of` names the foreign tensor that it has to
+    equal.
     """
 
     theirs: str
     reason: str
     written: Callable[[], Tensor] | None = None
+    copy_of: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ...common.errors import UserError, last_line
 from ..common.model_loading import load_config
 from .arguments import UpcycleArguments
 
+LAYERDROPS = ("encoder_layerdrop", "decoder_layerdrop")
 NO_COMPOSITION = {"compose_pre": False, "compose_post": False}
 
 
@@ -87,7 +88,7 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
 def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
     """Warnings about dropout that our models do not have."""
     of_probabilities = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-    for name in (*of_probabilities, "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+    for name in (*of_probabilities, "hidden_dropout", "resid_pdrop", "embd_pdrop", *LAYERDROPS):
         if value := getattr(theirs, name, 0.0):
             yield f"{name} {value} is not kept: our model has no such dropout"
 

@@ -1,41 +1,61 @@
 """How far a model's composition is from the identity, measured on its weights."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dynattn.families import FAMILIES
+from dynattn.modeling.layers.head_composition import DynamicComposition
+
 from ...common.errors import UserError
+from ..common.planning import meta_model
 from ..common.tensor_source import TensorSource
-from .new_parameters import COMPOSITION
+from .new_parameters import generators_of
 
 
 class Term(NamedTuple):
     """One term of a layer's composition and its largest weight: 0 if it adds nothing, infinity if a weight is NaN."""
 
     size: float
-    layer: int
+    place: str
     stage: str
     name: str
 
 
 def terms(source: TensorSource, config: Any) -> Iterator[Term]:
     """Every term of every layer. A low-rank term is as large as its second factor, which is zero at an exact start."""
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}{COMPOSITION}"
-        dynamic = [(stage, side) for stage in config.compose_stages for side in config.compose_sides]
-        if (key := prefix + "factor_weight") in source.headers:
-            up = source.read(key)[..., config.compose_rank :, :]  # [G, C, K, R, H/G]
-            for index, (stage, side) in enumerate(dynamic):
-                yield Term(size_of(up[:, index]), layer, stage, f"{side}-wise low-rank mixing")
-        if (key := prefix + "gate_weight") in source.headers:
-            gates = source.read(key)  # [E, G, C, H/G]
-            for index, (stage, side) in enumerate(dynamic):
-                yield Term(size_of(gates[:, :, index]), layer, stage, f"{side}-wise gate")
-        if (key := prefix + "static_weight") in source.headers:
-            static = source.read(key)  # [P, G, H/G, H/G]
-            for index, stage in enumerate(config.compose_stages):
-                yield Term(size_of(static[index]), layer, stage, "static mixing")
+    model = meta_model(config, FAMILIES[config.model_type].main_auto_class)
+    for name, module in generators_of(model).items():
+        yield from _terms_of(source, name, module)
+
+
+def _terms_of(source: TensorSource, name: str, module: DynamicComposition) -> Iterator[Term]:
+    """The terms of one generator."""
+    place = place_of(name)
+    dynamic = [(stage, side) for stage in module.stages for side in module.sides]
+    if (key := f"{name}.factor_weight") in source.headers:
+        up = source.read(key)[..., module.rank :, :]  # [G, C, K, R, H/G]
+        for index, (stage, side) in enumerate(dynamic):
+            yield Term(size_of(up[:, index]), place, stage, f"{side}-wise low-rank mixing")
+    if (key := f"{name}.gate_weight") in source.headers:
+        gates = source.read(key)  # [E, G, C, H/G]
+        for index, (stage, side) in enumerate(dynamic):
+            yield Term(size_of(gates[:, :, index]), place, stage, f"{side}-wise gate")
+    if (key := f"{name}.static_weight") in source.headers:
+        static = source.read(key)  # [P, G, H/G, H/G]
+        for index, stage in enumerate(module.stages):
+            yield Term(size_of(static[index]), place, stage, "static mixing")
+
+
+def place_of(name: str) -> str:
+    """Which layer a module belongs to, in words: `layer 3`, in an encoder-decoder `layer 3 of decoder, cross_attn`."""
+    match = re.search(r"(?:(encoder|decoder)\.)?layers\.(\d+)\.(\w+)", name)
+    if match is None:
+        return name
+    stack, layer, attention = match.groups()
+    return f"layer {layer}" if stack is None else f"layer {layer} of {stack}, {attention}"
 
 
 def size_of(weights: Tensor) -> float:
@@ -49,5 +69,5 @@ def require_identity(source: TensorSource, config: Any) -> None:
     if largest is not None and largest.size > 0:
         raise UserError(
             f"the model composes heads, which the parent cannot: the largest term is the {largest.name} of stage "
-            f"{largest.stage!r} in layer {largest.layer}, with weights up to {largest.size:.1e}"
+            f"{largest.stage!r} in {largest.place}, with weights up to {largest.size:.1e}"
         )

@@ -1,42 +1,48 @@
 """What a plain model lacks to become one of ours: composition parameters, and a query-key norm if one is added."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from dynattn.families import FAMILIES
 from dynattn.modeling.layers.head_composition import DynamicComposition, init_composition
 
+from ..common.planning import meta_model
 from ..common.weight_map import Step
 
-ATTENTION = "model.layers.{layer}.self_attn."
-COMPOSITION = ".self_attn.composition."
+NORMS = ("q_norm.weight", "k_norm.weight")
+
+
+def generators_of(model: PreTrainedModel) -> dict[str, DynamicComposition]:
+    """The generators of composition factors by their names, in the order of the layers."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, DynamicComposition)}
 
 
 def new_steps(config: Any, existing: Iterable[str], seed: int) -> Iterator[Step]:
-    """Steps that read nothing and make what `config` asks for beyond the tensors `existing`, one for each layer."""
+    """Steps that read nothing and make what `config` asks for beyond the tensors `existing`, one for each module."""
     present = set(existing)
-    norms = ("q_norm.weight", "k_norm.weight") if config.use_qk_norm else ()
-    with torch.device("meta"):
-        parts = tuple(DynamicComposition(config).state_dict()) if config.composes else ()
-    for layer in range(config.num_hidden_layers):
-        prefix = ATTENTION.replace("{layer}", str(layer))
-        if parts:
-            names = tuple(f"{prefix}composition.{part}" for part in parts)
-            yield Step((), names, partial(_compose, config, seed, layer))
-        if added := tuple(prefix + name for name in norms if prefix + name not in present):
-            yield Step((), added, partial(_scales, config.head_dim, len(added)))
+    model = meta_model(config, FAMILIES[config.model_type].main_auto_class)
+    generators = generators_of(model)
+    for index, (name, module) in enumerate(generators.items()):
+        names = tuple(f"{name}.{part}" for part in module.state_dict())
+        yield Step((), names, partial(_compose, module, config.compose_init_scale, seed * len(generators) + index))
+    norms = [key for key in model.state_dict() if key.endswith(NORMS) and key not in present]
+    for query, key in zip(norms[::2], norms[1::2], strict=True):
+        yield Step((), (query, key), partial(_scales, config.head_dim, 2))
 
 
-def _compose(config: Any, seed: int, layer: int, _: Sequence[Tensor]) -> list[Tensor]:
-    """Fresh composition parameters of one layer, `[...]` in the order of the module's state dict."""
+def _compose(module: DynamicComposition, scale: float, seed: int, _: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh parameters of one generator, `[...]` in the order of its state dict."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * config.num_hidden_layers + layer)
-        module = DynamicComposition(config)
-        init_composition(module, config.compose_init_scale)
-    return list(module.state_dict().values())
+        torch.manual_seed(seed)
+        made = copy.deepcopy(module).to_empty(device="cpu")
+        init_composition(made, scale)
+    return list(made.state_dict().values())
 
 
 def _scales(width: int, count: int, _: Sequence[Tensor]) -> list[Tensor]:

@@ -31,8 +31,8 @@ from .config import (
     warn_of_dropout,
 )
 from .identity import require_identity
-from .new_parameters import COMPOSITION, new_steps
-from .parents.interface import EMBEDDING, HEAD, Parent
+from .new_parameters import generators_of, new_steps
+from .parents.interface import HEAD, Parent
 
 
 @dataclass(kw_only=True)
@@ -122,7 +122,7 @@ def plan_upcycling(
     weight_map = parent.weight_map(plain)
     steps, dropped = plan_import(weight_map, source.headers)
     check_import(config, source, steps, auto_class_with_head(config))
-    check_tied(source, plain, weight_map)
+    check_tied(source, weight_map)
     written = [key for step in steps for key in step.writes]
     return Upcycling(
         arguments=arguments,
@@ -145,8 +145,11 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     """
     ours = read_family(source.folder, raw, (parent.ours,))
     config = make_config(parent.restore, ours)
-    expected = shapes_of(meta_model(ours, auto_class_with_head(ours)))
-    composition = sorted(key for key in expected if COMPOSITION in key)
+    model = meta_model(ours, auto_class_with_head(ours))
+    expected = shapes_of(model)
+    composition = sorted(
+        f"{name}.{part}" for name, module in generators_of(model).items() for part in module.state_dict()
+    )
     if absent := [key for key in composition if key not in source.headers]:
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
     tied = {HEAD} if getattr(ours, "tie_word_embeddings", False) else set()
@@ -175,11 +178,12 @@ def auto_class_with_head(config: PreTrainedConfig) -> str:
     return heads.get(name, family.main_auto_class)
 
 
-def check_tied(source: TensorSource, plain: Any, weight_map: WeightMap) -> None:
-    """Raises UserError where a tied head is stored and is not the embedding."""
-    if not getattr(plain, "tie_word_embeddings", False):
-        return
-    (embedding,) = next(rule.theirs for rule in weight_map.rules if rule.ours == (EMBEDDING,))
-    for key in (drop.theirs for drop in weight_map.drops if drop.theirs in source.headers):
-        if not torch.equal(source.read(key), source.read(embedding)):
-            raise UserError(f"config.json ties {key} to {embedding}, but they differ; set tie_word_embeddings to false")
+def check_tied(source: TensorSource, weight_map: WeightMap) -> None:
+    """Raises UserError where a tensor that is dropped as a copy of another one differs from it."""
+    for drop in weight_map.drops:
+        if drop.copy_of is None or drop.theirs not in source.headers:
+            continue
+        if not torch.equal(source.read(drop.theirs), source.read(drop.copy_of)):
+            raise UserError(
+                f"config.json ties {drop.theirs} to {drop.copy_of}, but they differ; set tie_word_embeddings to false"
+            )

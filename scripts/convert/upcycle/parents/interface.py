@@ -65,7 +65,7 @@ def head_rules(config: PreTrainedConfig, names: tuple[str, ...], embedding: str)
     """
     rules = [Rule((embedding,), (EMBEDDING,))]
     if config.tie_word_embeddings:
-        return rules, [Drop(name, "heads that are tied to the embedding") for name in names]
+        return rules, [Drop(name, "heads that are tied to the embedding", copy_of=embedding) for name in names]
     return [*rules, *(Rule((name,), (HEAD,)) for name in names)], []
 
 

@@ -68,7 +68,8 @@ def weight_map(config: Any) -> WeightMap:
     head = (config.architectures or [""])[0].removeprefix("DCModernBert")
     prefix = "" if head == "Model" else "model."
     layer = prefix + "layers.{layer}."
-    rules = [Rule((prefix + "embeddings.tok_embeddings.weight",), ("model.embed_tokens.weight",))]
+    embedding = prefix + "embeddings.tok_embeddings.weight"
+    rules = [Rule((embedding,), ("model.embed_tokens.weight",))]
     norms = ("weight", "bias") if config.norm_bias else ("weight",)
     for kind in norms:
         rules += [Rule((f"{prefix}{theirs}.{kind}",), (f"model.{ours}.{kind}",)) for theirs, ours in NORMS.items()]
@@ -76,8 +77,8 @@ def weight_map(config: Any) -> WeightMap:
         rules.append(Rule((f"{layer}attn_norm.{kind}",), (f"{LAYER}input_layernorm.{kind}",), first_layer=1))
     rules += _layer_rules(config, layer)
     rules += _head_rules(config, head)
-    drops = [Drop("decoder.weight", "a head that is tied to the embedding")] if config.tie_word_embeddings else []
-    return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops))
+    drops = [Drop("decoder.weight", "a head that is tied to the embedding", copy_of=embedding)]
+    return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops) if config.tie_word_embeddings else ())
 
 
 def _layer_rules(config: Any, layer: str) -> list[Rule]:

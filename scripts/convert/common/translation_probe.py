@@ -1,0 +1,56 @@
+"""How encoder-decoders are asked: long and short targets, a padded source, from a cache, and by generating."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .answers import Answers, Probe, rounding_between
+from .probe import make_probe
+
+GENERATED = 8
+
+
+@torch.no_grad()
+def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
+    """Runs `model` on token ids `[2, T]`, a third of which is the source of the others, and the other way round."""
+    third = max(1, ids.shape[1] // 3)
+    source, target = ids[:, :third], ids[:, third:]
+    full = _logits(model, source, target)
+    padded, decoded = _padded_logits(model, source, target), _decoded_logits(model, source, target)
+    tokens = model.generate(
+        source, attention_mask=torch.ones_like(source), max_new_tokens=GENERATED, do_sample=False, num_beams=1
+    )
+    return Answers(
+        f"{ids.numel()} tokens, short and long sources, padded, cached and generated",
+        (full, _logits(model, target, source), padded, decoded, tokens.float()),
+        rounding_between((full, padded), (full, decoded)),
+        functional.cross_entropy(full[:, :-1].flatten(0, 1), target[:, 1:].flatten()).item(),
+    )
+
+
+def _logits(model: PreTrainedModel, source: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits `[2, T, V]` of the target `[2, T]` after the source `[2, S]`."""
+    return model(input_ids=source, attention_mask=mask, decoder_input_ids=target, use_cache=False).logits
+
+
+def _padded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Tensor:
+    """The same, with padding behind the source where positions allow it."""
+    limit = model.config.max_position_embeddings
+    pads = min(source.shape[1], limit - source.shape[1])
+    padded = torch.cat([source, source[:, :pads]], dim=1)
+    mask = (torch.arange(padded.shape[1]) < source.shape[1]).long().expand(len(source), -1)
+    return _logits(model, padded, target, mask)
+
+
+def _decoded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Tensor:
+    """The same, token by token from a cache."""
+    cache, encoded, logits = None, model.get_encoder()(input_ids=source), []
+    for token in target.split(1, dim=1):
+        output = model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+TRANSLATION = Probe(lambda architectures: "AutoModelForSeq2SeqLM", make_probe, ask)
