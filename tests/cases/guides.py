@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MarianConfig, MarianMTModel
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.common.builtin_corpus import builtin_documents
@@ -18,6 +18,7 @@ PROGRAMS = {
     "torchrun": "torch.distributed.run",
     "accelerate": "accelerate.commands.accelerate_cli",
 }
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}  # of a translator
 TESTS = Path(__file__).parents[1]
 
 
@@ -51,12 +52,15 @@ def write_starting_points(folder: Path) -> None:
     plain = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", compose_pre=False, compose_post=False, **tokens))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     parent = GPTNeoXForCausalLM(GPTNeoXConfig(max_position_embeddings=256, **sizes, **tokens))
+    halves = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in HALF.items()}
+    translator = MarianMTModel(MarianConfig(d_model=64, decoder_start_token_id=0, **halves, **tokens))
     models = {
         "runs/first/model": composed,
         "runs/base/model": composed,
         "runs/quickstart/dcformer/model": composed,
         "runs/quickstart/transformer/model": plain,
         "EleutherAI/pythia-160m": parent,
+        "Helsinki-NLP/opus-mt-en-de": translator,
     }
     for name, model in models.items():
         model.to(torch.float32).save_pretrained(folder / name)
