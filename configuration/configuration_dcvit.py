@@ -50,7 +50,6 @@ class DCViTConfig(CompositionConfig):
     model_type = "dcvit"
     # Attention stays whole on every device: composition reads all heads of a query and a key.
     base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
@@ -81,6 +80,12 @@ class DCViTConfig(CompositionConfig):
     qk_norm_type: str = "layer_norm"
     compose_static: bool = True
     compose_act: str = "gelu_pytorch_tanh"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.mlp_type == "swiglu":
+            plan = {**(self.base_model_tp_plan or {}), "layers.*.mlp.gate_proj": "colwise"}
+            self.base_model_tp_plan = plan  # type: ignore[misc]
 
     @property
     def image_shape(self) -> tuple[int, int]:

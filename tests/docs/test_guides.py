@@ -26,7 +26,9 @@ def implementations() -> Iterator[None]:
         table.update(kept)
 
 
-@pytest.mark.parametrize("name", ["compose_a_detr.md", "mixers.md", "positions.md", "variants.md", "vision.md"])
+@pytest.mark.parametrize(
+    "name", ["compose_a_detr.md", "encoders.md", "mixers.md", "positions.md", "variants.md", "vision.md"]
+)
 @pytest.mark.usefixtures("implementations")
 def test_every_block_of_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
