@@ -110,14 +110,6 @@ class DCModernBertConfig(CompositionConfig):
         if self.classifier_pooling not in POOLINGS:
             raise ValueError(f"classifier_pooling ({self.classifier_pooling!r}) must be one of {POOLINGS}")
 
-    def validate_padding(self) -> None:
-        """Part of the strict validation: the padding token is one of the vocabulary."""
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(
-                f"pad_token_id ({self.pad_token_id}) must be smaller than vocab_size ({self.vocab_size}); give that of "
-                "the tokenizer"
-            )
-
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters of both layer types are complete and fit the heads."""
         for kind, rope in (self.rope_parameters or {}).items():

@@ -168,7 +168,6 @@ def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
         ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_parameters has \['rope_theta'\]; it must have parameters"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, r"rope_theta \(0\) must be greater than 0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "must be 'default'"),
-        ({"pad_token_id": 97}, r"pad_token_id \(97\) must be smaller than vocab_size \(97\)"),
         ({"classifier_activation": "gelo"}, "classifier_activation 'gelo' does not exist"),
     ],
     ids=str,
@@ -179,6 +178,8 @@ def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], messa
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pad_token_id \(97\) must be smaller than vocab_size \(97\)"):
+        make_model(pad_token_id=97)
     model, (ids, mask) = make_model(), inputs(None)
     mask[1] = 0
     with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):
