@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
     from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
+    from dynattn.modeling.common.cache_edit import edit_cache
     from dynattn.modeling.layers.composed_attention import register_implementation
     from dynattn.modeling.layers.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
@@ -97,6 +98,7 @@ __all__ = [
     "add_map_hooks",
     "compose_heads_of",
     "dcmha_attention",
+    "edit_cache",
     "keep_attention_outputs",
     "mixer_fields",
     "register_implementation",
@@ -108,6 +110,7 @@ __all__ = [
 _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
     "add_map_hooks": "dynattn.modeling.layers.map_hooks",
+    "edit_cache": "dynattn.modeling.common.cache_edit",
     "register_implementation": "dynattn.modeling.layers.composed_attention",
     "remove_map_hooks": "dynattn.modeling.layers.map_hooks",
     "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",

@@ -16,7 +16,7 @@ from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import ContentRotary
 from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
-from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type
+from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type, rotary_of
 from .decoder import DecoderBody, DecoderPreTrainedModel
 from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
 from .family_model import FamilyPreTrainedModel
@@ -129,10 +129,8 @@ class ComposedDecoderBody(DecoderBody):
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if they do not rotate by position."""
-        if self.rotary_emb is None or self.config.scheme_of(layer_type) != "rope":
-            return None
-        embedding = self.rotary_emb[layer_type] if isinstance(self.rotary_emb, nn.ModuleDict) else self.rotary_emb
-        return embedding(inputs.inputs_embeds, inputs.position_ids)
+        embedding = rotary_of(self.rotary_emb, self.config, layer_type)
+        return None if embedding is None else embedding(inputs.inputs_embeds, inputs.position_ids)
 
     def _distance_tables(self, keys: int, device: torch.device) -> dict[str, DistanceTables]:
         """The tables of each layer type, with rows for the distances to `keys` keys."""

@@ -127,6 +127,13 @@ def rotaries_by_layer_type(config: Any) -> nn.Module | None:
     return nn.ModuleDict(embeddings)
 
 
+def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryEmbedding | None:
+    """The embedding for the layers of a type, of what `rotaries_by_layer_type` made; None if they do not rotate."""
+    if module is None or config.scheme_of(layer_type) != "rope":
+        return None
+    return module[layer_type] if isinstance(module, nn.ModuleDict) else module  # type: ignore[return-value]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first `rotary_dim` dimensions of `x` `[B, H, T, D]`, in the pairs `(i, i + rotary_dim / 2)`.
 

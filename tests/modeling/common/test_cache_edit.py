@@ -1,0 +1,103 @@
+"""Edits in the middle of a cached prompt: recomputation with one layer, golden keys, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.golden import read_case
+from transformers import DynamicCache, StaticCache
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, edit_cache
+from dynattn.modeling.common.cache_edit import move_keys
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "sliding_window": None,
+}
+FIELDS |= {"initializer_range": 0.2, "compose_init_scale": 3.0, "bos_token_id": None, "eos_token_id": None}
+SCHEMES: list[dict[str, Any]] = [
+    {"position_scheme": "rope"},
+    {"position_scheme": "none", "compose_key_wise": False},
+    {"position_scheme": "alibi"},
+    {"position_scheme": "t5", "position_gain": "bucket"},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}},
+    {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+]
+
+
+def make(layers: int = 1, **fields: Any) -> DCFormerForCausalLM:
+    torch.manual_seed(0)
+    return DCFormerForCausalLM(DCFormerConfig(**FIELDS, num_hidden_layers=layers, **fields)).double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("start", "stop", "new"), [(5, 9, 2), (5, 6, 4), (0, 3, 3), (7, 7, 3), (4, 8, 0), (12, 20, 5)])
+@pytest.mark.parametrize("fields", SCHEMES, ids=lambda fields: str(list(fields.values())[0])[:20])
+def test_with_one_layer_an_edit_is_running_everything_again(
+    fields: dict[str, Any], start: int, stop: int, new: int
+) -> None:
+    model, ids = make(**fields), torch.randint(61, (2, 20))
+    inserted, following = torch.randint(61, (2, new)), torch.randint(61, (2, 3))
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    assert edit_cache(model, cache, start, stop, inserted) is cache
+    edited = torch.cat([ids[:, :start], inserted, ids[:, stop:]], dim=1)
+    assert cache.get_seq_length() == edited.shape[1]
+    found = model(following, past_key_values=cache).logits
+    expected = model(torch.cat([edited, following], dim=1)).logits[:, -3:]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)  # angles are float32
+
+
+@torch.no_grad()
+def test_with_more_layers_only_what_follows_the_edit_is_approximate() -> None:
+    model, ids = make(layers=3), torch.randint(61, (2, 20))
+    again, edited = DynamicCache(), DynamicCache()
+    model(ids, past_key_values=edited)
+    edit_cache(model, edited, 8, 10, new := torch.randint(61, (2, 3)))
+    model(torch.cat([ids[:, :8], new, ids[:, 10:]], dim=1), past_key_values=again)
+    for layer, other in zip(edited.layers, again.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, :11], other.keys[:, :, :11], atol=1e-5, rtol=0)
+    assert (edited.layers[2].keys - again.layers[2].keys)[:, :, 11:].abs().max() > 1e-3
+
+
+def test_moved_keys_are_those_of_the_golden_case() -> None:
+    _, tensors = read_case("positions_pie")
+    moved = move_keys(tensors["cached_key"][:, :, 5:], 2, 1e4 ** (-torch.arange(4).double() / 4))
+    torch.testing.assert_close(moved, tensors["moved_key"], atol=1e-12, rtol=1e-12)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"position_scheme": "learned"}, "position_scheme 'learned' leaves positions in the cache"),
+    ({"position_scheme": "carope"}, "position_scheme 'carope' leaves positions in the cache"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' turns keys by the length"),
+    ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}, "rope_type 'longrope' turns keys"),
+]
+
+
+@pytest.mark.parametrize(("fields", "told"), REFUSED, ids=[told for _, told in REFUSED])
+def test_positions_that_cannot_be_moved_are_refused(fields: dict[str, Any], told: str) -> None:
+    model, cache = make(**fields), DynamicCache()
+    model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match=told):
+        edit_cache(model, cache, 2, 3, torch.zeros(1, 1, dtype=torch.long))
+    assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize(("start", "stop", "rows"), [(-1, 3, 1), (4, 3, 1), (3, 10, 1), (2, 3, 2)])
+def test_places_and_rows_have_to_be_in_the_cache(start: int, stop: int, rows: int) -> None:
+    model, cache = make(), DynamicCache()
+    model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match="must be"):
+        edit_cache(model, cache, start, stop, torch.zeros(rows, 1, dtype=torch.long))
+
+
+def test_every_layer_has_to_keep_all_tokens() -> None:
+    model = make()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"ComposedStaticLayer.*cannot be edited"):
+        edit_cache(model, cache, 2, 3, torch.zeros(1, 1, dtype=torch.long))
