@@ -84,8 +84,8 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         super().__init__(config)
         if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
             raise ValueError(
-                f"pad_token_id ({config.pad_token_id}) must be smaller than vocab_size ({config.vocab_size}); give that "
-                "of the tokenizer"
+                f"pad_token_id ({config.pad_token_id}) must be smaller than vocab_size ({config.vocab_size}); give "
+                "that of the tokenizer"
             )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.embed_norm, self.dropout = make_norm(config), nn.Dropout(config.embedding_dropout)

@@ -37,13 +37,13 @@ class ModelFlops:
         """Counts a model.
 
         Raises:
-            TypeError: the model is of no family of this package.
+            TypeError: the model is no decoder of this package.
         """
-        config = model.config
+        config, pair = model.config, pair_flops(model.config)
         windows = (config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
         return cls(
             token=projection_flops(model) + convolution_flops(model),
-            pair=config.num_attention_heads * pair_flops(config),
+            pair=config.num_attention_heads * pair,
             windows=tuple(windows),
         )
 
@@ -85,10 +85,11 @@ def pair_flops(config: Any) -> int:
     """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value.
 
     Raises:
-        TypeError: a configuration of no family of this package.
+        TypeError: a configuration of no decoder of this package.
     """
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    decoders = [name for name, family in FAMILIES.items() if "AutoModelForCausalLM" in family.heads]
+    if config.model_type not in decoders:
+        known = ", ".join(decoders)
         raise TypeError(f"operations of {config.model_type!r} are not known; they are for {known}")
     return PAIR_FLOPS[FAMILIES[config.model_type].attention](config)
 

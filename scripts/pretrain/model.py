@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -176,6 +177,11 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {DEFAULT_MODEL_TYPE} is")
     config_class: Any = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model_type={model_type} has no causal language model, which is what is pretrained here; train it with "
+            "Transformers' Trainer (docs/guides)"
+        )
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     if issubclass(config_class, CompositionConfig):
         fields.add("mixer")  # which `from_size` replaces by the fields that it stands for

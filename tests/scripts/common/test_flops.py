@@ -13,6 +13,8 @@ from dynattn import (
     DCFormerForCausalLM,
     DCPythiaConfig,
     DCPythiaForCausalLM,
+    DCViTConfig,
+    DCViTModel,
     RCMHAConfig,
     RCMHAForCausalLM,
     mixer_fields,
@@ -127,6 +129,11 @@ def test_a_model_and_the_shape_of_its_attention_agree() -> None:
 
 
 def test_other_families_are_not_known() -> None:
+    with (
+        torch.device("meta"),
+        pytest.raises(TypeError, match="operations of 'dcvit' are not known; they are for dcfor"),
+    ):
+        ModelFlops.of(DCViTModel(DCViTConfig.from_size("tiny")))
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1, layer_types=["full_attention"]))
     with pytest.raises(TypeError, match="operations of 'llama' are not known"):
         ModelFlops.of(llama)
