@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 # What `accelerate launch` sets where its configuration says FSDP.
 LAUNCHED_FSDP = "ACCELERATE_USE_FSDP"
+LAUNCHED_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 LAUNCHED_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
@@ -43,8 +44,13 @@ def launched_engine(environment: Mapping[str, str]) -> str | None:
     """The engine in the configuration of `accelerate launch`; None if it names none, or if there is no such launcher.
 
     Raises:
-        UserError: it is FSDP 1.
+        UserError: it is FSDP 1, or DeepSpeed.
     """
+    if environment.get(LAUNCHED_DEEPSPEED, "false").lower() == "true":
+        raise UserError(
+            "`accelerate launch` is configured for DeepSpeed, which is not an engine here; fsdp2 shards weights, gradients "
+            "and optimizer state as ZeRO 3 does: set distributed_type: FSDP and fsdp_version: 2 in its configuration"
+        )
     if environment.get(LAUNCHED_FSDP, "false").lower() != "true":
         return None
     if environment.get("FSDP_VERSION", "1") != "2":

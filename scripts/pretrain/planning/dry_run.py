@@ -73,7 +73,7 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
     config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
     model = _shapes_of(config)
     length = arguments.sequence_length
-    flops, plain = (_token_flops(one, length) for one in (model, _shapes_of(without_composing(config))))
+    flops, plain = _token_flops(model, length), plain_flops(config, length)
     workspace = chunk_bytes(config, length)
     rehearsal = rehearse(
         lambda layers: _build(with_layers(config, layers), arguments),
@@ -164,6 +164,11 @@ def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrained
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     save_activations(model, arguments)
     return model
+
+
+def plain_flops(config: PreTrainedConfig, length: int) -> float:
+    """Operations of a token in a training step of the model without composition, at sequences of `length`."""
+    return _token_flops(_shapes_of(without_composing(config)), length)
 
 
 def _token_flops(model: PreTrainedModel, length: int) -> float:

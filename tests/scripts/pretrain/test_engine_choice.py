@@ -41,6 +41,8 @@ def test_the_configuration_of_the_launcher_names_an_engine(environment: dict[str
 def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="configured for FSDP 1; set fsdp_version: 2"):
         launched_engine({"ACCELERATE_USE_FSDP": "true"})
+    with pytest.raises(UserError, match="configured for DeepSpeed, which is not an engine here; fsdp2 shards"):
+        launched_engine({"ACCELERATE_USE_DEEPSPEED": "true"})
     given = arguments(tmp_path, tmp_path, engine="ddp")
     with pytest.raises(UserError, match="engine=ddp, but `accelerate launch` is configured for fsdp2"):
         build_engine(given, processes(2), "fsdp2")
