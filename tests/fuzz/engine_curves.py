@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(folder: Path) -> list[dict[str, Any]]:
     """One row for each engine, number of processes and of forward passes."""
     corpus = write_corpus(folder / "corpus.jsonl")
-    run(folder / "alone", corpus, **OPTIONS, batch_size=SEQUENCES)
+    run(folder / "alone", corpus, **split(1, 1))
     rows = []
     for accumulation in (2, 8):
         output = folder / f"one-{accumulation}"
