@@ -49,7 +49,8 @@ def launched_engine(environment: Mapping[str, str]) -> str | None:
     if environment.get(LAUNCHED_DEEPSPEED, "false").lower() == "true":
         raise UserError(
             "`accelerate launch` is configured for DeepSpeed, which is not an engine here; fsdp2 shards weights, "
-            "gradients and optimizer state as ZeRO 3 does: set distributed_type: FSDP and fsdp_version: 2 in its configuration"
+            "gradients and optimizer state as ZeRO 3 does: set distributed_type: FSDP and fsdp_version: 2 in its "
+            "configuration"
         )
     if environment.get(LAUNCHED_FSDP, "false").lower() != "true":
         return None

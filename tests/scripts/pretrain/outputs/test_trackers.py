@@ -1,0 +1,26 @@
+"""Trackers besides TensorBoard: the real packages, without a network, where they are installed."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from cases.training import run
+
+
+def test_wandb_offline_keeps_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run(tmp_path / "run", corpus, max_steps=2, warmup_steps=1, trackers=["wandb"])
+    (file,) = tmp_path.rglob("*.wandb")
+    assert b"train/loss" in file.read_bytes()
+
+
+def test_trackio_keeps_the_run_in_a_file(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    run(tmp_path / "run", corpus, max_steps=2, warmup_steps=1, trackers=["trackio"])
+    (file,) = (tmp_path / "trackio").rglob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("select metrics from metrics").fetchall()
+    assert any("train/loss" in str(row) for row in rows)
