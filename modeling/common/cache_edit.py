@@ -78,11 +78,9 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
     length = cache.get_seq_length()
     if not 0 <= start <= stop <= length:
         raise ValueError(f"start ({start}) and stop ({stop}) must be places among the {length} cached tokens, in order")
-    if input_ids.ndim != 2 or input_ids.shape[0] != cache.layers[0].keys.shape[0]:  # type: ignore[union-attr]
-        rows = cache.layers[0].keys.shape[0]  # type: ignore[union-attr]
-        raise ValueError(
-            f"input_ids of shape {tuple(input_ids.shape)} must be [{rows}, m], one row for each in the cache"
-        )
+    rows = cache.layers[0].keys.shape[0]  # type: ignore[union-attr]
+    if input_ids.ndim != 2 or input_ids.shape[0] != rows:
+        raise ValueError(f"input_ids of shape {tuple(input_ids.shape)} must be [{rows}, m], as many rows as are cached")
 
 
 def _cut(layer: Any, start: int, stop: int) -> dict[str, Tensor]:

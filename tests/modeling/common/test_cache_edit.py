@@ -35,7 +35,7 @@ def make(layers: int = 1, **fields: Any) -> DCFormerForCausalLM:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("start", "stop", "new"), [(5, 9, 2), (5, 6, 4), (0, 3, 3), (7, 7, 3), (4, 8, 0), (12, 20, 5)])
-@pytest.mark.parametrize("fields", SCHEMES, ids=lambda fields: str(list(fields.values())[0])[:20])
+@pytest.mark.parametrize("fields", SCHEMES, ids=lambda fields: str(next(iter(fields.values())))[:20])
 def test_with_one_layer_an_edit_is_running_everything_again(
     fields: dict[str, Any], start: int, stop: int, new: int
 ) -> None:
