@@ -3,7 +3,6 @@
 import os
 from importlib.util import find_spec
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -28,6 +27,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def start(model: PreTrainedModel, **options: Any) -> LLM:
         model.save_pretrained(tmp_path)
         defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+        defaults["kv_cache_memory_bytes"] = 1 << 28
         return LLM(str(tmp_path), **{**defaults, **options})
 
     yield start

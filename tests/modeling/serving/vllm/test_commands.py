@@ -14,7 +14,7 @@ from cases.serving import free_port, make_tokenizer, running_server, save_with_t
 from transformers import PreTrainedModel
 
 # The server and lm-eval keep vLLM's engine in a process of its own.
-APART = ["env", "VLLM_ENABLE_V1_MULTIPROCESSING=1"]
+APART = ["env", "VLLM_ENABLE_V1_MULTIPROCESSING=1", "VLLM_CPU_KVCACHE_SPACE=1"]  # the latter in GiB
 TASK = "dynattn_owner"
 
 

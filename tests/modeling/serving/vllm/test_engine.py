@@ -10,6 +10,7 @@ import torch
 from cases.models import make_model
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM
 
@@ -103,7 +104,7 @@ def test_200_requests_that_arrive_over_time_share_prefixes_and_are_preempted(sta
 def test_a_prompt_beyond_the_positions_is_refused_and_others_are_still_served(start: Callable[..., LLM]) -> None:
     model, (prompt,) = make_model(max_position_embeddings=64), make_prompts(count=1, longest=40)
     llm = start(model)
-    with pytest.raises(ValueError, match="64"):
+    with pytest.raises(VLLMValidationError, match="maximum context length is 64 tokens"):
         served(llm, [[1] * 65])
     assert served(llm, [prompt]) == expected(model, [prompt])
 
