@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from dynattn import (
+    DCBartConfig,
     DCFormerConfig,
     DCFormerForCausalLM,
     DCModernBertConfig,
@@ -17,6 +18,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     DCViTConfig,
     RCMHAConfig,
+    RCMHASeq2SeqConfig,
 )
 
 # Millions of parameters, counted by hand from the shapes; the released ones are said to be about 2.85B, 6.94B and 7.9B.
@@ -99,7 +101,9 @@ FAMILIES = {
     "dcpythia": DCPythiaConfig,
     "dcmodernbert": DCModernBertConfig,
     "dcvit": DCViTConfig,
+    "dcbart": DCBartConfig,
     "rcmha": RCMHAConfig,
+    "rcmha_seq2seq": RCMHASeq2SeqConfig,
 }
 LIMITS: list[tuple[str, Any, str]] = [
     ("vocab_size", 0, "must be at least 1 and at most 2147483647"),
