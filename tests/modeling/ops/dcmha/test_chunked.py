@@ -157,8 +157,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", ["auto", "0"])
 @pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("has_tables", [False, True])
 def test_no_map_over_all_pairs_is_ever_in_memory(
-    window: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
+    has_tables: bool, window: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYNATTN_COMPILE", mode)
     heads = 8
@@ -166,7 +167,9 @@ def test_no_map_over_all_pairs_is_ever_in_memory(
     def largest_of(length: int) -> int:
         query, key, value = (torch.randn(1, heads, length, 8) for _ in range(3))
         terms = [torch.randn(1, length, 5, heads) for _ in range(4)]
-        inputs = ChunkedInputs(query, key, value, terms[0], terms[1], None, terms[2], terms[3], None, None, None)
+        tables = (torch.randn(length, heads), torch.randn(length, heads)) if has_tables else (None, None)
+        factors = (terms[0], terms[1], None, terms[2], terms[3], None)
+        inputs = ChunkedInputs(query, key, value, *factors, None, None, *tables)
         settings = ChunkedSettings(1.0, True, window, 1, 1)
         with Largest() as largest:
             output = attend(inputs, settings)
