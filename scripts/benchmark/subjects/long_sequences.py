@@ -1,8 +1,8 @@
 """Long sequences: the attention op from 1,024 tokens to 65,536, with a window and without.
 
-Candidates that hold a map over all pairs of tokens are left out. The gradient of the output is zero except for a few
-queries in the middle and at the end, so the reference is computed for these queries alone, which fits in memory: their
-outputs, and the gradients of everything that they depend on.
+Candidates that hold maps of all pairs of tokens are left out where one of these maps is larger than LARGEST_MAP. The
+gradient of the output is zero except for a few queries in the middle and at the end, so the reference is computed for
+these queries alone, which fits in memory: their outputs, and the gradients of everything that they depend on.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +29,8 @@ CHECKED = 16
 QUADRATIC = ("eager", "matmul", "x-transformers")
 # Candidates that keep the maps of all their chunks for the backward pass.
 QUADRATIC_BACKWARD = tuple(f"{name}{end}" for name in ("chunks", "talking-heads", "official") for end in ("", COMPILED))
+# Bytes.
+LARGEST_MAP = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,20 @@ class LongProblem:
 
 
 def candidates(device: torch.device) -> list[Candidate]:
-    """The candidates of the subject `attention`, without those that hold maps of all pairs even in a forward pass."""
-    every = [one for one in attention.candidates(device) if one.name not in QUADRATIC]
-    return [replace(one, prepare=partial(prepare, candidate=one)) for one in every]
+    """The candidates of the subject `attention`."""
+    return [replace(one, prepare=partial(prepare, candidate=one)) for one in attention.candidates(device)]
 
 
 def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Results]:
     """The candidate's own call, reduced to the outputs of the checked queries.
 
     Raises:
-        ValueError: the candidate would hold a value for every pair of tokens.
+        ValueError: the candidate would hold a value for every pair of tokens, and these would be too many.
     """
-    if problem.op.backward and candidate.name in QUADRATIC_BACKWARD:
-        raise ValueError("it keeps maps of all pairs of tokens for the backward pass")
+    keeps_maps = candidate.name in QUADRATIC or (problem.op.backward and candidate.name in QUADRATIC_BACKWARD)
+    size = map_size(problem.op.inputs[candidate.function])
+    if keeps_maps and size > LARGEST_MAP:
+        raise ValueError(f"it keeps maps of all pairs of tokens, {size / 2**30:.3g} GiB each")
     if problem.window is not None and candidate.name.startswith("sdpa"):
         raise ValueError("it needs a mask of all pairs of tokens for a window")
     call = candidate.prepare(problem.op)
@@ -63,6 +66,12 @@ def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Resul
         return {**results, "output": results["output"][:, problem.checked]}
 
     return checked
+
+
+def map_size(inputs: OpInputs) -> int:
+    """The bytes of a map `[B, H, T, S]`."""
+    batch, heads, queries, _ = inputs.query.shape
+    return batch * heads * queries * inputs.key.shape[2] * inputs.query.itemsize
 
 
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
