@@ -1,4 +1,4 @@
-"""One token through a whole model with a static cache, eager and compiled."""
+"""One token through a whole model: with a static cache, eager and compiled, and with a cache that grows."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
@@ -18,6 +18,10 @@ from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .models import ModelProblem, make_case, make_problem
 
+# The ending of candidates whose cache grows with every token, as that of `generate` does by default.
+DYNAMIC = "-dynamic"
+Step = Callable[[Any, Tensor], Callable[[], Results]]
+
 
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, and without composition, each eager and compiled."""
@@ -26,15 +30,15 @@ def candidates(device: torch.device) -> list[Candidate]:
     entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
     found = []
     for name, role, function, implementation in entries:
-        for compiles, ending in ((False, ""), (True, COMPILED)):
-            run = partial(prepare, function=function, implementation=implementation, compiles=compiles)
+        for ending, step in STEPS.items():
+            run = partial(prepare, function=function, implementation=implementation, step=step)
             found.append(Candidate(name + ending, role, function, run))
     return found
 
 
-def prepare(problem: ModelProblem, function: str, implementation: str, compiles: bool) -> Callable[[], Results]:
+def prepare(problem: ModelProblem, function: str, implementation: str, step: Step) -> Callable[[], Results]:
     """Fills the cache before the clock starts."""
-    return token_step(problem.model(function, implementation), problem.tokens, compiles=compiles)
+    return step(problem.model(function, implementation), problem.tokens)
 
 
 def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callable[[], Results]:
@@ -55,6 +59,25 @@ def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callabl
             return {"output": forward(input_ids=tokens[:, -1:], past_key_values=cache).logits}
 
     return step
+
+
+def growing_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
+    """`token_step` with a cache that grows by the last of `tokens` `[B, T]`, and then loses it again."""
+    model.eval()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=tokens[:, :-1], past_key_values=cache)
+
+    def step() -> Results:
+        with torch.no_grad():
+            logits = model(input_ids=tokens[:, -1:], past_key_values=cache).logits
+        cache.crop(-1)
+        return {"output": logits}
+
+    return step
+
+
+STEPS: dict[str, Step] = {"": token_step, COMPILED: partial(token_step, compiles=True), DYNAMIC: growing_step}
 
 
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
