@@ -21,7 +21,7 @@ from dynattn.scripts.pretrain.model import build_model, plan_config
 from dynattn.scripts.pretrain.optimizer import build_optimizer
 from dynattn.scripts.pretrain.width_transfer import rate_factors, transfer_config
 
-BASE, WIDTHS, HEAD_DIM = 64, (64, 128, 256, 512), 16
+BASE, WIDTHS, HEAD_DIM = 64, (64, 128, 256), 16
 UPDATES, LENGTH, VOCABULARY = 4, 32, 64
 
 
