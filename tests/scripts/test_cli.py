@@ -233,7 +233,7 @@ def test_the_quickstarts_table_and_plot_come_from_the_runs(finished_runs: Path) 
     assert (finished_runs / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("moved", "says"), [(0.004, "no more than the 0.0081"), (-0.3, "; more than the 0.0081")])
+@pytest.mark.parametrize(("moved", "says"), [(0.004, "no more than the 0.0082"), (-0.3, "; more than the 0.0082")])
 def test_the_quickstart_says_where_its_losses_fell(finished_runs: Path, moved: float, says: str) -> None:
     for name, loss in quickstart.RECORDED.items():
         (finished_runs / name / "result.json").write_text(json.dumps({"validation_loss": loss + moved}))
@@ -247,8 +247,8 @@ def test_the_recorded_losses_are_those_of_the_record() -> None:
     losses = {name: round(runs["training"]["validation_loss"], 4) for name, runs in content.items()}
     assert losses == quickstart.RECORDED
     other = json.loads((Path(__file__).parents[2] / "model_cards/records/quickstart/other-processor.json").read_text())
-    moved = [abs(other[name]["training"]["validation_loss"] - loss) for name, loss in losses.items()]
-    assert max(moved) == pytest.approx(quickstart.MOVED, abs=1e-4)
+    moved = [abs(other[name]["training"]["validation_loss"] - loss) for name, loss in quickstart.RECORDED.items()]
+    assert quickstart.MOVED - 1e-4 < max(moved) <= quickstart.MOVED
 
 
 def test_the_quickstart_does_not_repeat_what_is_done(
