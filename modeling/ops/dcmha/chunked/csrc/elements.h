@@ -36,7 +36,7 @@ INLINE unsigned bits_of(float value) {
 }
 
 /* Reads `count` elements that lie `stride` apart, from index `start` on. */
-static void read_elements(float *to, const void *from, long type, long start, long stride, long count) {
+static inline void read_elements(float *to, const void *from, long type, long start, long stride, long count) {
     const unsigned short *halves = (const unsigned short *)from + (type == FLOAT32 ? 0 : start);
     if (type == FLOAT32)
         for (long i = 0; i < count; i++) to[i] = ((const float *)from)[start + i * stride];
