@@ -23,7 +23,7 @@ MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
 PLAIN = {"compose_pre": False, "compose_post": False, "intermediate_size": 381}
 # A multiple of 36 items, which have the right answer of a multiple-choice task equally often at every position.
 SAMPLES_OF_A_TASK = 36
-# Validation losses of the record with the default arguments, and how far a second recorded processor was off, rounded up.
+# Validation losses of the record with default arguments, and how far a second recorded processor was off, rounded up.
 RECORDED = {"dcformer": 4.8017, "transformer": 4.8441}
 MOVED = 0.0082
 PROMPT = 'The "for" statement'
