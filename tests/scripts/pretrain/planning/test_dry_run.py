@@ -77,9 +77,7 @@ def test_memory_is_that_of_a_measured_update_within_a_tenth(name: str, batch: in
     assert found.activations == pytest.approx(measured["activations"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "name", ["dcformer", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "plain")]
-)
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "plain")])
 def test_layers_that_repeat_are_arithmetic(name: str):
     """Models of one and two periods tell what all layers together would have."""
     whole, short = (
