@@ -138,16 +138,19 @@ static void stage_backward(const chunk *of, float *grad, float *maps, const stag
     }
     if (by->matrix)
         add_matrix_gradient(of, matrix_sums + index * of->given->heads * of->given->heads, maps, grad, block);
-    EACH_PATCH(at, of, block) {
-        map_view up = tile_view(of, grad, at.first);
-        map_view base = mixed_part(mixed, of, up, by->transposed, at);
-        if (by->differentiate)
-            by->differentiate(up, tile_view(of, maps, at.first), base, query + at.first * query_size,
-                              keys + index * key_terms_size(of->given, by), query_parts + at.first * query_size,
-                              key_sums + index * key_terms_size(of->given, by), at.rows, at.keys.begin, at.keys.end);
-        else if (by->matrix)
-            copy_maps(of, up, base, at);
-    }
+    EACH_PATCH(whole, of, block)
+        for (long row = 0; row < whole.rows;) {
+            patch at = next_part(whole, by, &row);
+            map_view up = tile_view(of, grad, at.first);
+            map_view base = mixed_part(mixed, of, up, by->transposed, at);
+            if (by->differentiate)
+                by->differentiate(up, tile_view(of, maps, at.first), base, query + at.first * query_size,
+                                  keys + index * key_terms_size(of->given, by), query_parts + at.first * query_size,
+                                  key_sums + index * key_terms_size(of->given, by), at.rows, at.keys.begin,
+                                  at.keys.end);
+            else if (by->matrix)
+                copy_maps(of, up, base, at);
+        }
 }
 
 /* The chunk and the block of a task; no chunk where the block is beyond those of the item. */

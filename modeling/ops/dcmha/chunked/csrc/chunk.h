@@ -14,6 +14,7 @@
 
 #define GROUP_QUERIES 12 /* a multiple of what products and compositions take at a time */
 #define MAX_CHUNK 64     /* the most queries of a chunk, and a multiple of LANES */
+#define PART_QUERIES 4   /* whose product with a static matrix stays in the first-level cache */
 #define MAX_GROUPS ((MAX_CHUNK + GROUP_QUERIES - 1) / GROUP_QUERIES)
 
 typedef struct {
@@ -215,7 +216,14 @@ static void copy_maps(const chunk *of, map_view to, map_view from, patch at) {
 
 /* How many elements of scratch memory `compose_block` and its gradient need. */
 INLINE long mixed_size(const problem *given) {
-    return given->pre.matrix || given->post.matrix ? MAX_CHUNK * even_heads(given) * BLOCK_KEYS : 0;
+    return given->pre.matrix || given->post.matrix ? PART_QUERIES * even_heads(given) * BLOCK_KEYS : 0;
+}
+
+/* The part of a patch, from `*row` on, that a stage takes at a time; `*row` is advanced past it. */
+INLINE patch next_part(patch whole, const stage *by, long *row) {
+    patch part = {whole.first + *row, by->matrix ? smaller(whole.rows - *row, PART_QUERIES) : whole.rows, whole.keys};
+    *row += part.rows;
+    return part;
 }
 
 /* The part of a composition, or of its gradient, that does not come through terms: `maps`, or their product with a
@@ -230,16 +238,18 @@ static map_view mixed_part(float *mixed, const chunk *of, map_view maps, const f
 static void compose_block(const chunk *of, float *out, float *tile, const stage *by, const float *query,
                           const float *keys, float *mixed, long block) {
     if (!by->compose && !by->matrix && out == tile) return;
-    EACH_PATCH(at, of, block) {
-        map_view to = tile_view(of, out, at.first), maps = tile_view(of, tile, at.first);
-        map_view base = mixed_part(mixed, of, maps, by->matrix, at);
-        if (by->compose)
-            by->compose(to, maps, base, query + at.first * by->query.terms * of->given->heads,
-                        keys + block_index(of, block) * key_terms_size(of->given, by), at.rows, at.keys.begin,
-                        at.keys.end);
-        else
-            copy_maps(of, to, base, at);
-    }
+    EACH_PATCH(whole, of, block)
+        for (long row = 0; row < whole.rows;) {
+            patch at = next_part(whole, by, &row);
+            map_view to = tile_view(of, out, at.first), maps = tile_view(of, tile, at.first);
+            map_view base = mixed_part(mixed, of, maps, by->matrix, at);
+            if (by->compose)
+                by->compose(to, maps, base, query + at.first * by->query.terms * of->given->heads,
+                            keys + block_index(of, block) * key_terms_size(of->given, by), at.rows, at.keys.begin,
+                            at.keys.end);
+            else
+                copy_maps(of, to, base, at);
+        }
 }
 
 static void compose_scores(const chunk *of, float *out, float *tile, float *mixed, long block) {
