@@ -18,7 +18,7 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     source, target = ids[:, :third], ids[:, third:]
     full = _logits(model, source, target)
     padded, decoded = _padded_logits(model, source, target), _decoded_logits(model, source, target)
-    tokens = model.generate(
+    tokens = model.generate(  # type: ignore[operator]
         source, attention_mask=torch.ones_like(source), max_new_tokens=GENERATED, do_sample=False, num_beams=1
     )
     return Answers(
