@@ -46,12 +46,12 @@ def write_starting_points(folder: Path) -> None:
     A folder takes precedence over a repository of the Hub with its name: `EleutherAI/pythia-160m` is a small GPT-NeoX.
     """
     tokenizer = train_bpe([builtin_documents("validation")], vocab_size=512)
-    tokenizer.model_max_length = 256
+    tokenizer.model_max_length = 2048
     tokens = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     composed = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", **tokens))
     plain = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", compose_pre=False, compose_post=False, **tokens))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    parent = GPTNeoXForCausalLM(GPTNeoXConfig(max_position_embeddings=256, **sizes, **tokens))
+    parent = GPTNeoXForCausalLM(GPTNeoXConfig(max_position_embeddings=2048, **sizes, **tokens))
     halves = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in HALF.items()}
     translator = MarianMTModel(MarianConfig(d_model=64, decoder_start_token_id=0, **halves, **tokens))
     models = {
