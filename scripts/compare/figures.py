@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .record import Run
 
+PLOT = "losses.png"
 LOSS = "validation loss, nats per token"
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from ..common.atomic_file import write_json
 from ..pretrain import PretrainArguments, pretrain
 from .arguments import CompareArguments
+from .figures import PLOT, draw_arms
 from .record import Record, make_record, read_run
-from .study_folder import RECORD, claim, describe_files, draw
+from .study_folder import RECORD, claim, draw
 from .table import table
 from .variants import Variant, read_variants
 
@@ -30,7 +31,7 @@ def run_comparison(arguments: CompareArguments) -> str:
     if not arguments.redraw:
         record = make_runs(arguments, read_variants(arguments.variants, arguments.common), output)
         write_json(output / RECORD, record, indent=1)
-    return f"\n{draw(output, table)}\n\n{describe_files(output)}"
+    return draw(output, table, draw_arms, PLOT)
 
 
 def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: Path) -> Record:

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..common.atomic_file import write_json, write_whole
 from ..common.errors import UserError
-from .figures import draw_arms
 
-SETTINGS, RECORD, TABLE, PLOT = "study.json", "record.json", "table.md", "losses.png"
+SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
@@ -29,8 +28,13 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
     write_json(marker, settings, indent=1)
 
 
-def draw(output: Path, table: Callable[[Mapping[str, Any]], str]) -> str:
-    """Makes the table and the plot from the record alone; returns the table.
+def draw(
+    output: Path,
+    table: Callable[[Mapping[str, Any]], str],
+    plot: Callable[[Mapping[str, Any], Path], None],
+    plot_name: str,
+) -> str:
+    """Makes the table and the plot from the record alone; returns the table and the names of the files.
 
     Raises:
         UserError: there is no record.
@@ -41,10 +45,5 @@ def draw(output: Path, table: Callable[[Mapping[str, Any]], str]) -> str:
         raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
     text = table(record)
     write_whole(output / TABLE, text + "\n")
-    draw_arms(record, output / PLOT)
-    return text
-
-
-def describe_files(output: Path) -> str:
-    """The line that says where the results are."""
-    return f"{output}: {RECORD}, {TABLE}, {PLOT}"
+    plot(record, output / plot_name)
+    return f"\n{text}\n\n{output}: {RECORD}, {TABLE}, {plot_name}"

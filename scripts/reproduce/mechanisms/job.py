@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...common.atomic_file import write_json, write_whole
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ...compare.study_folder import claim
+from ...compare.study_folder import RECORD, claim, draw
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS
 from .figures import draw_survival
@@ -22,7 +22,7 @@ from .plan import PRESETS, Preset, Run, measured_runs, tuning_runs
 from .record import make_record, table
 from .training import run_one
 
-RECORD, TABLE, PLOT = "record.json", "table.md", "survival.png"
+PLOT = "survival.png"
 Result = dict[str, Any]
 
 
@@ -34,9 +34,8 @@ def run_study(arguments: MechanismsArguments) -> str:
     """
     study = Study(arguments)
     missing = 0 if arguments.redraw else study.train()
-    files = f"{study.output}: {RECORD}, {TABLE}, {PLOT}"
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
-    return f"\n{study.report()}\n\n{files}{rest}"
+    return f"{study.report()}{rest}"
 
 
 class Study:
@@ -60,16 +59,12 @@ class Study:
         return self._make(self._measured(self._rates()))
 
     def report(self) -> str:
-        """Writes record, table and plot; returns the table."""
+        """Writes record, table and plot; returns the table and the names of the files."""
         runs = [self._read(run) for run in self._measured(self._rates()) if self._file(run).exists()]
         if not runs:
             raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
-        record = make_record(runs, self._settings())
-        text = table(record)
-        write_json(self.output / RECORD, record, indent=1)
-        write_whole(self.output / TABLE, text + "\n")
-        draw_survival(record, self.output / PLOT)
-        return text
+        write_json(self.output / RECORD, make_record(runs, self._settings()), indent=1)
+        return draw(self.output, table, draw_survival, PLOT)
 
     def _settings(self) -> dict[str, Any]:
         chosen = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}

@@ -16,7 +16,7 @@ STYLES = {"off": "-", "on": "--", "wide": ":"}
 LABELS = {"off": "plain", "on": "composed", "wide": "plain, wider MLP"}
 
 
-def draw(record: Mapping[str, Any], path: Path) -> None:
+def draw_lengths(record: Mapping[str, Any], path: Path) -> None:
     """Draws a panel for each task; lines are means over seeds, bands the span of the seeds."""
     tasks = list(dict.fromkeys(cell["task"] for cell in record["cells"]))
     schemes = list(dict.fromkeys(cell["scheme"] for cell in record["cells"]))

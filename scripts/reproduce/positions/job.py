@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ...common.atomic_file import write_json, write_whole
+from ...common.atomic_file import write_json
 from ...common.environment import hardware, versions
-from ...common.errors import UserError
+from ...compare.study_folder import RECORD, claim, draw
 from .arguments import PositionsArguments
-from .figures import draw as draw_plot
+from .figures import draw_lengths
 from .record import make_record, table, trained_match
 from .training import MODEL, Run, train
 
-SETTINGS, RECORD, TABLE, PLOT = "study.json", "record.json", "table.md", "lengths.png"
+PLOT = "lengths.png"
 # Learning rates are chosen on this cell.
 TUNING_TASK, TUNING_SCHEME = "copy-many", "rope"
 COMMON = ("steps", "layers", "longest")
@@ -29,7 +29,7 @@ def run_study(arguments: PositionsArguments) -> str:
     """
     output = Path(str(arguments.output))
     if not arguments.redraw:
-        claim(output, {name: getattr(arguments, name) for name in COMMON})
+        claim(output, {name: getattr(arguments, name) for name in COMMON}, "study of positions")
         rates, tuning = choose_rates(arguments, output)
         runs = [measure(run, output) for run in plan(arguments, rates)]
         settings = {name: getattr(arguments, name) for name in (*COMMON, "tasks", "schemes", "wide", "seeds")}
@@ -38,7 +38,7 @@ def run_study(arguments: PositionsArguments) -> str:
         measured["threads"] = torch.get_num_threads()
         record = {"command": command_of(arguments), **measured, **make_record(settings, runs)}
         write_json(output / RECORD, record, indent=1)
-    return f"\n{redraw(output)}\n\n{output}: {RECORD}, {TABLE}, {PLOT}"
+    return draw(output, table, draw_lengths, PLOT)
 
 
 def plan(arguments: PositionsArguments, rates: dict[str, float]) -> Iterator[Run]:
@@ -89,36 +89,3 @@ def command_of(arguments: PositionsArguments) -> str:
         if value != []:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return " ".join(words)
-
-
-def claim(output: Path, settings: dict[str, Any]) -> None:
-    """Reserves the folder for the study with these settings; tasks, schemes and seeds may be added later.
-
-    Raises:
-        UserError: the folder holds something else.
-    """
-    marker = output / SETTINGS
-    if marker.exists():
-        stored = json.loads(marker.read_text(encoding="utf-8"))
-        if changed := [name for name in settings if stored.get(name) != settings[name]]:
-            raise UserError(f"{output} holds a study with other {', '.join(changed)}; give another --output")
-    elif output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} holds something that is no study of positions; give a new or empty --output")
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(marker, settings, indent=1)
-
-
-def redraw(output: Path) -> str:
-    """Makes the table and the plot from the record alone; returns the table.
-
-    Raises:
-        UserError: there is no record.
-    """
-    try:
-        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
-    text = table(record)
-    write_whole(output / TABLE, text + "\n")
-    draw_plot(record, output / PLOT)
-    return text

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from ...common.atomic_file import write_json
+from ...compare.figures import PLOT, draw_arms
 from ...compare.record import Record, make_record, read_run
-from ...compare.study_folder import RECORD, claim, describe_files, draw
+from ...compare.study_folder import RECORD, claim, draw
 from ...compare.table import table
 from .arguments import UpcyclingArguments
 from .runs import ARMS, Runs
@@ -21,7 +22,7 @@ def run_study(arguments: UpcyclingArguments) -> str:
         record = make_runs(arguments, output)
         record["command"] = command_of(arguments)
         write_json(output / RECORD, record, indent=1)
-    return f"\n{draw(output, table)}\n\n{describe_files(output)}"
+    return draw(output, table, draw_arms, PLOT)
 
 
 def command_of(arguments: UpcyclingArguments) -> str:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.compare.figures import PLOT, draw_arms
 from dynattn.scripts.compare.record import compare
 from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
@@ -92,7 +93,7 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
 def test_mistakes_are_told(options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        draw(Path(str(UpcyclingArguments(**options).output)), table)
+        draw(Path(str(UpcyclingArguments(**options).output)), table, draw_arms, PLOT)
 
 
 def test_quick_has_its_own_folder():
