@@ -75,12 +75,12 @@ def _correct(tasks: Sequence[Record]) -> None:
             test["p_holm"] = p
 
 
-def table(record: Record) -> str:
+def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a table for each task, and the answer to the question that was asked before the runs."""
     return "\n\n".join([answer(record), *(_task_table(task) for task in record["tasks"]), _reading(record)])
 
 
-def answer(record: Record) -> str:
+def answer(record: Mapping[str, Any]) -> str:
     """Whether H composed heads solved what 2H plain heads did, counted over tasks."""
     lines = ["**Do H composed heads solve what 2H plain heads need?** Runs that solved each task, of all:", ""]
     rows = [["task", *(ARMS[name].label for name in QUESTION), "DCMHA against plain, p", "against twice the heads, p"]]
@@ -105,7 +105,7 @@ def _task_table(task: Record) -> str:
     return f"### {_name(task)}\n\n{_markdown(rows)}"
 
 
-def _reading(record: Record) -> str:
+def _reading(record: Mapping[str, Any]) -> str:
     settings = record["settings"]
     rates = ", ".join(f"{rate:g}" for rate in settings["learning_rates"])
     return (

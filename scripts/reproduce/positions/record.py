@@ -101,7 +101,7 @@ def reciprocal_ranks(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
     return {name: {scheme: statistics.mean(of) for scheme, of in here.items()} for name, here in ranks.items()}
 
 
-def table(record: Record) -> str:
+def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for each cell, then the differences, and notes on reading them."""
     head = ["task", "scheme", "composed", "learned", "trained lengths", "longer, to 2 x", "below half at", "quoted"]
     rows = [head, ["---"] * len(head)]
@@ -128,7 +128,7 @@ def _mean(values: Mapping[str, Any]) -> str:
     return f"{values['mean']:.3f} ± {values['sd'] or 0:.3f}"
 
 
-def _reading(record: Record) -> str:
+def _reading(record: Mapping[str, Any]) -> str:
     settings = record["settings"]
     ranks = "; ".join(
         f"{'composed' if name == 'on' else 'plain'} "
