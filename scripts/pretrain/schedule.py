@@ -48,6 +48,8 @@ class RateSchedule:
 
 
 SCHEDULE_FIELDS = tuple(field.name for field in fields(RateSchedule))
+# What a run that has begun may still be told.
+MAY_COME_LATE = ("max_steps", "decay_share")
 
 
 def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> RateSchedule:
@@ -100,7 +102,7 @@ def keeps_past(stored: Mapping[str, Any], now: Mapping[str, Any], step: int) -> 
 
     So `wsd`, whose learning rate does not depend on the end until it falls, may be told late when to end.
     """
-    if any(name not in stored for name in SCHEDULE_FIELDS):
+    if any(name not in stored or (name not in MAY_COME_LATE and stored[name] != now[name]) for name in SCHEDULE_FIELDS):
         return False
     before, after = (RateSchedule(**{name: values[name] for name in SCHEDULE_FIELDS}) for values in (stored, now))
     return step < after.max_steps and all(before(past) == after(past) for past in range(step))

@@ -147,16 +147,20 @@ def rounding_of(name: str, case: Mapping[str, Any], truth: Mapping[str, Tensor])
     """A few roundings of a result of a case: of the output, or of a gradient; both are sums of many terms.
 
     Soft masks make scores as large as they are, and a rounding of those is a relative error of the probabilities. The
-    roundings of a gradient's terms, which are as many as pairs of tokens, add up like random steps.
+    roundings of a gradient's terms, which are as many as pairs of tokens, add up like random steps. So do those of rows
+    whose keys share an entry of the mask: the terms of a row are as large as products of values, and their sum is zero.
     """
     values = [truth[name]] if name == "output" else list(truth.values())
     largest = max((float(value.abs().max()) for value in values if value.numel()), default=0.0)
     is_soft = case["mask"] is not None and case["mask"]["kind"] == "soft"
     factor = 4 * (-SOFT if is_soft and case["dtype"] in ("float64", "float32") else 1.0)
+    sizes, eps = case["sizes"], torch.finfo(DTYPES[case["dtype"]]).eps
     if name != "output":
-        sizes = case["sizes"]
         factor *= 1 + (sizes["batch"] * sizes["queries"] * sizes["keys"]) ** 0.5 / 100
-    return factor * torch.finfo(DTYPES[case["dtype"]]).eps * (largest + 1e-3)
+    rows = 0
+    if name == "gradient of mask" and case["mask"]["shape"][-1] == 1:
+        rows = sizes["batch"] * sizes["heads"] * sizes["queries"]
+    return eps * (factor * (largest + 1e-3) + 4 * rows**0.5)
 
 
 def expect_within_noise(name: str, actual: Tensor, plain: Tensor, truth: Tensor, rounding: float) -> None:
