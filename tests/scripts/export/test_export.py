@@ -55,6 +55,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *command: object) -> str:
     return line
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_graphs_of_torch_take_any_batch_and_length(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

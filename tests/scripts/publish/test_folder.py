@@ -148,10 +148,10 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
     [
         ("DCPythia", "ForCausalLM"),
         ("RCMHA", "ForCausalLM"),
-        ("DCBart", "ForConditionalGeneration"),
+        pytest.param("DCBart", "ForConditionalGeneration", marks=pytest.mark.slow),
         pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
         ("DCViT", "ForImageClassification"),
-        ("DCModernBert", "ForMaskedLM"),
+        pytest.param("DCModernBert", "ForMaskedLM", marks=pytest.mark.slow),
         pytest.param("DCModernBert", "ForQuestionAnswering", marks=pytest.mark.slow),
         pytest.param("DCViT", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
@@ -174,7 +174,7 @@ def test_every_family_and_head_works_without_the_package(
 @pytest.mark.parametrize(
     ("family", "mixer"),
     [
-        ("DCFormer", "differential"),
+        pytest.param("DCFormer", "differential", marks=pytest.mark.slow),
         pytest.param("DCPythia", "talking_heads", marks=pytest.mark.slow),
         pytest.param("DCFormer", "head_convolution", marks=pytest.mark.slow),
         pytest.param("DCPythia", "modded_nanogpt", marks=pytest.mark.slow),

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MODULES = {
     "__init__": """
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,6 +65,7 @@ sys.exit(main(["publish", "--import", "my_variant", "checkpoint", "--output", "p
 """
 
 
+@pytest.mark.slow
 def test_a_registered_variant_is_published_with_its_own_code(tmp_path: Path) -> None:
     (tmp_path / "my_variant").mkdir()
     for name, source in MODULES.items():

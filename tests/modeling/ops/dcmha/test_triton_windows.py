@@ -104,7 +104,7 @@ def assert_equal(ours: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> Non
 
 @interpreted
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES[:3], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[3:])], ids=str)
 def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, launched: list[str]) -> None:
     tensors, keywords = random_inputs(case)
     reference = run(dcmha_eager, tensors, keywords)
@@ -114,7 +114,9 @@ def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, l
 
 @interpreted
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize(("room", "chunks"), [(2, 2 * 2), pytest.param(3, 2, marks=pytest.mark.slow), (100, 1)])
+@pytest.mark.parametrize(
+    ("room", "chunks"), [(2, 2 * 2), *(pytest.param(*few, marks=pytest.mark.slow) for few in [(3, 2), (100, 1)])]
+)
 def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
     room: int, chunks: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
@@ -127,14 +129,14 @@ def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(2, 2), (16, 4)])
+@pytest.mark.parametrize("heads", [(2, 2), pytest.param((16, 4), marks=pytest.mark.slow)])
 def test_half_precision_is_as_exact_as_the_reference_is(heads: tuple[int, int], dtype: torch.dtype) -> None:
     assert_no_noisier_than_the_reference(Case(40, 40, heads=heads, window=12), dtype)
 
 
 @interpreted
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]) -> None:
     case = Case(33, 33, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
     tensors, keywords = random_inputs(case)
