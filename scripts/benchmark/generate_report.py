@@ -1,0 +1,121 @@
+"""Time per token of plain `generate`, with its growing cache and nothing compiled, beside a Llama of the same sizes.
+
+    python -m dynattn.scripts.benchmark.generate_report FOLDER [--rounds 9] [--context 1024]
+
+Models take turns in every round, and ratios are taken within a round. Writes `record.json` and `table.md`.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+
+from ..common.atomic_file import write_json, write_whole
+from ..common.environment import hardware, versions
+from .harness.process import source_commit
+from .serving_engines import Clock
+
+PLAIN: dict[str, Any] = {"compose_pre": False, "compose_post": False}
+HEADING = """`{command}`
+
+Commit {commit}; {hardware}, {threads} threads; load average {load}.
+
+{layers} layers, {heads} heads of {width}, float32, random weights, one request: {new} tokens after {context}, greedy.
+Milliseconds between two tokens: the median of each answer, then of {rounds} rounds, and the least.
+
+| model | median ms | minimum ms | ratio to Llama, median of rounds | least and largest |
+|---|---|---|---|---|
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the record and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    defaults = {"rounds": 9, "context": 1024, "new": 40, "layers": 6, "heads": 16, "width": 64, "threads": 1}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    load = os.getloadavg()
+    samples = measure(make_models(options), options)
+    settings = {name: getattr(options, name) for name in defaults}
+    words = " ".join(f"--{name} {value}" for name, value in settings.items())
+    record = {
+        "command": f"python -m dynattn.scripts.benchmark.generate_report FOLDER {words}",
+        "commit": source_commit(),
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions(),
+        "load": load,
+        **settings,
+        "milliseconds": samples,
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_json(options.folder / "record.json", record, indent=1)
+    write_whole(options.folder / "table.md", format_table(record))
+    print(format_table(record))
+    return 0
+
+
+def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
+    """A Llama, the DCFormer that equals it without composition, and one with all dynamic terms."""
+    hidden = options.heads * options.width
+    common: dict[str, Any] = {
+        "vocab_size": 8192,
+        "hidden_size": hidden,
+        "intermediate_size": 11 * hidden // 4,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "max_position_embeddings": options.context + options.new,
+    }
+    torch.manual_seed(0)
+    return {
+        "Llama": LlamaForCausalLM(LlamaConfig(**common)).eval(),
+        "DCFormer without composition": DCFormerForCausalLM(DCFormerConfig(**common, **PLAIN)).eval(),
+        "DCFormer": DCFormerForCausalLM(DCFormerConfig(**common)).eval(),
+    }
+
+
+def measure(models: dict[str, PreTrainedModel], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds per token of each model in each round, after a round that is not counted."""
+    prompt = torch.randint(8192, (1, options.context), generator=torch.Generator().manual_seed(1))
+    samples: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(1 + options.rounds):
+        for name, model in models.items():
+            samples[name].append(milliseconds_per_token(model, prompt, options.new))
+    return {name: values[1:] for name, values in samples.items()}
+
+
+def milliseconds_per_token(model: PreTrainedModel, prompt: torch.Tensor, new: int) -> float:
+    """The median time between two tokens of an answer to `prompt` `[1, T]`."""
+    clock = Clock()
+    lengths = {"max_new_tokens": new, "min_new_tokens": new}
+    model.generate(  # type: ignore[operator]
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=clock, **lengths
+    )
+    tokens = clock.times[1:]  # the first time is the prompt's
+    return 1000 * statistics.median(after - before for before, after in pairwise(tokens))
+
+
+def format_table(record: dict[str, Any]) -> str:
+    """The record in Markdown."""
+    load = ", ".join(f"{value:.1f}" for value in record["load"])
+    lines = [HEADING.format(**{**record, "load": load})]
+    llama = record["milliseconds"]["Llama"]
+    for name, samples in record["milliseconds"].items():
+        ratios = [ours / theirs for ours, theirs in zip(samples, llama, strict=True)]
+        cells = [name, f"{statistics.median(samples):.2f}", f"{min(samples):.2f}", f"{statistics.median(ratios):.3f}"]
+        lines.append(f"| {' | '.join(cells)} | {min(ratios):.3f} to {max(ratios):.3f} |\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
