@@ -70,20 +70,7 @@ class Seq2SeqDecoderBody:
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache)  # type: ignore[arg-type]
         past_tokens = 0 if cache is None else cache.get_seq_length()
         hidden_states = self.embed(inputs_embeds, past_tokens)
-        masks: dict[str, Any] = {
-            "attention_mask": create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=None if cache is None else cache.self_attention_cache,
-            ),
-            "encoder_attention_mask": create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-            ),
-        }
+        masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
         implementation = implementation_for(self.config, kwargs)
         arguments = self.layer_arguments(inputs_embeds, cache, masks, attention_mask, encoder_attention_mask)
         for layer in self.layers:
@@ -118,6 +105,30 @@ class Seq2SeqDecoderBody:
     ) -> dict[str, Any]:
         """What else the family passes to all its layers, from arguments of `forward` and the `masks` made of them."""
         return {}
+
+    def _masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+        cache: EncoderDecoderCache | None,
+    ) -> dict[str, Any]:
+        """What a token sees of the target before it, and of the source, as the implementation wants its masks."""
+        return {
+            "attention_mask": create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=None if cache is None else cache.self_attention_cache,
+            ),
+            "encoder_attention_mask": create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            ),
+        }
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
         """The caller's cache or, where one is wanted, a new one, made to keep what the layers need."""

@@ -159,16 +159,26 @@ def dcmha_attention(
         output, _ = dcmha_eager(query, key, value, **options, tables=tables, hook=maps.setdefault)
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     composed = pre is not None or post is not None
-    if implementation is None and tables.has_any:
-        # Tables make plain attention a task for what composes heads, which needs no mask of all pairs for them.
-        name = default_implementation(query.device).name
-    else:
-        name = resolve_implementation(implementation, composed=composed, device=query.device)
-    if implementation is None and name == "triton" and why_unsupported(query, attention_mask, tables) is not None:
-        name = "chunked"
+    name = implementation_of_call(implementation, query, attention_mask, tables, composed=composed)
     attend = IMPLEMENTATIONS[name]
     output, _ = attend(query, key, value, **options, **table_options(name, attend, tables))
     return output
+
+
+def implementation_of_call(
+    name: str | None, query: Tensor, attention_mask: Tensor | None, tables: DistanceTables, *, composed: bool
+) -> str:
+    """The name of what serves a call: the one that was asked for or, for None, the fastest that can."""
+    if name is not None:
+        return resolve_implementation(name, composed=composed, device=query.device)
+    if tables.has_any:
+        # Tables make plain attention a task for what composes heads, which needs no mask of all pairs for them.
+        chosen = default_implementation(query.device).name
+    else:
+        chosen = resolve_implementation(None, composed=composed, device=query.device)
+    if chosen == "triton" and why_unsupported(query, attention_mask, tables) is not None:
+        return "chunked"
+    return chosen
 
 
 def check_maps(names: Sequence[str], implementation: str | None) -> None:
