@@ -15,13 +15,8 @@ from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import EncoderBody
-from .common.seq2seq import (
-    Seq2SeqBody,
-    Seq2SeqDecoderBody,
-    Seq2SeqLMHead,
-    check_positions,
-    init_final_logits_bias,
-)
+from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, init_final_logits_bias
+from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import MLP
 from .positions.absolute import ScaledEmbedding, SinusoidalPositions, init_sinusoids

@@ -14,7 +14,8 @@ from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import EncoderBody
 from .common.relative_model import RelativePreTrainedModel
-from .common.seq2seq import Seq2SeqBody, Seq2SeqDecoderBody, Seq2SeqLMHead, check_positions
+from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead
+from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 

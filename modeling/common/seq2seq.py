@@ -1,148 +1,21 @@
-"""Encoder-decoders: the decoder's forward pass, both halves together, and the language modeling head."""
+"""Encoder-decoders: both halves together, and the language modeling head."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import (
     BaseModelOutput,
-    BaseModelOutputWithPastAndCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
 from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
-from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_tokens
 from .heads import check_labels
-
-
-class Seq2SeqDecoderBody:
-    """The forward pass of a decoder that reads an encoder's output, mixed in front of a family's `PreTrainedModel`.
-
-    A family's decoder makes the modules that are annotated here, and defines `embed` and `prepare_cache`. It overrides
-    `layer_arguments` where its layers need more.
-    """
-
-    config: Any
-    embed_tokens: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Returns hidden states `[B, T, E]` and the cache.
-
-        Args:
-            input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
-            attention_mask: `[B, past + T]`, 1 for real tokens; or `[B, 1, T, past + T]`.
-            encoder_hidden_states: `[B, S, E]`.
-            encoder_attention_mask: `[B, S]`, 1 for real tokens.
-            past_key_values: caches for both attentions; that of cross-attention is filled once.
-
-        Raises:
-            ValueError: the arguments do not fit each other or the model.
-        """
-        check_tokens(input_ids, inputs_embeds)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        cache = self._cache(past_key_values, use_cache)
-        check_source(encoder_hidden_states, inputs_embeds)
-        check_attention_mask(attention_mask, inputs_embeds, cache)
-        check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache)  # type: ignore[arg-type]
-        past_tokens = 0 if cache is None else cache.get_seq_length()
-        hidden_states = self.embed(inputs_embeds, past_tokens)
-        masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
-        implementation = implementation_for(self.config, kwargs)
-        arguments = self.layer_arguments(inputs_embeds, cache, masks, attention_mask, encoder_attention_mask)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                encoder_hidden_states,
-                past_key_values=cache,
-                use_cache=use_cache,
-                implementation=implementation,
-                **masks,
-                **arguments,
-                **kwargs,
-            )
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.norm(hidden_states), past_key_values=cache if use_cache else None
-        )
-
-    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
-        raise NotImplementedError
-
-    def prepare_cache(self, cache: EncoderDecoderCache) -> None:
-        """Makes `cache`, in place, keep what the layers of the family need; keys and values need nothing."""
-
-    def layer_arguments(
-        self,
-        inputs_embeds: Tensor,
-        cache: EncoderDecoderCache | None,
-        masks: dict[str, Any],
-        attention_mask: Tensor | None,
-        encoder_attention_mask: Tensor | None,
-    ) -> dict[str, Any]:
-        """What else the family passes to all its layers, from arguments of `forward` and the `masks` made of them."""
-        return {}
-
-    def _masks(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        encoder_hidden_states: Tensor | None,
-        encoder_attention_mask: Tensor | None,
-        cache: EncoderDecoderCache | None,
-    ) -> dict[str, Any]:
-        """What a token sees of the target before it, and of the source, as the implementation wants its masks."""
-        return {
-            "attention_mask": create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=None if cache is None else cache.self_attention_cache,
-            ),
-            "encoder_attention_mask": create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-            ),
-        }
-
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
-        """The caller's cache or, where one is wanted, a new one, made to keep what the layers need."""
-        if cache is None and not use_cache:
-            return None
-        if cache is None:
-            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
-        if not isinstance(cache, EncoderDecoderCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; an encoder-decoder keeps its own tokens and the source: "
-                "give EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))"
-            )
-        self.prepare_cache(cache)
-        return cache
 
 
 class Seq2SeqBody:
@@ -327,23 +200,3 @@ def shift_right(labels: Tensor, config: PreTrainedConfig) -> Tensor:
     start = torch.full_like(labels[:, :1], config.decoder_start_token_id)
     shifted = torch.cat([start, labels[:, :-1]], dim=1)
     return shifted.masked_fill(shifted == -100, config.pad_token_id)
-
-
-def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor) -> None:
-    """Raises ValueError unless the encoder's output `[B, S, E]` has the batch of the decoder's inputs `[B, T, E]`."""
-    if encoder_hidden_states is None:
-        raise ValueError("encoder_hidden_states is None; the decoder needs the encoder's output [batch, length, width]")
-    if encoder_hidden_states.ndim != 3 or encoder_hidden_states.shape[0] != inputs_embeds.shape[0]:
-        raise ValueError(
-            f"encoder output of shape {tuple(encoder_hidden_states.shape)} does not fit a target batch of "
-            f"{inputs_embeds.shape[0]} rows; give [batch, length, width] with one row for each target"
-        )
-
-
-def check_positions(length: int, past_tokens: int | Tensor, limit: int, what: str) -> None:
-    """Raises ValueError if tokens have positions beyond `limit`; the count of a static cache is not read."""
-    if not isinstance(past_tokens, Tensor) and past_tokens + length > limit:
-        raise ValueError(
-            f"the {what} has {past_tokens + length} tokens, but there are max_position_embeddings ({limit}) positions; "
-            "shorten it, or make a model with more"
-        )
