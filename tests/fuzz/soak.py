@@ -34,8 +34,9 @@ from .kinds.faults import at_event, kill, kill_soon, limit_files, refuse, summar
 
 UPDATES = 240
 SEQUENCES = 4
-# Changes of the folder that the process of one fault makes at most before it is disturbed.
-EVENTS = 160
+# Changes of the folder that the process of one fault makes at most before it is disturbed: the first process, which
+# writes metrics and names checkpoints, and any other, which writes its share of checkpoints alone.
+EVENTS, EVENTS_OF_OTHERS = 160, 10
 SECONDS = 600
 # After one process of several has ended, the others notice, or are ended as torchrun would.
 GRACE = 10
@@ -136,14 +137,15 @@ def disturb(fault: str, output: Path, corpus: Path, processes: int, random: Rand
     Raises:
         AssertionError: a process by itself ends with a traceback.
     """
-    event, size = random.randrange(1, EVENTS), 1 << random.randrange(10, 18)
+    disturbed, size = random.randrange(processes), 1 << random.randrange(10, 18)
+    event = random.randrange(1, EVENTS_OF_OTHERS if disturbed else EVENTS)
     faults: dict[str, Callable[[], None]] = {
         "killed": lambda: at_event(event, output, kill),
         "killed late": lambda: at_event(event, output, kill_soon),
         "disk is full": lambda: at_event(event, output, refuse),
         "limited files": lambda: limit_files(size),
     }
-    for ended in run_in(processes, output, corpus, faults[fault], random.randrange(processes)):
+    for ended in run_in(processes, output, corpus, faults[fault], disturbed):
         if ended is not None and ended.exception is not None and processes == 1:
             raise AssertionError(f"{fault} at event {event}: {ended.exception}")
 
