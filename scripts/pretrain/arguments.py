@@ -102,8 +102,28 @@ class PretrainArguments(RangedOptions):
             if self.streaming and getattr(self, option):
                 raise UserError(f"streaming reads one dataset from its start; leave out {option} or streaming")
         if self.streaming and (self.packing != "concatenate" or self.max_steps is None):
-            raise UserError("a stream has no end that is known: give max_steps, and leave out packing: best_fit")
+            raise UserError("a stream has no end that is known: give max_steps, and packing: concatenate")
+        self._check_positions()
         if self.tokenizer == "bpe" and (self.streaming or self.chat_column):
             raise UserError("a tokenizer that exists is needed for streaming and chat_column; set tokenizer")
         if self.chat_template and not self.chat_column:
             raise UserError(f"chat_template={self.chat_template} needs conversations; name their chat_column")
+
+    def _check_positions(self) -> None:
+        """Refuses anchors and sampled positions beside what reads positions in another way."""
+        options = ["packing"] if self.packing == "anchor" else []
+        options += ["position_sampling"] if self.position_sampling else []
+        if self.length_warmup_steps and options:
+            raise UserError(f"length_warmup_steps counts positions anew; leave out it or {', '.join(options)}")
+        if self.packing == "anchor" and not self.mask_documents:
+            raise UserError("packing=anchor keeps documents apart; leave out mask_documents: false")
+        if self.carry_memory and self.position_sampling:
+            raise UserError("carry_memory lets positions go on from update to update; leave out position_sampling")
+        limit, length = self.position_limit, self.sequence_length
+        if limit is not None and self.position_sampling is None:
+            raise UserError(f"position_limit={limit} is for sampled positions; give position_sampling, too")
+        if self.position_sampling == "subset" and (limit is None or limit <= length):
+            raise UserError(
+                f"position_sampling=subset chooses sequence_length={length} of position_limit={limit} positions; give "
+                "a greater position_limit"
+            )

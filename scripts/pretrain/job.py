@@ -29,6 +29,7 @@ from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..common.atomic_file import partial_path, put_in_place
+from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
@@ -145,9 +146,19 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
     source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
     plan = on_all(run.path, lambda: build_plan(arguments, run, source, accelerator.num_processes, on_meta=on_meta))
+    on_all(run.path, lambda: check_precision(engine, arguments))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan
+
+
+def check_precision(engine: Engine, arguments: PretrainArguments) -> None:
+    """Raises UserError if fractions of positions would be lost: engines with shards round whatever layers get."""
+    if arguments.position_sampling == "jitter" and arguments.mixed_precision == "bf16" and engine.name != "ddp":
+        raise UserError(
+            f"position_sampling=jitter has fractions, which engine={engine.name} rounds to bfloat16; take subset, "
+            "engine=ddp, or mixed_precision=no"
+        )
 
 
 def build_trainer(

@@ -29,6 +29,7 @@ from dynattn.modeling.ops.dcmha.attention import default_implementation
 from ..common.errors import UserError
 from ..common.segment_memory import check_memory
 from .arguments import PretrainArguments
+from .data.position_sampling import check_reads_positions
 from .data.tokenizer import required_vocabulary, start_token_id
 from .width_transfer import scale_initial_weights, transfer_config
 
@@ -229,6 +230,8 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
             f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
             "lower it, or raise the limit in model_config"
         )
+    if arguments.packing == "anchor":
+        check_reads_positions(config, "packing=anchor")
     if arguments.carry_memory:
         check_memory(config, arguments.sequence_length)
 

@@ -16,6 +16,7 @@ from .arguments import PretrainArguments
 from .data.batch_order import TrainingOrder
 from .data.length_warmup import LengthWarmup
 from .data.opening import open_data
+from .data.position_sampling import PositionSampler
 from .data.preparation import Source
 from .data.sequences import Sequences
 from .data.tokenizer import load_tokenizer
@@ -32,6 +33,8 @@ FIXED_SETTINGS = (
     "shuffle_buffer",
     "skip_sequences",
     "packing",
+    "position_sampling",
+    "position_limit",
     "sequence_length",
     "mask_documents",
     "carry_memory",
@@ -68,6 +71,7 @@ class Plan:
     memory: CarriedMemory
     schedule: RateSchedule
     lengths: LengthWarmup
+    positions: PositionSampler
     fingerprint: Fingerprint
 
     def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
@@ -100,7 +104,8 @@ def build_plan(
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
     fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
     lengths = LengthWarmup.of(arguments)
-    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, lengths, fingerprint)
+    positions = PositionSampler.of(arguments, config)
+    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, lengths, positions, fingerprint)
 
 
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:

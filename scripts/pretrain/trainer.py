@@ -104,13 +104,20 @@ class Trainer:
         """Makes the next update and counts it; returns what `_update` returns."""
         started = time.perf_counter()
         taken = islice(batches, self.arguments.gradient_accumulation_steps)
-        micro_batches = [self.plan.lengths.cut(batch, self.progress.step) for batch in taken]
+        micro_batches = [self._as_read(batch, index) for index, batch in enumerate(taken)]
         loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
         tokens = self.plan.order.global_batch * self.plan.train_sequences.length
         self.throughput.add(micro_batches, tokens, seconds)
         self.progress.add(loss, tokens, seconds)
         return loss, norm
+
+    def _as_read(self, batch: Batch, index: int) -> Batch:
+        """Forward pass `index` of the next update, `[B, T]`, with sampled positions and in pieces, if asked for."""
+        accelerator, size = self.accelerator, self.arguments.batch_size
+        passes = self.progress.data_step * self.arguments.gradient_accumulation_steps + index
+        first = (passes * accelerator.num_processes + accelerator.process_index) * size
+        return self.plan.lengths.cut(self.plan.positions.draw(batch, first), self.progress.step)
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token, or nan if it was skipped, and its gradient norm."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
 from ..outputs.run_folder import RunFolder
+from .anchored import AnchoredSequences
 from .batch_order import MixtureOrder, TrainingOrder
 from .indexed import IndexedSamples, IndexedTokens, is_indexed
 from .packing import BestFitSequences, PackedSequences, StreamSegments
@@ -16,6 +17,7 @@ from .sequences import MixedSequences, Sequences
 from .streaming import open_stream
 from .token_stream import TokenStream
 from .tokenization import decoded_bytes
+from .tokenizer import start_token_id
 
 
 def open_data(
@@ -104,6 +106,8 @@ def _as_sequences(
 ) -> Sequences:
     """The samples or documents `span` of tokens that exist already."""
     if data.is_cut_for(arguments.sequence_length):
+        if arguments.packing == "anchor":
+            raise UserError(f"{data.path} holds samples of one length; packing=anchor needs documents")
         return IndexedSamples(data, span, tokenizer, mask_documents=arguments.mask_documents)
     if len(set(data.sizes[:1000].tolist())) == 1 and len(data.sizes) > 1:
         raise UserError(
@@ -134,6 +138,9 @@ def _pack(
             f"{name} has {len(stream.tokens)} tokens for training, fewer than one sequence of "
             f"sequence_length={length}; lower it or give more data"
         )
+    if arguments.packing == "anchor":
+        anchor = start_token_id(tokenizer)
+        return AnchoredSequences(stream, name, length, anchor=anchor, pad=pad, score_all=score_all)
     return PackedSequences(stream, length, pad=pad, mask_documents=arguments.mask_documents, score_all=score_all)
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Packing = Literal["concatenate", "best_fit"]
+Packing = Literal["concatenate", "best_fit", "anchor"]
+PositionSampling = Literal["jitter", "subset"]
 
 
 @dataclass(kw_only=True)
@@ -76,7 +77,21 @@ class DataOptions:
 
     packing: Packing = field(
         default="concatenate",
-        metadata={"help": "concatenate documents and cut, or best_fit: few documents are cut, and there is padding"},
+        metadata={
+            "help": "concatenate documents and cut; best_fit: few documents are cut, and there is padding; or anchor: "
+            "as concatenate, and all documents of a sequence share their first token"
+        },
+    )
+
+    position_sampling: PositionSampling | None = field(
+        default=None,
+        metadata={
+            "help": "train on random positions that rise: jitter (steps of random width, 1 in the mean) or subset "
+            "(some of the position_limit positions); validation has ordinary ones"
+        },
+    )
+    position_limit: int | None = field(
+        default=None, metadata={"help": "what sampled positions stay below; sequence_length if not given"}
     )
 
     carry_memory: bool = field(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import get_args
 
 from ..mappings import require
-from .data import DataOptions, Packing
+from .data import DataOptions, Packing, PositionSampling
 from .model import ModelOptions
 from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
@@ -30,6 +30,7 @@ POSITIVE = (
     "price_per_gpu_hour",
     "base_width",
     "shortest_length",
+    "position_limit",
 )
 NOT_NEGATIVE = (
     "freeze_parent_steps",
@@ -57,6 +58,7 @@ MOST_WORKERS = 1024
 CHOICES = {
     "mixed_precision": Precision,
     "packing": Packing,
+    "position_sampling": PositionSampling,
     "optimizer": OptimizerName,
     "schedule": Schedule,
     "on_bad_update": BadUpdateChoice,

@@ -50,6 +50,7 @@ EARLIER_SETTINGS = {
     "ema_decay": None,
     "base_width": None,
     "length_warmup_steps": 0,
+    "position_sampling": None,
 }
 
 Fingerprint = dict[str, Any]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynattn.modeling.common.heads import CausalLMHead
+from dynattn.modeling.common.packed_documents import starts_by_positions
 
 from ...common.flops import ModelFlops
 from ...common.measuring import gemm_rate
@@ -72,5 +73,5 @@ def peak_gib(device: torch.device) -> float:
 
 def positions(batch: dict[str, Tensor]) -> Tensor:
     """How many earlier tokens of its document each token sees, `[B, T]`; memory of earlier segments is not counted."""
-    given = batch.get("position_ids")
-    return torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) if given is None else given
+    given, places = batch.get("position_ids"), torch.arange(batch["input_ids"].shape[1])
+    return places.expand_as(batch["input_ids"]) if given is None else places - starts_by_positions(given)

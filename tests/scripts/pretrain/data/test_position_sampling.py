@@ -1,0 +1,121 @@
+"""Random positions: the papers' rules, borders that stay, runs that resume bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.training import killed_run, run, without_timing
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from dynattn import DCFormerConfig
+from dynattn.modeling.common.packed_documents import starts_by_positions
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data.position_sampling import PositionSampler
+
+IDS = torch.zeros(3, 40, dtype=torch.long)
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "sliding_window": 8,
+}
+
+
+def test_jitter_is_the_sum_of_random_steps_and_stays_below_the_limit() -> None:
+    found = PositionSampler("jitter", 10**6, seed=3).draw({"input_ids": IDS}, first=7)["position_ids"]
+    for row, positions in enumerate(found.numpy()):
+        steps = 2 * np.random.default_rng((3, 7 + row)).random(40)
+        np.testing.assert_allclose(positions, np.concatenate([[0.0], np.cumsum(steps[1:])]), atol=1e-9)
+    limited = PositionSampler("jitter", 12, seed=3).draw({"input_ids": IDS}, first=7)["position_ids"]
+    assert limited.max() < 12
+    torch.testing.assert_close(limited * (found[:, -1:] / limited[:, -1:]), found)
+
+
+def test_a_subset_holds_whole_numbers_below_the_limit_in_order() -> None:
+    found = PositionSampler("subset", 200, seed=3).draw({"input_ids": IDS}, first=0)["position_ids"]
+    assert found.dtype == torch.long
+    assert (found.diff() > 0).all()
+    assert found.max() < 200
+    assert len({tuple(row) for row in found.tolist()}) == 3
+
+
+@pytest.mark.parametrize("sampler", [PositionSampler("jitter", 40, 1), PositionSampler("subset", 400, 1)])
+def test_documents_and_anchors_stay_where_they_are(sampler: PositionSampler) -> None:
+    restarting = torch.cat([torch.arange(15), torch.arange(1), torch.arange(24)]).expand(3, 40)
+    anchored = torch.arange(40).masked_fill(torch.tensor([place in (0, 9, 30) for place in range(40)]), 0).expand(3, 40)
+    for given in (restarting, anchored):
+        drawn = sampler.draw({"input_ids": IDS, "position_ids": given}, first=5)["position_ids"]
+        assert torch.equal(starts_by_positions(drawn), starts_by_positions(given))
+        assert torch.equal(drawn == 0, given == 0)
+
+
+def test_a_sequence_has_the_same_positions_in_any_process() -> None:
+    sampler = PositionSampler("jitter", 40, seed=1)
+    whole = sampler.draw({"input_ids": IDS}, first=6)["position_ids"]
+    assert torch.equal(sampler.draw({"input_ids": IDS[:1]}, first=8)["position_ids"], whole[2:])
+
+
+def test_every_sequence_of_a_run_has_its_own_place(
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
+    firsts: list[int] = []
+    draw = PositionSampler.draw
+
+    def watch(self: PositionSampler, batch: Any, first: int) -> Any:
+        firsts.append(first)
+        return draw(self, batch, first)
+
+    monkeypatch.setattr(PositionSampler, "draw", watch)
+    options = {"position_sampling": "subset", "position_limit": 99, "batch_size": 2, "gradient_accumulation_steps": 2}
+    run(tmp_path / "run", corpus, model_type="dcformer", model_config=SMALL, max_steps=3, **options)
+    assert firsts == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_run_with_random_positions_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    options = {"model_type": "dcformer", "model_config": SMALL, "position_sampling": "jitter", "packing": "anchor"}
+    straight = run(tmp_path / "straight", corpus, **options)
+    killed_run(tmp_path / "killed", corpus, 7, **options)
+    resumed = run(tmp_path / "killed", corpus, **options)
+    assert without_timing(resumed.output) == without_timing(straight.output)
+    one, two = (load_file(result.model / "model.safetensors") for result in (resumed, straight))
+    assert all(torch.equal(one[name], weight) for name, weight in two.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_limit": 100}, "position_limit=100 is for sampled positions"),
+        ({"position_sampling": "subset"}, "give a greater position_limit"),
+        ({"position_sampling": "subset", "position_limit": 64, "sequence_length": 64}, "greater position_limit"),
+        ({"position_sampling": "jitter", "length_warmup_steps": 4}, "counts positions anew"),
+        ({"position_sampling": "jitter", "carry_memory": True, "mask_documents": False}, "from update to update"),
+        ({"position_sampling": "random"}, "position_sampling"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PretrainArguments(output="x", **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (DCFormerConfig.from_size("tiny", position_scheme="t5"), {}, r"position_scheme=\['t5'\] counts places"),
+        (DCFormerConfig.from_size("tiny", position_scheme="learned"), {}, "learned positions lack"),
+        (
+            DCFormerConfig.from_size("tiny", position_scheme="learned", max_position_embeddings=300),
+            {"position_sampling": "subset", "position_limit": 301},
+            "position_limit=301 is above the max_position_embeddings=300",
+        ),
+        (LlamaConfig(), {}, "this is a llama"),
+    ],
+)
+def test_models_that_cannot_read_them_are_refused(config: Any, options: dict[str, Any], message: str) -> None:
+    arguments = PretrainArguments(**{"output": "x", "position_sampling": "jitter", **options})
+    with pytest.raises(UserError, match=message):
+        PositionSampler.of(arguments, config)
