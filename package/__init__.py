@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
     from dynattn.modeling.common.cache_edit import edit_cache
+    from dynattn.modeling.common.prepacking import prepack
     from dynattn.modeling.layers.composed_attention import register_implementation
     from dynattn.modeling.layers.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
@@ -101,6 +102,7 @@ __all__ = [
     "edit_cache",
     "keep_attention_outputs",
     "mixer_fields",
+    "prepack",
     "register_implementation",
     "relative_attention",
     "remove_map_hooks",
@@ -111,6 +113,7 @@ _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
     "add_map_hooks": "dynattn.modeling.layers.map_hooks",
     "edit_cache": "dynattn.modeling.common.cache_edit",
+    "prepack": "dynattn.modeling.common.prepacking",
     "register_implementation": "dynattn.modeling.layers.composed_attention",
     "remove_map_hooks": "dynattn.modeling.layers.map_hooks",
     "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
-from ..positions.rotary import BATCH_DEPENDENT, rotary_of, rotate
+from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
 
 # What cached keys and values of these schemes know of positions is nothing, or a rotation that can be undone.
 EDITABLE = ("rope", "none", "alibi", "t5")
@@ -62,12 +62,8 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
     """Raises ValueError unless a cache of a model can be edited so; arguments are those of `edit_cache`."""
     if unknown := sorted(config.schemes - set(EDITABLE)):
         raise ValueError(f"position_scheme {unknown[0]!r} leaves positions in the cache; run the edited prompt again")
-    for layer_type in sorted(set(config.layer_types)):
-        rope_type = config.rope_of(layer_type).get("rope_type") if config.scheme_of(layer_type) == "rope" else None
-        if rope_type in BATCH_DEPENDENT:
-            raise ValueError(
-                f"rope_type {rope_type!r} turns keys by the length of the prompt; run the edited one again"
-            )
+    if rope_type := batch_dependent_rope(config):
+        raise ValueError(f"rope_type {rope_type!r} turns keys by the length of the prompt; run the edited one again")
     kinds = {type(layer) for layer in cache.layers}
     if kinds - {DynamicLayer, ComposedDynamicLayer} or len(cache.layers) != config.num_hidden_layers:
         names = sorted(kind.__name__ for kind in kinds)

@@ -134,6 +134,13 @@ def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryE
     return module[layer_type] if isinstance(module, nn.ModuleDict) else module  # type: ignore[return-value]
 
 
+def batch_dependent_rope(config: Any) -> str | None:
+    """The first `rope_type` of a decoder whose angles depend on the longest row of a batch, if there is one."""
+    rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
+    used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]
+    return next((rope_type for rope_type in used if rope_type in BATCH_DEPENDENT), None)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first `rotary_dim` dimensions of `x` `[B, H, T, D]`, in the pairs `(i, i + rotary_dim / 2)`.
 

@@ -1,0 +1,120 @@
+"""Prompts of different lengths in one forward pass: the same logits and tokens as with padding, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.models import make_model
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM, prepack
+from dynattn.modeling.common.prepacking import first_fit
+
+LENGTHS = (31, 1, 17, 2, 12, 30, 7)
+PLAIN = {"compose_pre": False, "compose_post": False}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    PLAIN,
+    {"position_scheme": "none", "sliding_window": None, "layer_types": None},
+    {"position_scheme": {"sliding_attention": "alibi", "full_attention": "t5"}, "position_gain": "bucket"},
+    {"position_scheme": "learned"},
+    {"position_scheme": "sinusoidal"},
+    {"position_scheme": "carope"},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}},
+]
+
+
+def make_prompts() -> list[Tensor]:
+    torch.manual_seed(2)
+    return [torch.randint(3, 97, (length,)) for length in LENGTHS]
+
+
+def pad(prompts: list[Tensor]) -> dict[str, Tensor]:
+    """The prompts with padding on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(prompt)).long() for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    """Tokens `[B, T]` and the logits `[B, steps, V]` of what was generated."""
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = model.generate(
+        **inputs, **{**settings, **options}, return_dict_in_generate=True, output_logits=True
+    )  # fmt: skip
+    return output.sequences, torch.stack(output.logits, dim=1)
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: str(next(iter(fields.items()), "rope")))
+def test_packed_prompts_generate_what_padded_ones_do(fields: dict[str, Any]) -> None:
+    model, prompts = make_model(**fields).double(), make_prompts()
+    tokens, logits = generate(model, prepack(model, prompts))
+    expected_tokens, expected = generate(model, pad(prompts))
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)  # angles are float32
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "eager"])
+def test_float32_differs_by_rounding_and_sequential_models_pack_too(implementation: str) -> None:
+    torch.manual_seed(0)
+    model = DCPythiaForCausalLM(DCPythiaConfig.from_size("tiny", vocab_size=97)).eval()
+    model.set_attn_implementation(implementation)
+    prompts = make_prompts()
+    tokens, logits = generate(model, prepack(model, prompts))
+    expected_tokens, expected = generate(model, pad(prompts))
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["full", "static", "beams"])
+def test_every_kind_of_cache_can_be_filled(kind: str) -> None:
+    model, prompts = make_model().double(), make_prompts()
+    cache = StaticCache(model.config, max_cache_len=64) if kind == "static" else DynamicCache()
+    inputs = prepack(model, prompts, cache)
+    assert inputs["past_key_values"] is cache
+    beams = {"num_beams": 3} if kind == "beams" else {}
+    if beams:
+        cache.batch_repeat_interleave(3)
+    tokens, _ = generate(model, inputs, **beams)
+    assert torch.equal(tokens, generate(model, pad(prompts), **beams)[0])
+
+
+def test_prompts_of_one_token_need_no_pass() -> None:
+    model = make_model().double()
+    inputs = prepack(model, [torch.tensor([5]), torch.tensor([9])])
+    assert inputs["past_key_values"].get_seq_length() == 0
+    assert torch.equal(generate(model, inputs)[0], generate(model, pad([torch.tensor([5]), torch.tensor([9])]))[0])
+
+
+def test_prompts_share_rows_as_long_as_the_longest() -> None:
+    row, start = first_fit([9, 2, 7, 1, 0, 3, 9], 9)
+    assert row.tolist() == [0, 2, 2, 3, 0, 3, 1]
+    assert start.tolist() == [0, 7, 0, 3, 9, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "prompts", "message"),
+    [
+        (RCMHAForCausalLM(RCMHAConfig.from_size("tiny")), [[1, 2]], "a rcmha cannot read packed prompts into a cache"),
+        (
+            LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)),
+            [[1, 2]],
+            "a llama cannot read packed prompts",
+        ),
+        (make_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), [[1]], "'dynamic'"),
+        (make_model(), [], "must be one or more tensors"),
+        (make_model(), [[1], []], r"shapes \[\(1,\), \(0,\)\] must be"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(model: Any, prompts: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepack(model, [torch.tensor(prompt, dtype=torch.long) for prompt in prompts])
+
+
+def test_a_cache_that_holds_tokens_is_refused() -> None:
+    model, cache = make_model(), DynamicCache()
+    model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds 3 tokens already"):
+        prepack(model, make_prompts(), cache)
