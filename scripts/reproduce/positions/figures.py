@@ -47,7 +47,7 @@ def _draw_lengths(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapp
     axes.set_ylabel("exact match")
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=7, loc="lower left")
 
 
 def _draw_quoted(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapping[str, str]) -> None:

@@ -84,6 +84,8 @@ def measure(run: Run, output: Path) -> dict[str, Any]:
 def command_of(arguments: PositionsArguments) -> str:
     """The command line that repeats the study, wherever its folder is."""
     words = ["dynattn", "reproduce", "positions"]
+    if arguments.quick:
+        return " ".join([*words, "--quick"])
     for name in (*COMMON, "tasks", "schemes", "wide", "seeds", "tuning_seed", "learning_rates"):
         value = getattr(arguments, name)
         if value != []:
