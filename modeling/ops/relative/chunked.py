@@ -1,10 +1,11 @@
 """Relative attention in linear memory: one chunk of queries at a time, with scores recomputed in the backward pass.
 
 A chunk has `c` queries and the `n` keys that any of them sees. Its scores against the position tables come from one
-matrix product `[c, n]` of the queries with the rows of the table that they reach, from the farthest distance to the
+matrix product `[c, x]` of the queries with the rows of the table that they reach, from the farthest distance to the
 nearest. The score of query `t` and key `j` then stands in row `t` and column `c - 1 - t + j`: each row is shifted by
 one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix B) is therefore a view
-of the product whose row stride is shorter by one, and copies nothing.
+of the product whose row stride is shorter by one, and copies nothing. There are `x = n + c - 1` distances between the
+queries and the keys of a chunk; under causality the first `n` of them are enough, since no query sees the others.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masking import split_mask
+from ..masking import Structure, split_mask
 from .eager import relative_eager
 
 # Queries of a chunk.
 CHUNK = 64
+# Without causality a chunk multiplies its queries by `c - 1` more rows of the tables than it has keys. Up to so many
+# pairs of queries and keys, whose maps are small, that takes longer than the definition.
+FEW_PAIRS = 1 << 15
 # The op's first arguments are the tensors that have gradients; this is their number.
 DIFFERENTIABLE = 6
 
@@ -57,10 +61,10 @@ def relative_chunked(
 
     Queries before the first key see nothing; they are left out, and their rows of the output are zero. A single query,
     and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding, where its
-    memory is linear too. So do calls without causality, whose memory is not: `sdpa` has one map less.
+    memory is linear too. So do calls without causality that have no more than `FEW_PAIRS` pairs.
     """
     queries, keys = query.shape[2], key.shape[2]
-    if queries == 1 or offset is not None or not is_causal:
+    if queries == 1 or offset is not None or (not is_causal and queries * keys <= FEW_PAIRS):
         output, _ = relative_eager(
             query,
             key,
@@ -77,10 +81,12 @@ def relative_chunked(
             later_rows=later_rows,
         )
         return output, None
-    unseeing = max(queries - keys, 0)
+    unseeing = max(queries - keys, 0) if is_causal else 0
     if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask[..., unseeing:, :]
-    rows = slice(later_rows, later_rows + (keys if sliding_window is None else min(keys, sliding_window)))
+    window = keys + queries if sliding_window is None else sliding_window
+    ahead = 0 if is_causal else min(queries, window) - 1
+    rows = slice(max(later_rows - ahead, 0), later_rows + min(keys, window))
     tensors = [
         query[:, :, unseeing:],
         key,
@@ -93,7 +99,8 @@ def relative_chunked(
         dtype = torch.get_autocast_dtype(query.device.type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     seed = torch.randint(2**62, ()) if dropout else None
-    output = _forward_op(*tensors, attention_mask, seed, scaling, sliding_window, dropout)
+    later_rows -= rows.start
+    output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
 
 
@@ -108,17 +115,20 @@ def _forward_op(
     attention_mask: Tensor | None,
     seed: Tensor | None,
     scaling: float,
+    is_causal: bool,
     sliding_window: int | None,
     dropout: float,
+    later_rows: int,
 ) -> Tensor:
-    """The output `[B, T, H, D]`; shapes of the arguments as in `relative_attention`, tables cut to the reach.
+    """The output `[B, T, H, D]`; shapes of the arguments as in `relative_attention`, causal tables cut to the reach.
 
     `seed` `[]` starts the random numbers of dropout, so that the backward pass repeats them; None without dropout.
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
-        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
+        output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+        structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
+        for chunk in _chunks(structure, later_rows):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             weights = (probs if kept is None else probs * kept).to(query.dtype)
@@ -138,8 +148,10 @@ def _backward_op(
     attention_mask: Tensor | None,
     seed: Tensor | None,
     scaling: float,
+    is_causal: bool,
     sliding_window: int | None,
     dropout: float,
+    later_rows: int,
 ) -> list[Tensor]:
     """The gradients of those of the first six operands that are given, each in the shape of its operand.
 
@@ -149,7 +161,8 @@ def _backward_op(
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
         grads = Operands(*(None if t is None else torch.zeros_like(t) for t in operands[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
-        for chunk in _chunks(query.shape[2], key.shape[2], sliding_window):
+        structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
+        for chunk in _chunks(structure, later_rows):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             grad_chunk = grad_output[:, :, chunk.queries]
@@ -198,12 +211,21 @@ class _QueryChunk(NamedTuple):
 
     queries: slice
     keys: slice
-    sliding_window: int | None
+    structure: Structure
+    later_rows: int  # rows of the tables that belong to later keys
 
     @property
     def shape(self) -> tuple[int, int]:
         """`(c, n)`, the numbers of queries and keys."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+    @property
+    def distances(self) -> range:
+        """The distances of the `x` columns of products with tables, from the farthest to the nearest."""
+        num_queries, num_keys = self.shape
+        farthest = self.queries.stop - 1 + self.structure.first_query - self.keys.start
+        columns = num_keys if self.structure.is_causal else num_keys + num_queries - 1
+        return range(farthest, farthest - columns, -1)
 
     def probabilities(self, operands: Operands, scaling: float) -> Tensor:
         """Softmax of the scores, `[H, B, c, n]`, in at least float32."""
@@ -233,8 +255,8 @@ class _QueryChunk(NamedTuple):
         if grads.content_bias is not None:
             grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
         if operands.embeddings is not None or operands.bias is not None:
-            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, n]
-            unshifted = unshifted[..., self._hidden_columns(operands) :]
+            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
+            unshifted = unshifted[..., self._real_columns(operands)]
             if grads.bias is not None:
                 self._table_rows(grads.bias).add_(unshifted.sum(1))
             if operands.embeddings is not None and grads.embeddings is not None:
@@ -255,11 +277,12 @@ class _QueryChunk(NamedTuple):
         if operands.embeddings is None and operands.bias is None:
             return None
         heads, batch = query.shape[:2]
-        num_queries, num_keys = self.shape
-        hidden = self._hidden_columns(operands)
-        by_distance = query.new_empty(heads, batch * num_queries, num_keys)
-        by_distance[..., :hidden] = 0
-        reachable = by_distance[..., hidden:]
+        (num_queries, num_keys), columns = self.shape, len(self.distances)
+        real = self._real_columns(operands)
+        by_distance = query.new_empty(heads, batch * num_queries, columns)
+        by_distance[..., : real.start] = 0
+        by_distance[..., real.stop :] = 0
+        reachable = by_distance[..., real]
         if operands.embeddings is None:
             reachable.copy_(self._table_rows(operands.bias)[:, None])  # type: ignore[arg-type]
         else:
@@ -270,46 +293,57 @@ class _QueryChunk(NamedTuple):
                 torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
         return by_distance.as_strided(
             (heads * batch, num_queries, num_keys),
-            (num_queries * num_keys, num_keys - 1, 1),
+            (num_queries * columns, columns - 1, 1),
             storage_offset=num_queries - 1,
         )
 
     def _unshift(self, grad_scores: Tensor) -> Tensor:
-        """Undoes the relative shift of `grad_scores` `[H, B, c, n]`: gradients by distance, same shape, 0 if hidden."""
-        num_queries, num_keys = self.shape
-        by_distance = torch.zeros_like(grad_scores)
+        """Undoes the relative shift of `grad_scores` `[H, B, c, n]`: gradients by distance `[H, B, c, x]`, else 0."""
+        (num_queries, num_keys), columns = self.shape, len(self.distances)
+        by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], columns)
         flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
-        # In the shifted view the last key of a query shares its element with the first key of the next query. The last
-        # key is visible to the last query only, so the view leaves it out, and that one gradient is copied by itself.
+        # Under causality the last key of a query shares its element of the shifted view with the first key of the next
+        # query. The last key is visible to the last query only, so the view leaves it out, and that one gradient is
+        # copied by itself.
+        copied = num_keys - 1 if self.structure.is_causal else num_keys
         shifted = flat.as_strided(
-            (flat.shape[0], num_queries, num_keys - 1),
-            (num_queries * num_keys, num_keys - 1, 1),
+            (flat.shape[0], num_queries, copied),
+            (num_queries * columns, columns - 1, 1),
             storage_offset=num_queries - 1,
         )
-        shifted.copy_(source[..., :-1])
-        flat[:, -1, -1] = source[:, -1, -1]
+        shifted.copy_(source[..., :copied])
+        flat[:, -1, num_keys - 1] = source[:, -1, -1]
         return by_distance
 
     def _table_rows(self, table: Tensor) -> Tensor:
         """The rows of a farthest-first table `[H, L, ...]` that queries of this chunk reach."""
-        return table[:, max(table.shape[1] - self.shape[1], 0) :]
+        farthest = table.shape[1] - 1 - self.later_rows
+        first, last = farthest - self.distances[0], farthest - self.distances[-1]
+        return table[:, max(first, 0) : max(last + 1, 0)]
 
-    def _hidden_columns(self, operands: Operands) -> int:
-        """Leading columns whose distance lies beyond the tables; the window hides them from every query."""
-        table = operands.embeddings if operands.embeddings is not None else operands.bias
-        return 0 if table is None else max(self.shape[1] - table.shape[1], 0)
+    def _real_columns(self, operands: Operands) -> slice:
+        """The columns whose distance has a row in the tables; the window hides the others from every query."""
+        table = operands.bias if operands.embeddings is None else operands.embeddings
+        length = 0 if table is None else self._table_rows(table).shape[1]
+        farthest = 0 if table is None else table.shape[1] - 1 - self.later_rows
+        first = min(max(self.distances[0] - farthest, 0), len(self.distances) - length)
+        return slice(first, first + length)
 
     def _softmax(self, scores: Tensor, operands: Operands) -> Tensor:
         """Softmax of `scores` `[H, B, c, n]` over the visible keys, 0 for queries without any; overwrites `scores`."""
-        num_queries, num_keys = self.shape
-        later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
-        scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
-        if self.sliding_window is not None and num_keys > self.sliding_window:
-            # Query `t` stands at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
-            outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
-            outside.tril_(num_keys - num_queries - self.sliding_window)
-            scores.masked_fill_(outside, -torch.inf)
-        hidden = None
+        (num_queries, num_keys), window, hidden = self.shape, self.structure.sliding_window, None
+        if not self.structure.is_causal:
+            if window is not None:
+                hidden = ~self.structure.visible(self.queries, self.keys, scores.device)
+                scores.masked_fill_(hidden, -torch.inf)
+        else:
+            later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
+            scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
+            if window is not None and num_keys > window:
+                # Query `t` stands at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
+                outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+                outside.tril_(num_keys - num_queries - window)
+                scores.masked_fill_(outside, -torch.inf)
         if operands.added is not None:
             scores = scores + self._of_chunk(operands.added)
         if operands.visible is not None:
@@ -327,14 +361,11 @@ class _QueryChunk(NamedTuple):
         return mask[..., self.keys] if mask.shape[3] > 1 else mask
 
 
-def _chunks(queries: int, keys: int, sliding_window: int | None) -> list[_QueryChunk]:
-    """Divides the queries, which end where the keys end, into chunks of `CHUNK`."""
-    first, chunks = keys - queries, []
-    for start in range(0, queries, CHUNK):
-        stop = min(start + CHUNK, queries)
-        oldest = 0 if sliding_window is None else max(first + start - sliding_window + 1, 0)
-        chunks.append(_QueryChunk(slice(start, stop), slice(oldest, first + stop), sliding_window))
-    return chunks
+def _chunks(structure: Structure, later_rows: int) -> list[_QueryChunk]:
+    """Divides the queries, which end where the keys end, into chunks of `CHUNK`; those that see no key are left out."""
+    spans = [slice(start, min(start + CHUNK, structure.queries)) for start in range(0, structure.queries, CHUNK)]
+    chunks = [_QueryChunk(span, structure.reach(span), structure, later_rows) for span in spans]
+    return [chunk for chunk in chunks if chunk.keys.stop > chunk.keys.start]
 
 
 def _heads_first(

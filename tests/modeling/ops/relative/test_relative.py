@@ -225,9 +225,15 @@ def test_chunked_allocates_nothing_of_queries_times_keys(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(chunked_module, "CHUNK", 16)
     given = inputs(512, 512)
-    for window, limit in ((None, 512 * 16 * BATCH * HEADS), (32, 512 * WIDTH * BATCH * HEADS)):
+    row, operand = 16 * BATCH * HEADS, 512 * WIDTH * BATCH * HEADS
+    for window, limit in ((None, 512 * row), (32, operand)):
         with Largest() as largest:
             run(given, "chunked", sliding_window=window)
+        assert largest.numel <= limit < 512 * 512
+    given |= {"position_embeddings": random(1024, HEADS, WIDTH), "position_bias": random(1024, HEADS)}
+    for window, limit in ((None, (512 + 16) * row), (32, 2 * operand)):
+        with Largest() as largest:
+            run(given, "chunked", sliding_window=window, is_causal=False, later_rows=512)
         assert largest.numel <= limit < 512 * 512
 
 
@@ -260,20 +266,28 @@ def test_later_keys_have_the_first_rows_of_the_tables() -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (20, 33), (33, 20), (1, 7)])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (20, 33), (33, 20), (1, 7), (40, 1), (5, 0)])
 def test_tables_of_both_directions_give_the_outputs_and_gradients_of_the_definition(
-    implementation: str, is_causal: bool, window: int | None, queries: int, keys: int
+    implementation: str,
+    is_causal: bool,
+    window: int | None,
+    queries: int,
+    keys: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(chunked_module, "CHUNK", 8)
+    monkeypatch.setattr(chunked_module, "FEW_PAIRS", 0)
     given = inputs(queries, keys) | {
         "position_embeddings": random(keys + queries, HEADS, WIDTH),
-        "position_bias": random(keys + queries, HEADS),
+        "position_bias": random(keys + queries + 3, HEADS),
     }
     options: dict[str, Any] = {"is_causal": is_causal, "sliding_window": window, "later_rows": queries}
     expected, expected_grads = run(given, "eager", **options)
     output, grads = run(given, implementation, **options)
     torch.testing.assert_close(output, expected, atol=1e-11, rtol=0)
     for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        found = grads.get(name, torch.zeros_like(grad))
+        torch.testing.assert_close(found, grad, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
