@@ -23,7 +23,8 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
 
     Args:
         model: a DCFormer or DCPythia with a head.
-        cache: a `DynamicCache` that the model filled with rows without padding; it is edited in place.
+        cache: a `DynamicCache` that the model filled with rows without padding; it is edited in place, and left as it
+            was if the model raises.
         start, stop: places of the tokens to replace, the same in every row; equal ones only insert.
         input_ids: the new tokens `[B, m]`; none (`m = 0`) only delete.
 
@@ -34,6 +35,18 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
         ValueError: the tokens are not in the cache, or the positions or the cache of the model cannot be edited.
     """
     check_edit(model.config, cache, start, stop, input_ids)
+    before = [state for layer in cache.layers for state in _states(layer)]
+    try:
+        _edit(model, cache, start, stop, input_ids)
+    except BaseException:  # also one that interrupts: half of the layers would have been cut
+        for layer, keys, values in before:
+            layer.keys, layer.values = keys, values
+        raise
+    return cache
+
+
+def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> None:
+    """`edit_cache` for arguments that fit, with the new tokens `[B, m]`; an error leaves the cache half edited."""
     suffixes = [_cut(layer, start, stop) for layer in cache.layers]
     if input_ids.shape[1]:
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
@@ -44,7 +57,12 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
         if embedding is not None:
             suffix["keys"] = move_keys(suffix["keys"], moved, embedding.inv_freq)
         _append(layer, suffix)
-    return cache
+
+
+def _states(layer: Any) -> list[tuple[Any, Tensor, Tensor]]:
+    """A layer and what keeps its composition factors, if anything does, each with its keys and values now."""
+    factors = _states(layer.factors) if isinstance(layer, ComposedDynamicLayer) else []
+    return [(layer, layer.keys, layer.values), *factors]
 
 
 def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Edits in the middle of a cached prompt: recomputation with one layer, golden keys, refusals."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -61,6 +62,25 @@ def test_with_more_layers_only_what_follows_the_edit_is_approximate() -> None:
     for layer, other in zip(edited.layers, again.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, :11], other.keys[:, :, :11], atol=1e-5, rtol=0)
     assert (edited.layers[2].keys - again.layers[2].keys)[:, :, 11:].abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_model_that_raises_leaves_the_cache_as_it_was(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, following = make(layers=3), DynamicCache(), torch.randint(61, (2, 3))
+    model(torch.randint(61, (2, 20)), past_key_values=cache)
+    before = copy.deepcopy(cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.layers[layer].mlp, "forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        edit_cache(model, cache, 5, 9, torch.randint(61, (2, 2)))
+    monkeypatch.undo()
+    assert cache.get_seq_length() == 20
+    found, expected = (model(following, past_key_values=one).logits for one in (cache, before))
+    assert torch.equal(found, expected)
 
 
 def test_moved_keys_are_those_of_the_golden_case() -> None:
