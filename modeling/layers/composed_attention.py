@@ -124,12 +124,7 @@ class ComposedAttention(nn.Module):
         else:
             query, key, value = self._project(hidden_states, position_embeddings)
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-            phases = None
-            if self.content_rotary is not None:
-                past = last_phases(cache, self.layer_idx, self.head_dim, torch.promote_types(key.dtype, torch.float32))
-                phases = self.content_rotary(hidden_states, past)
-                query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
-                key = rotate(key, *self.content_rotary.angles(phases))
+            query, key, phases = self._turn(query, key, hidden_states, cache)
             if phases is not None and cache is not None:
                 key = pack_phases(key, phases)
             key, value, factors = self._remember(key, value, factors, cache)
@@ -167,6 +162,20 @@ class ComposedAttention(nn.Module):
         query = self._heads(self.q_proj, hidden_states, self.q_norm, position_embeddings)
         key = self._heads(self.k_proj, hidden_states, self.k_norm, position_embeddings)
         return query, key, self._heads(self.v_proj, hidden_states)
+
+    def _turn(
+        self, query: Tensor, key: Tensor, hidden_states: Tensor, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys `[B, H, T, D]` turned by what `hidden_states` `[B, T, E]` say, and the phases of the turns.
+
+        The phases go on from those in the cache. Where positions do not depend on content, there are none.
+        """
+        if self.content_rotary is None:
+            return query, key, None
+        past = last_phases(cache, self.layer_idx, self.head_dim, torch.promote_types(key.dtype, torch.float32))
+        phases = self.content_rotary(hidden_states, past)
+        query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
+        return query, rotate(key, *self.content_rotary.angles(phases)), phases
 
     def _heads(
         self,

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.composition import SIDES, Composition
+from dynattn.modeling.ops.dcmha.eager import AttentionMaps
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances
+from dynattn.modeling.ops.masking import key_distances
 
 # The fields of `Composition` that make each term.
 TERMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -105,6 +108,21 @@ def head_similarity(maps: Tensor, visible: Tensor) -> float:
     cosines = rows @ rows.T
     heads = len(rows)
     return ((cosines.sum() - cosines.trace()) / (heads * (heads - 1))).item()
+
+
+def maps_around(stage: str, maps: AttentionMaps, tables: DistanceTables = NO_TABLES) -> tuple[Tensor, Tensor]:
+    """The maps `[B, H, T, S]` that a stage mixes, and those that it makes.
+
+    What it mixes has a bias by distance that is composed too, or the gain, which the maps of the op are without.
+    """
+    names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
+    before, after = (getattr(maps, name) for name in names)
+    distance = key_distances(*before.shape[2:], tables.offset, before.device)
+    if stage == "pre" and tables.bias is not None and tables.compose_bias:
+        before = before + at_distances(tables.bias, distance)
+    if stage == "post" and tables.gain is not None:
+        before = before * at_distances(tables.gain, distance)
+    return before, after
 
 
 def without_term(stage: Composition, term: str) -> Composition | None:

@@ -14,6 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
+
+from ..common.composition_measures import maps_around
 
 IMPLEMENTATION = "observed"
 STAGES = ("pre", "post")
@@ -28,6 +31,7 @@ class LayerObservation:
 
     stages: dict[str, Composition]  # those that the layer has, of STAGES
     maps: AttentionMaps
+    tables: DistanceTables = NO_TABLES
 
     @property
     def visible(self) -> Tensor:
@@ -37,9 +41,7 @@ class LayerObservation:
 
     def around(self, stage: str) -> tuple[Tensor, Tensor]:
         """The maps `[1, H, T, T]` before and after a stage."""
-        names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
-        before, after = (getattr(self.maps, name) for name in names)
-        return before, after
+        return maps_around(stage, self.maps, self.tables)
 
 
 @torch.no_grad()
@@ -47,8 +49,8 @@ def observe(model: PreTrainedModel, tokens: Tensor) -> tuple[list[LayerObservati
     """Returns what each layer computes for `tokens` `[1, T]`, and the mean loss of the tokens after the first."""
     layers: dict[int, LayerObservation] = {}
 
-    def keep(layer: int, stages: dict[str, Composition], maps: AttentionMaps) -> None:
-        layers[layer] = LayerObservation(stages, maps)
+    def keep(layer: int, observed: LayerObservation) -> None:
+        layers[layer] = observed
 
     with attention_through(model, keep=keep):
         loss = loss_of(model, tokens)
@@ -73,7 +75,7 @@ def attention_through(
     model: PreTrainedModel,
     *,
     change: Change = lambda layer, stages: stages,
-    keep: Callable[[int, dict[str, Composition], AttentionMaps], None] = lambda layer, stages, maps: None,
+    keep: Callable[[int, LayerObservation], None] = lambda layer, observed: None,
 ) -> Iterator[None]:
     """Lets the layers of `model` attend by the reference implementation, with changed compositions, and keeps maps."""
 
@@ -84,7 +86,8 @@ def attention_through(
         maps: dict[str, Tensor] = {}
         observed = attention_function(partial(dcmha_eager, hook=maps.setdefault))
         output, _ = observed(module, *args, **options, **stages)
-        keep(module.layer_idx, stages, AttentionMaps(**{name: part.float() for name, part in maps.items()}))
+        kept = AttentionMaps(**{name: part.float() for name, part in maps.items()})
+        keep(module.layer_idx, LayerObservation(stages, kept, options.get("tables", NO_TABLES)))
         return output, None
 
     AttentionInterface.register(IMPLEMENTATION, attend)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dynattn.modeling.layers.composed_attention import ComposedAttention
-from dynattn.modeling.ops.dcmha.eager import compose
-from dynattn.modeling.ops.masking import masked_softmax, visible_keys
+from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
+from dynattn.modeling.ops.masking import visible_keys
 
-from ...common.composition_measures import gate_share, head_similarity, term_sizes
+from ...common.composition_measures import gate_share, head_similarity, maps_around, term_sizes
 
 # Tokens of one sequence that are looked at; their maps of all heads are in memory for one layer at a time.
 TOKENS = 128
@@ -53,22 +55,35 @@ def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
 def _look(found: dict[str, float], layer: ComposedAttention, args: Any, kwargs: dict[str, Any], _: Any) -> None:
     """Adds what one layer does with the `[B, T, E]` that it has just read."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    positions = args[1] if len(args) > 1 else kwargs["position_embeddings"]
+    positions = args[1] if len(args) > 1 else kwargs.get("position_embeddings")
+    tables = kwargs.get("tables", NO_TABLES)
     assert layer.composition is not None
-    query, key, _value = layer._project(hidden, positions)
-    pre, post = layer.assemble(layer.composition(hidden))
-    length = hidden.shape[1]
-    visible = visible_keys(length, length, is_causal=True, sliding_window=layer.sliding_window, device=hidden.device)
-    assert visible is not None  # causal attention hides something
-    repeats = query.shape[1] // key.shape[1]
-    maps = query @ key.repeat_interleave(repeats, dim=1).mT * layer.scaling  # [B, H, T, S]
-    for stage, composition in {"pre": pre, "post": post}.items():
-        composed = maps if composition is None else compose(maps, composition)
+    stages = dict(zip(("pre", "post"), layer.assemble(layer.composition(hidden)), strict=True))
+    maps, visible = _attend(layer, hidden, positions, tables, stages)
+    for stage, composition in stages.items():
         if composition is not None:
-            name = f"{layer.layer_idx:02}.{stage}"
-            sizes = term_sizes(composition)
-            similar = {"before": head_similarity(maps[0], visible), "after": head_similarity(composed[0], visible)}
+            name, sizes = f"{layer.layer_idx:02}.{stage}", term_sizes(composition)
+            before, after = (head_similarity(one[0], visible) for one in maps_around(stage, maps, tables))
             found |= {f"{name}.{term}": size for term, size in sizes.items()}
             found[f"{name}.gate_share"] = gate_share(sizes)
-            found |= {f"{name}.similarity_{when}": value for when, value in similar.items()}
-        maps = masked_softmax(composed, visible)
+            found |= {f"{name}.similarity_before": before, f"{name}.similarity_after": after}
+
+
+def _attend(
+    layer: ComposedAttention,
+    hidden: Tensor,
+    positions: tuple[Tensor, Tensor] | None,
+    tables: DistanceTables,
+    stages: dict[str, Composition | None],
+) -> tuple[AttentionMaps, Tensor]:
+    """The maps `[B, H, T, T]` of a layer that has read `[B, T, E]`, and which pairs are visible, `[T, T]`."""
+    query, key, value = layer._project(hidden, positions)
+    query, key, _ = layer._turn(query, key, hidden)
+    structure = {"is_causal": layer.is_causal, "sliding_window": layer.sliding_window}
+    options = {**stages, **structure, "scaling": layer.scaling, "attention_mask": None, "tables": tables}
+    maps: dict[str, Tensor] = {}
+    dcmha_eager(query, key, value, **options, hook=maps.setdefault)
+    length = hidden.shape[1]
+    visible = visible_keys(length, length, **structure, device=hidden.device)
+    everything = torch.ones(length, length, dtype=torch.bool, device=hidden.device)
+    return AttentionMaps(**maps), everything if visible is None else visible

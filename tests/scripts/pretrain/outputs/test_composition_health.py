@@ -1,9 +1,14 @@
 """What a run measures of each layer's composition."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts.inspect.measures import measure_layer
+from dynattn.scripts.inspect.observation import observe
 from dynattn.scripts.pretrain.outputs.composition_health import measure_health
 
 
@@ -29,6 +34,26 @@ def test_a_composition_that_begins_as_the_identity_has_no_size():
     assert all(found[name] == 0 for name in found if name.endswith(("mix", "query_gate", "key_gate", "share")))
     before, after = ([v for n, v in sorted(found.items()) if n.endswith(when)] for when in ("before", "after"))
     assert before == after
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"position_scheme": "alibi", "compose_position_bias": True, "position_gain": "distance"},
+        {"position_scheme": "carope"},
+    ],
+    ids=lambda fields: fields["position_scheme"],
+)
+def test_maps_are_those_that_the_model_itself_attends_with(fields: dict[str, Any]):
+    model, item = make(**fields, compose_init_scale=3.0)
+    if model.model.position_gain is not None:
+        torch.nn.init.uniform_(model.model.position_gain.weight, 0.5, 1.5)
+    found = measure_health(model, lambda batch: model(**batch, use_cache=False), item)
+    observed, _ = observe(model, item["input_ids"][None])
+    for index, layer in enumerate(observed):
+        for stage, measured in measure_layer(layer).items():
+            for when, expected in zip(("before", "after"), measured["similarity"], strict=True):
+                assert found[f"{index:02}.{stage}.similarity_{when}"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_plain_model_has_no_health():
