@@ -27,6 +27,14 @@ STUDIES = CommandTable(
             "dynattn.scripts.reproduce.positions.main",
             "position schemes on lengths beyond the trained ones, with heads composed and plain",
         ),
+        "vision": (
+            "dynattn.scripts.reproduce.vision.main",
+            "small vision transformers: dynamic composition, static matrices and norms, each alone",
+        ),
+        "seq2seq": (
+            "dynattn.scripts.reproduce.seq2seq.main",
+            "small encoder-decoders: which attention gains from composition; RCMHA's types in translation",
+        ),
         "quantization": (
             "dynattn.scripts.reproduce.quantization",
             "perplexity with smaller weights, composition quantised too or not",

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
+from ..model_training import train_steps
 from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
 
-BATCH, TEST_EXAMPLES, WARMUP, WEIGHT_DECAY = 64, 200, 60, 0.05
+BATCH, TEST_EXAMPLES = 64, 200
 # Streams of random numbers, apart for each use.
 TRAINING, TESTING = 0, 1
 MODEL: dict[str, Any] = {
@@ -59,23 +60,19 @@ def train(run: Run) -> dict[str, Any]:
     """Trains and tests a model; returns the settings of the run, sizes, seconds and the exact match by length."""
     began = time.perf_counter()
     model, trained = make_model(run), trained_length(run.task, run.longest)
-    optimizer = make_optimizer(model, run.learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, run.steps))
     rng = np.random.default_rng([run.seed, TRAINING])
-    for _ in range(run.steps):
-        batch = make_batch(run.task, rng, BATCH, int(rng.integers(1, trained + 1)))
-        logits, targets = answers(model, batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def loss_of(step: int) -> Tensor:
+        """The mean cross-entropy of answers to a batch of one length."""
+        logits, targets = answers(model, make_batch(run.task, rng, BATCH, int(rng.integers(1, trained + 1))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    last_loss = train_steps(model, run.learning_rate, run.steps, loss_of)
     return {
         **asdict(run),
         "trained": trained,
         "parameters": model.num_parameters(),
-        "last_loss": float(loss.detach()),
+        "last_loss": last_loss,
         "exact_match": test(model, run.task, trained),
         "seconds": time.perf_counter() - began,
     }
@@ -105,22 +102,6 @@ def config_of(run: Run, *, composed: bool, **fields: Any) -> DCFormerConfig:
     )
     config._attn_implementation = "eager" if composed or config.has_distance_tables else "sdpa"
     return config
-
-
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW, which decays matrices and neither embeddings, tables, norms nor biases."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for weight in model.parameters():
-        groups[weight.ndim >= 2 and weight not in embeddings].append(weight)
-    options = [{"params": groups[decays], "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)]
-    return torch.optim.AdamW(options, lr=learning_rate, betas=(0.9, 0.95))
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a straight line to zero."""
-    warmup = min(WARMUP, steps // 2)
-    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.reproduce.model_training import make_optimizer
 from dynattn.scripts.reproduce.positions import training
 from dynattn.scripts.reproduce.positions.arguments import SCHEMES, TASKS, PositionsArguments
 from dynattn.scripts.reproduce.positions.record import falls_below_half, longer_match, make_record, table, trained_match
@@ -22,7 +23,7 @@ from dynattn.scripts.reproduce.positions.tasks import (
     make_batch,
     trained_length,
 )
-from dynattn.scripts.reproduce.positions.training import Run, make_model, make_optimizer
+from dynattn.scripts.reproduce.positions.training import Run, make_model
 
 
 def number(digits: np.ndarray) -> int:

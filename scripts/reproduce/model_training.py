@@ -1,0 +1,47 @@
+"""What the small training loops of studies share: optimizer, schedule, updates, and what a forward pass costs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+WARMUP, WEIGHT_DECAY, MAX_GRAD_NORM = 60, 0.05, 1.0
+
+
+def train_steps(model: nn.Module, learning_rate: float, steps: int, loss_of: Callable[[int], Tensor]) -> float:
+    """Makes `steps` updates of a model, each on the scalar that `loss_of(step)` returns; returns the last loss."""
+    optimizer = make_optimizer(model, learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    model.train()
+    for step in range(steps):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+    return float(loss.detach())
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW, which decays matrices and neither embeddings, tables, norms nor biases."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for weight in model.parameters():
+        groups[weight.ndim >= 2 and weight not in embeddings].append(weight)
+    options = [{"params": groups[decays], "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)]
+    return torch.optim.AdamW(options, lr=learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a straight line to zero."""
+    warmup = min(WARMUP, steps // 2)
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def count_flops(call: Callable[[], object]) -> int:
+    """Floating point operations of all products of matrices, and of convolutions, that a call makes."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call()
+    return counter.get_total_flops()

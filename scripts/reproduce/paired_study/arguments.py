@@ -1,0 +1,34 @@
+"""The arguments of a study of arms. Nothing here imports PyTorch, so that mistakes are told at once."""
+
+from dataclasses import dataclass, field
+
+from ...common.errors import UserError
+from ...compare.arguments import check_rates, check_seeds
+
+
+@dataclass
+class PairedStudyArguments:
+    """Arguments of a study; each study gives its own folder and learning rates.
+
+    Raises:
+        UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
+    """
+
+    output: str = field(metadata={"help": "folder of the study"})
+    learning_rates: list[float] = field(metadata={"help": "peaks from which each arm gets its best for each task"})
+    tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all if not given"})
+    arms: list[str] | None = field(default=None, metadata={"help": "names of arms; all if not given"})
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
+    max_seconds: float | None = field(
+        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+    )
+    quick: bool = field(default=False, metadata={"help": "smaller models, fewer examples and updates"})
+    redraw: bool = field(default=False, metadata={"help": "only make record, table and plot again, from the runs"})
+
+    def __post_init__(self) -> None:
+        check_seeds(self.seeds, self.tuning_seed)
+        check_rates(self.learning_rates)
+        if self.workers < 1:
+            raise UserError(f"workers={self.workers} must be 1 or more")

@@ -1,0 +1,201 @@
+"""A study of arms from end to end: its missing runs, then record, table and plot of all finished ones."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from shlex import join
+from typing import Any, Literal
+
+from ...common.atomic_file import write_json
+from ...common.errors import UserError
+from ...compare.study_folder import RECORD, claim, draw
+from ..study_runs import Result, StudyRuns, chosen
+from .arguments import PairedStudyArguments
+from .figures import draw_arms
+from .record import make_record, table
+
+PLOT = "arms.png"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model of a study.
+
+    Attributes:
+        tuning: whether it only serves to choose a learning rate.
+        quick: whether sizes are the small ones.
+    """
+
+    task: str
+    arm: str
+    seed: int
+    learning_rate: float
+    tuning: bool
+    quick: bool
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """What gets a learning rate of its own."""
+        return self.task, self.arm
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.task}/{self.arm}-seed-{self.seed}-rate-{self.learning_rate:g}.json"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a task measures.
+
+    Attributes:
+        label: its name in table and plot.
+        digits: behind the point.
+    """
+
+    name: str
+    label: str
+    better: Literal["higher", "lower"]
+    digits: int = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task of a study measures.
+
+    Attributes:
+        metrics: the first is the one that the plot shows.
+        chosen_by: the metric by which learning rates are chosen.
+    """
+
+    label: str
+    metrics: tuple[Metric, ...]
+    chosen_by: Metric
+
+
+@dataclass(frozen=True)
+class Study:
+    """What one study is.
+
+    Attributes:
+        name: as in `dynattn reproduce NAME`.
+        arms: labels by name.
+        contrasts: pairs of arms; the first minus the second is reported, paired by seed.
+        run_one: makes a `Run`: a function of a module, which returns the parameters, FLOPs and seconds of a model, and
+            `metrics`, numbers by name.
+        sizes: by whether the study is the quick one, then by task: dataclasses that say how large everything is. Runs
+            of other sizes are not mixed.
+        notes: how to read the table.
+    """
+
+    name: str
+    tasks: Mapping[str, Task]
+    arms: Mapping[str, str]
+    contrasts: tuple[tuple[str, str], ...]
+    run_one: Callable[[Run], Result]
+    sizes: Mapping[bool, Mapping[str, Any]]
+    notes: str
+
+
+def run_study(study: Study, arguments: PairedStudyArguments) -> str:
+    """Trains what is missing and reports what is finished; returns the table and the names of the files.
+
+    Raises:
+        UserError: a task or an arm does not exist, the folder holds another study, or no measured run is finished.
+    """
+    output = Path(arguments.output)
+    tasks = chosen("task", arguments.tasks, study.tasks)
+    arms = chosen("arm", arguments.arms, study.arms)
+    runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
+    plan = Plan(study, arguments, tasks, arms, runs)
+    missing = 0
+    if not arguments.redraw:
+        sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
+        claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
+        missing = runs.make(plan.tuning()) or runs.make(plan.measured())
+    results = runs.results(plan.measured())
+    if not results:
+        raise UserError(f"{output} holds no measured run yet; run the study without --redraw, or longer")
+    settings = {"command": command_of(study, arguments), "tuning": plan.choices(), "unfinished_runs": missing}
+    named = ("seeds", "tuning_seed", "learning_rates", "quick")
+    settings |= {name: getattr(arguments, name) for name in named}
+    write_json(output / RECORD, make_record(description(study, tasks, arms), settings, results), indent=1)
+    rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
+    return draw(output, table, draw_arms, PLOT) + rest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study in the order in which they are made."""
+
+    study: Study
+    arguments: PairedStudyArguments
+    tasks: list[str]
+    arms: list[str]
+    runs: StudyRuns
+
+    def tuning(self) -> list[Run]:
+        """The runs by which each arm gets its learning rate; none if there is nothing to choose."""
+        rates, seed = self.arguments.learning_rates, self.arguments.tuning_seed
+        if len(rates) == 1:
+            return []
+        cells = [(task, arm) for task in self.tasks for arm in self.arms]
+        return [self._run(*cell, seed, rate, tuning=True) for cell in cells for rate in rates]
+
+    def measured(self) -> Iterator[Run]:
+        """The runs that count: a seed in all arms of all tasks before the next, so that unfinished studies are fair."""
+        rates = self._rates()
+        for seed in self.arguments.seeds:
+            for task in self.tasks:
+                for arm in self.arms:
+                    rate = rates.get((task, arm), self.arguments.learning_rates[0])
+                    yield self._run(task, arm, seed, rate, tuning=False)
+
+    def choices(self) -> dict[str, dict[str, dict[str, float]]]:
+        """What learning rates were chosen by: numbers by task, arm and rate."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for run in self.tuning():
+            if self.runs.has(run):
+                value = self.runs.read(run)["metrics"][self.study.tasks[run.task].chosen_by.name]
+                found.setdefault(run.task, {}).setdefault(run.arm, {})[f"{run.learning_rate:g}"] = value
+        return found
+
+    def _rates(self) -> dict[Hashable, float]:
+        return self.runs.best_rates(self.tuning(), partial(merit, self.study))
+
+    def _run(self, task: str, arm: str, seed: int, rate: float, tuning: bool) -> Run:
+        return Run(task, arm, seed, rate, tuning, self.arguments.quick)
+
+
+def merit(study: Study, result: Result) -> float:
+    """What makes one learning rate of an arm better than another."""
+    metric = study.tasks[result["run"]["task"]].chosen_by
+    value = result["metrics"][metric.name]
+    return value if metric.better == "higher" else -value
+
+
+def description(study: Study, tasks: list[str], arms: list[str]) -> dict[str, Any]:
+    """What the record says about the study itself."""
+    return {
+        "study": study.name,
+        "tasks": {name: asdict(study.tasks[name]) for name in tasks},
+        "arms": {name: study.arms[name] for name in arms},
+        "contrasts": [pair for pair in study.contrasts if set(pair) <= set(arms)],
+        "notes": study.notes,
+    }
+
+
+def command_of(study: Study, arguments: PairedStudyArguments) -> str:
+    """The command line that repeats the study, wherever its folder is."""
+    words = ["dynattn", "reproduce", study.name, *(["--quick"] if arguments.quick else [])]
+    for name in ("tasks", "arms", "seeds", "tuning_seed", "learning_rates"):
+        value = getattr(arguments, name)
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return join(words)
+
+
+def _told(study: Study, result: Result) -> str:
+    metrics = study.tasks[result["run"]["task"]].metrics
+    numbers = (f"{metric.label} {result['metrics'][metric.name]:.{metric.digits}f}" for metric in metrics)
+    return f"{', '.join(numbers)}, {result['cpu_seconds']:.0f} s"

@@ -1,0 +1,138 @@
+"""The record of a study of arms, with its statistics, and the table that is made of it."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...common.paired import holm, paired_difference, spread
+
+Record = dict[str, Any]
+# What a run says of its model.
+COSTS = ("parameters", "flops", "cpu_seconds")
+MINUS = "\N{MINUS SIGN}"
+
+
+def make_record(
+    description: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> Record:
+    """Everything that the table and the plot are made from.
+
+    Args:
+        description: the study's name, tasks, arms, contrasts and notes.
+        settings: the settings of the study.
+        results: the finished runs that count.
+    """
+    return {
+        **description,
+        "settings": dict(settings),
+        **{name: _distinct([result[name] for result in results]) for name in ("hardware", "versions")},
+        "results": {
+            task: _task_record(description, task, [result for result in results if result["run"]["task"] == task])
+            for task in description["tasks"]
+        },
+    }
+
+
+def _task_record(description: Mapping[str, Any], task: str, results: Sequence[Mapping[str, Any]]) -> Record:
+    metrics = [metric["name"] for metric in description["tasks"][task]["metrics"]]
+    arms = {name: [result for result in results if result["run"]["arm"] == name] for name in description["arms"]}
+    arms = {name: runs for name, runs in arms.items() if runs}
+    return {
+        "arms": {name: _arm_record(runs, metrics) for name, runs in arms.items()},
+        "differences": {metric: _differences(arms, description["contrasts"], metric) for metric in metrics},
+    }
+
+
+def _arm_record(runs: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Record:
+    return {
+        "seeds": [run["run"]["seed"] for run in runs],
+        "learning_rate": runs[0]["run"]["learning_rate"],
+        **{name: statistics.mean(run[name] for run in runs) for name in COSTS},
+        "metrics": {metric: spread([run["metrics"][metric] for run in runs]) for metric in metrics},
+        "details": [run.get("details") for run in runs],
+    }
+
+
+def _differences(
+    arms: Mapping[str, Sequence[Mapping[str, Any]]], contrasts: Sequence[Sequence[str]], metric: str
+) -> list[Record]:
+    """First minus second arm of each contrast on the seeds that both have; p corrected over the contrasts (Holm)."""
+    rows: list[Record] = []
+    for first, second in contrasts:
+        values, others = (
+            {run["run"]["seed"]: run["metrics"][metric] for run in arms.get(name, ())} for name in (first, second)
+        )
+        seeds = [seed for seed in values if seed in others]
+        if seeds:
+            test = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
+            rows.append({"arm": first, "other": second, "seeds": seeds, **test})
+    for row, corrected in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = corrected
+    return rows
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The study in Markdown: for each task its arms and their differences, then notes."""
+    parts = []
+    for name, task in record["tasks"].items():
+        if record["results"][name]["arms"]:
+            parts += [f"### {task['label']}", _arms_table(record, name), _differences_table(record, name)]
+    return "\n\n".join([*parts, _reading(record)])
+
+
+def _arms_table(record: Mapping[str, Any], task: str) -> str:
+    metrics = record["tasks"][task]["metrics"]
+    head = ["", "parameters", "MFLOP", "seconds", "learning rate", *(metric["label"] for metric in metrics)]
+    rows = [head, ["---"] * len(head)]
+    for name, arm in record["results"][task]["arms"].items():
+        numbers = [_mean(arm["metrics"][metric["name"]], metric["digits"]) for metric in metrics]
+        costs = [f"{arm['parameters']:,.0f}", f"{arm['flops'] / 1e6:.2f}", f"{arm['cpu_seconds']:.0f}"]
+        rows.append([record["arms"][name], *costs, f"{arm['learning_rate']:g}", *numbers])
+    return _markdown(rows)
+
+
+def _differences_table(record: Mapping[str, Any], task: str) -> str:
+    metrics = record["tasks"][task]["metrics"]
+    labels = record["arms"]
+    head = ["difference", *(text for metric in metrics for text in (metric["label"], "p"))]
+    rows = [head, ["---"] * len(head)]
+    columns = [record["results"][task]["differences"][metric["name"]] for metric in metrics]
+    for tests in zip(*columns, strict=True):
+        cells = [f"{labels[tests[0]['arm']]} {MINUS} {labels[tests[0]['other']]}"]
+        for test, metric in zip(tests, metrics, strict=True):
+            cells += _difference(test, metric["digits"])
+        rows.append(cells)
+    return _markdown(rows)
+
+
+def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
+    """Mean difference with its interval, and p; those of a single seed have neither."""
+    interval = " to ".join(f"{limit:+.{digits}f}" for limit in test["interval_95"] or ())
+    mean = f"{test['mean']:+.{digits}f}" + (f" ({interval})" if interval else "")
+    return [mean, "" if test["p_holm"] is None else f"{test['p_holm']:.2g}"]
+
+
+def _mean(summary: Mapping[str, Any], digits: int) -> str:
+    sd = "" if summary["sd"] is None else f" ± {summary['sd']:.{digits}f}"
+    return f"{summary['mean']:.{digits}f}{sd}"
+
+
+def _reading(record: Mapping[str, Any]) -> str:
+    settings = record["settings"]
+    rates = ", ".join(f"{rate:g}" for rate in settings["learning_rates"])
+    left = f" {settings['unfinished_runs']} runs are not finished." if settings["unfinished_runs"] else ""
+    return (
+        f"Mean ± standard deviation over {len(settings['seeds'])} seeds.{left} Differences are paired by seed, with a "
+        "95 % t interval; p is two-sided and corrected over the differences of a column (Holm). MFLOP: of a forward "
+        "pass of one example, without norms and activations. Seconds: of a processor, training and tests. Learning "
+        f"rates: the best of {rates} for each arm on seed {settings['tuning_seed']}, which does not count. "
+        f"{record['notes']}"
+    )
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    return [value for index, value in enumerate(values) if value not in values[:index]]

@@ -1,0 +1,98 @@
+"""The encoder-decoders that the study compares."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ....configuration.configuration_dcbart import DCBartConfig
+from ....configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
+from ....modeling.modeling_dcbart import DCBartForConditionalGeneration
+from ....modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGeneration
+
+PLACES = ("encoder", "decoder", "cross")
+# Norms in front, as RCMHA has them, and embeddings as large as the positions that are added to them.
+DCBART = {"normalize_before": True, "scale_embedding": True}
+
+
+def composing(*places: str) -> dict[str, bool]:
+    """The fields of a DCBart that composes heads in some of its attentions only."""
+    stages = {"compose_pre": bool(places), "compose_post": bool(places)}
+    return stages | {f"compose_{place}": place in places for place in PLACES}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One model.
+
+    Attributes:
+        fields: what makes a DCBart of it.
+        attention_type: makes an RCMHA encoder-decoder of it instead.
+        is_wide: whether MLPs are widened until a plain DCBart has as many parameters as one that composes everywhere.
+    """
+
+    label: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    attention_type: str | None = None
+    is_wide: bool = False
+
+
+ARMS = {
+    "plain": Arm("DCBart, plain", composing()),
+    "encoder": Arm("DCBart, encoder composed", composing("encoder")),
+    "decoder": Arm("DCBart, decoder composed", composing("decoder")),
+    "cross": Arm("DCBart, cross-attention composed", composing("cross")),
+    "all": Arm("DCBart, all composed", composing(*PLACES)),
+    "wide": Arm("DCBart, plain, wider MLP", composing(), is_wide=True),
+    "mha": Arm("RCMHA seq2seq, `mha`", attention_type="mha"),
+    "rmha": Arm("RCMHA seq2seq, `rmha`", attention_type="rmha"),
+    "mdha": Arm("RCMHA seq2seq, `mdha`", attention_type="mdha"),
+    "rcmha": Arm("RCMHA seq2seq, `rcmha`", attention_type="rcmha"),
+}
+CONTRASTS = (
+    *((name, "plain") for name in ("encoder", "decoder", "cross", "all")),
+    ("all", "wide"),
+    *((name, "mha") for name in ("rmha", "mdha", "rcmha")),
+    ("rcmha", "rmha"),
+    ("rcmha", "mdha"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small encoder-decoder with as many layers in both halves."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    hidden_dropout: float = 0.0
+
+    def make(self, arm: Arm) -> PreTrainedModel:
+        """A model with fresh weights."""
+        shared = {"intermediate_size": 2 * self.hidden_size, **asdict(self)}
+        if arm.attention_type is not None:
+            return RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**shared, attention_type=arm.attention_type))
+        if arm.is_wide:
+            shared["intermediate_size"] += self._missing_width()
+        return DCBartForConditionalGeneration(DCBartConfig(**shared, **DCBART, **arm.fields))
+
+    def _missing_width(self) -> int:
+        """How much wider MLPs give a plain model as many parameters as one that composes everywhere."""
+        with torch.device("meta"):
+            composed, plain = (self.make(ARMS[name]).num_parameters() for name in ("all", "plain"))
+        return round((composed - plain) / (2 * self.num_hidden_layers * (2 * self.hidden_size + 1)))
+
+
+def make_model(arm: str, shape: Shape, seed: int) -> PreTrainedModel:
+    """A model with fresh weights; all DCBarts of a seed but the wide one share those that they have in common."""
+    torch.manual_seed(seed)
+    if ARMS[arm].attention_type is not None or ARMS[arm].is_wide:
+        return shape.make(ARMS[arm])
+    plain = shape.make(ARMS["plain"])
+    model = shape.make(ARMS[arm])
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model

@@ -1,0 +1,125 @@
+"""The runs of a study: each is made once, several at a time if wanted, and its result is kept in a file of its own."""
+
+import json
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..common.atomic_file import write_json
+from ..common.errors import UserError
+
+Result = dict[str, Any]
+
+
+class AnyRun(Protocol):
+    """What decides a run.
+
+    Attributes:
+        cell: what gets a learning rate of its own.
+        file_name: of its result, inside the folder of runs; different for all runs of a study.
+    """
+
+    @property
+    def cell(self) -> Hashable: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def file_name(self) -> str: ...
+
+
+class StudyRuns:
+    """Makes runs and keeps their results.
+
+    Args:
+        folder: holds the files.
+        run_one: makes a run; a function of a module, so that other processes can call it.
+        told: what is printed of a result.
+        workers: processes, each with one thread; a single one is this process.
+        max_seconds: no run starts after so many.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_one: Callable[[Any], Result],
+        told: Callable[[Result], str],
+        workers: int,
+        max_seconds: float | None,
+    ) -> None:
+        self.folder, self.run_one, self.told, self.workers = folder, run_one, told, workers
+        self.deadline = time.monotonic() + (max_seconds or float("inf"))
+
+    def make(self, runs: Iterable[AnyRun]) -> int:
+        """Makes those that have no file, in their order, until the deadline; returns how many are left."""
+        missing = [run for run in runs if not self.has(run)]
+        with worker_pool(self.workers) as results_of:
+            for first in range(0, len(missing), self.workers):
+                if time.monotonic() > self.deadline:
+                    return len(missing) - first
+                batch = missing[first : first + self.workers]
+                for run, result in zip(batch, results_of(self.run_one, batch), strict=True):
+                    self._keep(run, result)
+        return 0
+
+    def has(self, run: AnyRun) -> bool:
+        """Whether the run is finished."""
+        return self._file(run).exists()
+
+    def results(self, runs: Iterable[AnyRun]) -> list[Result]:
+        """The results of those that are finished."""
+        return [self.read(run) for run in runs if self.has(run)]
+
+    def read(self, run: AnyRun) -> Result:
+        """The result of a finished run."""
+        return json.loads(self._file(run).read_text(encoding="utf-8"))
+
+    def best_rates(self, runs: Sequence[AnyRun], merit: Callable[[Result], Any]) -> dict[Hashable, float]:
+        """The learning rate of the best finished run of each cell that has one, by a merit that is largest for it."""
+        best: dict[Hashable, tuple[Any, float]] = {}
+        for run in runs:
+            if self.has(run) and (run.cell not in best or merit(self.read(run)) > best[run.cell][0]):
+                best[run.cell] = merit(self.read(run)), run.learning_rate
+        return {cell: rate for cell, (_, rate) in best.items()}
+
+    def _keep(self, run: AnyRun, result: Result) -> None:
+        self._file(run).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._file(run), result)
+        print(f"{run.file_name.removesuffix('.json')}: {self.told(result)}", flush=True)
+
+    def _file(self, run: AnyRun) -> Path:
+        return self.folder / run.file_name
+
+
+def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:
+    """The names, or all known ones if none are given.
+
+    Raises:
+        UserError: one is not known.
+    """
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise UserError(f"{noun}s {unknown} do not exist; choose from {', '.join(known)}")
+    return list(names or known)
+
+
+@contextmanager
+def worker_pool(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Something like `map` that uses so many processes, each with one thread; a single one is this process."""
+    if workers == 1:
+        _one_thread()
+        yield map
+        return
+    # Processes are started afresh: one that is forked hangs in libraries whose threads it does not have.
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+        yield pool.map
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,98 @@
+"""The attentions that the study compares, as fields of configurations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....configuration.configuration_dcvit import DCViTConfig
+from ....configuration.mixers import mixer_fields
+from ....modeling.modeling_dcvit import DCViTForImageClassification
+
+PLAIN = {"compose_pre": False, "compose_post": False}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One attention.
+
+    Attributes:
+        fields: what makes it, beside the defaults of `DCViTConfig`, which are the authors'.
+        is_wide: whether the MLP is widened until the model has as many parameters as the authors'.
+    """
+
+    label: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    is_wide: bool = False
+
+
+ARMS = {
+    "plain": Arm("plain", {**PLAIN, "use_qk_norm": False}),
+    "norm": Arm("norm of queries and keys", PLAIN),
+    "static": Arm("norm, static", dict(mixer_fields("talking_heads"))),
+    "post": Arm("norm, dynamic, probabilities only", {"compose_static": False, "compose_pre": False}),
+    "dynamic": Arm("norm, dynamic", {"compose_static": False}),
+    "official": Arm("norm, dynamic and static"),
+    "dropout": Arm("norm, dynamic and static, dropout 0.2", {"compose_dropout": 0.2}),
+    "wide": Arm("norm, wider MLP", PLAIN, is_wide=True),
+}
+# One thing at a time, then the official comparison, then the model beside a plain one of its size.
+CONTRASTS = (
+    ("norm", "plain"),
+    ("static", "norm"),
+    ("post", "norm"),
+    ("dynamic", "norm"),
+    ("official", "norm"),
+    ("dropout", "official"),
+    ("official", "plain"),
+    ("official", "wide"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small vision transformer: square images of one channel, in square patches."""
+
+    image: int
+    patch: int
+    hidden_size: int
+    layers: int
+    heads: int
+    labels: int
+
+    def config(self, arm: Arm) -> DCViTConfig:
+        """The configuration of an arm's model."""
+        own = dict(arm.fields)
+        if arm.is_wide:
+            own["intermediate_size"] = self._widened()
+        return DCViTConfig(
+            image_size=self.image,
+            patch_size=self.patch,
+            num_channels=1,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_labels=self.labels,
+            representation_size=None,
+            **{"intermediate_size": 2 * self.hidden_size, **own},
+        )
+
+    def _widened(self) -> int:
+        """The width of MLPs that gives a plain model as many parameters as the authors' has."""
+        with torch.device("meta"):
+            official, plain = (
+                DCViTForImageClassification(self.config(ARMS[name])).num_parameters() for name in ("official", "norm")
+            )
+        return 2 * self.hidden_size + round((official - plain) / (self.layers * (2 * self.hidden_size + 1)))
+
+
+def make_model(arm: str, shape: Shape, seed: int) -> DCViTForImageClassification:
+    """A model with fresh weights; all arms of a seed share those that they have in common."""
+    torch.manual_seed(seed)
+    plain = DCViTForImageClassification(shape.config(ARMS["plain"]))
+    if ARMS[arm].is_wide:
+        return DCViTForImageClassification(shape.config(ARMS[arm]))
+    model = DCViTForImageClassification(shape.config(ARMS[arm]))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model

@@ -1,0 +1,24 @@
+"""Asks what composing heads does to small vision transformers, apart from what the official comparison changes with it.
+
+    dynattn reproduce vision [--quick] [--workers 2] [--max_seconds 10000]
+
+The authors' DCViT differs from its plain twin by dynamic composition, by a static matrix that mixes heads, and by a
+norm of queries and keys. Here each is an arm of its own, and one plain arm is as large as the composed. The tasks:
+scikit-learn's handwritten digits by cross-validation, and letters and digits in fonts that were never seen in
+training. Finished runs are not repeated, so an interrupted study goes on.
+"""
+
+from collections.abc import Sequence
+
+from ...common.arguments import parse_arguments
+from .arguments import VisionArguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is missing of the study, then writes and prints the results."""
+    arguments = parse_arguments(VisionArguments, argv, prog="dynattn reproduce vision", description=__doc__)
+    from ..paired_study.job import run_study  # slow to import, so not before the arguments are parsed
+    from .study import VISION
+
+    print(run_study(VISION, arguments))
+    return 0

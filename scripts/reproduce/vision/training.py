@@ -1,0 +1,139 @@
+"""One run of the study: models are trained on images of a task and tested on others."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....modeling.modeling_dcvit import DCViTForImageClassification
+from ...common.environment import hardware, versions
+from ..model_training import count_flops, train_steps
+from ..paired_study.job import Run
+from .arms import Shape, make_model
+from .digits import folds, load_digits
+from .glyphs import CHARACTERS, SEEN, UNSEEN, draw_glyphs
+from .images import Images
+
+# Of the drawings that models are tested on; no run is trained with it.
+TEST_SEED = 2**31
+TEST_BATCH = 256
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a model is trained, on how many images of how many there are."""
+
+    steps: int
+    batch: int = 64
+    images: int = 0
+    tests: int = 0
+
+
+@dataclass(frozen=True)
+class TaskSizes:
+    """The models of a task, and their training."""
+
+    shape: Shape
+    schedule: Schedule
+
+
+FULL = {
+    "digits": TaskSizes(Shape(8, patch=2, hidden_size=64, layers=4, heads=4, labels=10), Schedule(630)),
+    "glyphs": TaskSizes(
+        Shape(28, patch=4, hidden_size=96, layers=6, heads=6, labels=len(CHARACTERS)),
+        Schedule(3000, images=20_000, tests=7440),
+    ),
+}
+QUICK = {
+    "digits": TaskSizes(replace(FULL["digits"].shape, hidden_size=32, layers=2), Schedule(200, batch=32)),
+    "glyphs": TaskSizes(
+        replace(FULL["glyphs"].shape, patch=7, hidden_size=48, layers=2, heads=4),
+        Schedule(600, batch=32, images=6000, tests=1488),
+    ),
+}
+# By whether the study is the quick one.
+SIZES = {False: FULL, True: QUICK}
+
+
+def run_one(run: Run) -> dict[str, Any]:
+    """Trains and tests the models of a run; returns its settings, costs and metrics."""
+    began = time.process_time()
+    sizes = SIZES[run.quick][run.task]
+    metrics = TASKS[run.task](run, sizes)
+    model = make_model(run.arm, sizes.shape, run.seed)
+    image = torch.zeros(1, 1, sizes.shape.image, sizes.shape.image)
+    return {
+        "run": asdict(run),
+        "sizes": asdict(sizes),
+        "parameters": model.num_parameters(),
+        "flops": forward_flops(model, image),
+        "metrics": metrics,
+        "cpu_seconds": time.process_time() - began,
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions(),
+    }
+
+
+def forward_flops(model: DCViTForImageClassification, image: Tensor) -> int:
+    """Of one image `[1, 1, h, w]`, by the reference implementation, whose products PyTorch can count."""
+    model.set_attn_implementation("eager")
+    return count_flops(lambda: model(image))
+
+
+def run_digits(run: Run, sizes: TaskSizes) -> Metrics:
+    """Cross-validation: every image is tested on once; to choose a learning rate, a single fold is enough."""
+    digits = load_digits()
+    splits = list(folds(digits.labels, run.seed))[: 1 if run.tuning else None]
+    tested = []
+    for fold, (train, test) in enumerate(splits):
+        seed = len(splits) * run.seed + fold
+        model = make_model(run.arm, sizes.shape, seed)
+        fit(model, digits.take(train), sizes.schedule, run.learning_rate, seed)
+        tested.append(losses_and_hits(model, digits.take(test)))
+    losses, hits = (torch.cat(parts) for parts in zip(*tested, strict=True))
+    return {"accuracy": hits.mean().item(), "loss": losses.mean().item()}
+
+
+def run_glyphs(run: Run, sizes: TaskSizes) -> Metrics:
+    """Trains on some fonts and tests on others."""
+    model = make_model(run.arm, sizes.shape, run.seed)
+    fit(model, draw_glyphs(SEEN, sizes.schedule.images, run.seed), sizes.schedule, run.learning_rate, run.seed)
+    return test_glyphs(model, sizes)
+
+
+def test_glyphs(model: DCViTForImageClassification, sizes: TaskSizes) -> Metrics:
+    """Accuracy and loss on fonts that were never seen, and accuracy on new drawings of the others."""
+    tests = sizes.schedule.tests
+    losses, hits = losses_and_hits(model, draw_glyphs(UNSEEN, tests, TEST_SEED))
+    _, seen = losses_and_hits(model, draw_glyphs(SEEN, tests, TEST_SEED))
+    return {"accuracy": hits.mean().item(), "loss": losses.mean().item(), "seen_accuracy": seen.mean().item()}
+
+
+def fit(model: DCViTForImageClassification, images: Images, schedule: Schedule, rate: float, seed: int) -> None:
+    """Trains a model; all arms of a seed see the same images in the same order."""
+    batches = images.batches(schedule.batch, seed)
+
+    def loss_of(step: int) -> Tensor:
+        """The mean cross-entropy of the next batch."""
+        pixels, labels = next(batches)
+        return F.cross_entropy(model(pixels).logits, labels)
+
+    train_steps(model, rate, schedule.steps, loss_of)
+
+
+@torch.no_grad()
+def losses_and_hits(model: DCViTForImageClassification, images: Images) -> tuple[Tensor, Tensor]:
+    """Cross-entropy, and 1 where the most probable class is right, both `[N]`."""
+    model.eval()
+    logits = torch.cat([model(pixels).logits for pixels in images.pixels.split(TEST_BATCH)])
+    losses = F.cross_entropy(logits, images.labels, reduction="none")
+    return losses, (logits.argmax(dim=-1) == images.labels).float()
+
+
+TASKS: dict[str, Callable[[Run, TaskSizes], Metrics]] = {"digits": run_digits, "glyphs": run_glyphs}

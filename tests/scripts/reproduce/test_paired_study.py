@@ -1,0 +1,130 @@
+"""What studies of arms share: choice of learning rates, paired statistics, table, plot, and how a study goes on."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.reproduce.model_training import learning_rate_factor
+from dynattn.scripts.reproduce.paired_study.arguments import PairedStudyArguments
+from dynattn.scripts.reproduce.paired_study.job import Metric, Run, Study, Task, run_study
+
+QUALITY, ERROR = Metric("quality", "quality", "higher"), Metric("error", "error", "lower")
+# What two arms reach with each seed; the second learns best with the smaller of two rates.
+QUALITIES = {"old": {0: 0.5, 1: 0.6, 2: 0.4, 9: 0.5}, "new": {0: 0.7, 1: 0.7, 2: 0.65, 9: 0.6}}
+BEST_RATES = {"old": 0.2, "new": 0.1}
+calls: list[Run] = []
+
+
+@dataclass(frozen=True)
+class Sizes:
+    width: int
+
+
+def run_one(run: Run) -> dict[str, Any]:
+    calls.append(run)
+    quality = QUALITIES[run.arm][run.seed] - (run.learning_rate != BEST_RATES[run.arm]) * 0.1
+    return {
+        "run": {"task": run.task, "arm": run.arm, "seed": run.seed, "learning_rate": run.learning_rate},
+        "metrics": {"quality": quality, "error": 1 - quality},
+        "parameters": 10,
+        "flops": 2_000_000,
+        "cpu_seconds": 1.0,
+        "hardware": "this",
+        "versions": {},
+    }
+
+
+STUDY = Study(
+    name="none",
+    tasks={"read": Task("reading", (QUALITY, ERROR), chosen_by=ERROR)},
+    arms={"old": "Old", "new": "New"},
+    contrasts=(("new", "old"),),
+    run_one=run_one,
+    sizes={False: {"read": Sizes(4)}, True: {"read": Sizes(2)}},
+    notes="Notes.",
+)
+
+
+def arguments(folder: Path, **changed: Any) -> PairedStudyArguments:
+    given: dict[str, Any] = {"output": str(folder / "study"), "learning_rates": [0.1, 0.2], "tuning_seed": 9}
+    return PairedStudyArguments(**given | changed)
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path: Path):
+    calls.clear()
+    text = run_study(STUDY, arguments(tmp_path))
+    assert [run.tuning for run in calls] == [True] * 4 + [False] * 6
+    assert {(run.arm, run.learning_rate) for run in calls[4:]} == set(BEST_RATES.items())
+    assert [run.seed for run in calls[4:]] == [0, 0, 1, 1, 2, 2]
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert record["settings"]["tuning"]["read"]["new"] == pytest.approx({"0.1": 0.4, "0.2": 0.5})
+    for metric, sign in (("quality", 1), ("error", -1)):
+        (row,) = record["results"]["read"]["differences"][metric]
+        assert row["values"] == pytest.approx([0.2 * sign, 0.1 * sign, 0.25 * sign])
+        expected = stats.ttest_1samp([0.2, 0.1, 0.25], 0)
+        interval = expected.confidence_interval(0.95)
+        assert row["p"] == row["p_holm"] == pytest.approx(expected.pvalue)
+        assert sorted(abs(limit) for limit in row["interval_95"]) == pytest.approx(sorted(map(abs, interval)))
+    assert "| New | 10 | 2.00 | 1 | 0.1 | 0.683 ± 0.029 | 0.317 ± 0.029 |" in text
+    assert "| New \N{MINUS SIGN} Old | +0.183 (-0.006 to +0.373) |" in text
+    assert (tmp_path / "study" / "arms.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
+    with pytest.raises(UserError, match="no measured run yet"):
+        run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
+    run_study(STUDY, arguments(tmp_path, seeds=[0, 1]))
+    calls.clear()
+    text = run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
+    assert not calls
+    assert "2 runs are left" in text and "2 runs are not finished" in text
+    run_study(STUDY, arguments(tmp_path))
+    assert [run.seed for run in calls] == [2, 2]
+    wider = replace(STUDY, sizes={False: {"read": Sizes(8)}, True: STUDY.sizes[True]})
+    with pytest.raises(UserError, match="study with other sizes"):
+        run_study(wider, arguments(tmp_path))
+    with pytest.raises(UserError, match="study with other sizes"):
+        run_study(STUDY, arguments(tmp_path, quick=True))
+    assert "+0.183" in run_study(STUDY, arguments(tmp_path, redraw=True))
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
+    run_study(STUDY, arguments(tmp_path))
+    (tmp_path / "study" / "runs" / "read" / "old-seed-1-rate-0.2.json").unlink()
+    run_study(STUDY, arguments(tmp_path, redraw=True))
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    (row,) = record["results"]["read"]["differences"]["quality"]
+    assert row["seeds"] == [0, 2] and row["values"] == pytest.approx([0.2, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"tasks": ["chess"]}, r"tasks \['chess'\] do not exist; choose from read"),
+        ({"arms": ["magic"]}, r"arms \['magic'\] do not exist; choose from old, new"),
+        ({"seeds": [1]}, "two or more different ones"),
+        ({"seeds": [1, 9]}, "tuning_seed=9 is one of the measured"),
+        ({"workers": 0}, "workers=0 must be 1 or more"),
+        ({"learning_rates": [0.0]}, "positive numbers"),
+        ({"redraw": True}, "no measured run yet"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_told(changed: dict[str, Any], told: str, tmp_path: Path):
+    with pytest.raises(UserError, match=told):
+        run_study(STUDY, arguments(tmp_path, **changed))
+
+
+def test_the_rate_warms_up_and_falls_to_zero():
+    rates = [learning_rate_factor(step, 200) for step in range(201)]
+    assert rates[0] == pytest.approx(1 / 60) and rates[59] == rates[60] == 1.0
+    assert rates[59:] == sorted(rates[59:], reverse=True)
+    assert rates[200] == 0
