@@ -14,7 +14,7 @@ from ....modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGenera
 
 PLACES = ("encoder", "decoder", "cross")
 # Norms in front, as RCMHA has them, and embeddings as large as the positions that are added to them.
-DCBART = {"normalize_before": True, "scale_embedding": True}
+DCBART: dict[str, Any] = {"normalize_before": True, "scale_embedding": True}
 
 
 def composing(*places: str) -> dict[str, bool]:
@@ -45,6 +45,7 @@ ARMS = {
     "decoder": Arm("DCBart, decoder composed", composing("decoder")),
     "cross": Arm("DCBart, cross-attention composed", composing("cross")),
     "all": Arm("DCBart, all composed", composing(*PLACES)),
+    "unscaled": Arm("DCBart, plain, embeddings not scaled", {**composing(), "scale_embedding": False}),
     "wide": Arm("DCBart, plain, wider MLP", composing(), is_wide=True),
     "mha": Arm("RCMHA seq2seq, `mha`", attention_type="mha"),
     "rmha": Arm("RCMHA seq2seq, `rmha`", attention_type="rmha"),
@@ -52,7 +53,7 @@ ARMS = {
     "rcmha": Arm("RCMHA seq2seq, `rcmha`", attention_type="rcmha"),
 }
 CONTRASTS = (
-    *((name, "plain") for name in ("encoder", "decoder", "cross", "all")),
+    *((name, "plain") for name in ("encoder", "decoder", "cross", "all", "unscaled")),
     ("all", "wide"),
     *((name, "mha") for name in ("rmha", "mdha", "rcmha")),
     ("rcmha", "rmha"),
@@ -78,7 +79,7 @@ class Shape:
             return RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**shared, attention_type=arm.attention_type))
         if arm.is_wide:
             shared["intermediate_size"] += self._missing_width()
-        return DCBartForConditionalGeneration(DCBartConfig(**shared, **DCBART, **arm.fields))
+        return DCBartForConditionalGeneration(DCBartConfig(**{**shared, **DCBART, **arm.fields}))
 
     def _missing_width(self) -> int:
         """How much wider MLPs give a plain model as many parameters as one that composes everywhere."""
