@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dynattn import DCViTConfig, DCViTForImageClassification
 from dynattn.modeling.layers import image_embeddings
 
+TOKENS = {"cls": "class_token", "pos_embedding": "position_embeddings"}
 MODULES = {
     "embedding": "model.embeddings.patch_embeddings",
     "Transformer.encoder_norm": "model.norm",
@@ -21,6 +22,8 @@ MODULES = {
     "MlpBlock_0.Dense_0": "mlp.up_proj",
     "MlpBlock_0.Dense_1": "mlp.down_proj",
 }
+POSITIONS = {"sincos2d": "sincos2d", "learn": "learned"}
+POOLING = {"gap": "mean", "tok": "cls"}
 KINDS = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 ATTENTION = "MultiHeadDotProductAttention_0."
 
@@ -35,6 +38,9 @@ def our_weights(official: dict[str, Tensor]) -> dict[str, Tensor]:
         if rest.startswith(ATTENTION):
             attention.setdefault(prefix, {})[rest.removeprefix(ATTENTION)] = value
             continue
+        if rest in TOKENS:
+            ours[f"model.embeddings.{TOKENS[rest]}"] = value
+            continue
         module, kind = rest.rsplit(".", 1)
         ours[f"{prefix}{MODULES[module]}.{KINDS[kind]}"] = value.permute(*reversed(range(value.ndim)))
     conv = "model.embeddings.patch_embeddings.weight"
@@ -48,12 +54,15 @@ def build(meta: dict[str, Any], implementation: str) -> DCViTForImageClassificat
     composed = meta["dynamic_compose"]
     config = DCViTConfig(
         image_size=16,
+        position_embedding_type=POSITIONS[meta["posemb"]],
+        use_class_token=meta["pool_type"] == "tok",
+        classifier_pooling=POOLING[meta["pool_type"]],
         patch_size=meta["patch"],
         hidden_size=meta["hidden_size"],
         num_attention_heads=meta["heads"],
         num_hidden_layers=meta["depth"],
         intermediate_size=meta["mlp_dim"],
-        representation_size=meta["hidden_size"],
+        representation_size=meta["hidden_size"] if meta["rep_size"] else None,
         num_labels=5,
         use_qk_norm=composed,
         compose_pre=composed,
@@ -63,11 +72,32 @@ def build(meta: dict[str, Any], implementation: str) -> DCViTForImageClassificat
     return DCViTForImageClassification(config).double()
 
 
+def place_class_token(weights: dict[str, Tensor], first: Tensor | None) -> None:
+    """Puts what is about the class token `[1, 1, E]` in front of learned positions `[1, N, E]`, where there are any."""
+    name = "model.embeddings.position_embeddings"
+    if name in weights:
+        weights[name] = torch.cat([first, weights[name]], dim=1)
+
+
+def use_official_positions(
+    model: DCViTForImageClassification, pixels: Tensor, placed: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Takes sines and cosines from the official tokens `placed` `[B, N, E]`, whose table is in float32."""
+    projection = model.model.embeddings.patch_embeddings
+    patches = nn.functional.conv2d(pixels, projection.weight, projection.bias, stride=4)
+    positions = (placed - patches.flatten(2).mT)[0].detach()
+    exact = image_embeddings.sincos_positions(4, 4, positions[None])
+    torch.testing.assert_close(positions, exact, atol=8 * torch.finfo(torch.float32).eps, rtol=0)
+    monkeypatch.setattr(image_embeddings, "sincos_positions", lambda rows, columns, like: positions)
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
         ("dcvit_model_gap_sincos", "eager"),
         ("dcvit_model_gap_sincos", "chunked"),
+        ("dcvit_model_tok_learn", "eager"),
+        ("dcvit_model_tok_learn", "chunked"),
         ("vit_model_plain", "eager"),
         ("vit_model_plain", "sdpa"),
         ("vit_model_plain", "chunked"),
@@ -76,21 +106,20 @@ def build(meta: dict[str, Any], implementation: str) -> DCViTForImageClassificat
 def test_it_equals_the_official_model(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meta, tensors = read_case(name)
     model = build(meta, implementation)
-    model.load_state_dict(our_weights(tensors_under(tensors, "sd.")))
+    weights = our_weights(tensors_under(tensors, "sd."))
+    # The authors' class token has no position.
+    place_class_token(weights, torch.zeros(1, 1, meta["hidden_size"], dtype=torch.float64))
+    model.load_state_dict(weights)
     pixels = tensors["image_nhwc"].permute(0, 3, 1, 2)
-    patches = nn.functional.conv2d(
-        pixels, model.model.embeddings.patch_embeddings.weight, model.model.embeddings.patch_embeddings.bias, stride=4
-    )
-    # The official table of positions is in float32.
-    positions = (tensors["with_posemb"] - patches.flatten(2).mT)[0].detach()
-    exact = image_embeddings.sincos_positions(4, 4, positions[None])
-    torch.testing.assert_close(positions, exact, atol=8 * torch.finfo(torch.float32).eps, rtol=0)
-    monkeypatch.setattr(image_embeddings, "sincos_positions", lambda rows, columns, like: positions)
+    if meta["posemb"] == "sincos2d":
+        use_official_positions(model, pixels, tensors["with_posemb"], monkeypatch)
 
     outputs = model(pixels)
     torch.testing.assert_close(outputs.logits, tensors["out"], atol=1e-9, rtol=0)
     (outputs.logits * tensors["weight_of_output"]).sum().backward()
     expected = our_weights(tensors_under(tensors, "grad.sd."))
+    # A position of the class token would get its gradient: the two are added.
+    place_class_token(expected, expected.get("model.embeddings.class_token"))
     assert expected.keys() == dict(model.named_parameters()).keys()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
