@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Guard:
             RollbackError: it is to go on from its newest checkpoint.
         """
         accelerator, choice = self.engine.accelerator, self.arguments.on_bad_update
-        layer = find_layer(model, forward, batches)
+        layer = find_layer(accelerator.unwrap_model(model), forward, batches, self.engine.gradient)
         self.engine.end_scoring(model)
         kept = self.run.incidents / f"update-{progress.step + 1:06d}"
         bad = BadUpdate(progress.step + 1, fault, layer, documents, kept)
@@ -122,7 +123,7 @@ class Guard:
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         if not saved:
             raise UserError(f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to")
-        progress = checkpoint.load(self.engine.accelerator, saved[-1], model, optimizer, memory, average)
+        progress = checkpoint.load(self.engine, saved[-1], model, optimizer, memory, average)
         progress.skipped = before.data_step + 1 - progress.step
         progress.bad_updates = before.bad_updates
         return progress
@@ -156,7 +157,12 @@ def remember(recent: list[float], loss: float) -> None:
     del recent[:-REMEMBERED]
 
 
-def find_layer(model: nn.Module, forward: Callable[[Batch], Any], batches: Sequence[Batch]) -> str:
+def find_layer(
+    model: nn.Module,
+    forward: Callable[[Batch], Any],
+    batches: Sequence[Batch],
+    gradient: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
+) -> str:
     """The first module whose output is not finite, else the weight whose gradient is not, else the one of largest norm.
 
     All processes have to call this together. Each looks at all of its batches, for where weights are shared out, a
@@ -164,12 +170,13 @@ def find_layer(model: nn.Module, forward: Callable[[Batch], Any], batches: Seque
 
     Args:
         forward: gives a batch to the model.
+        gradient: the gradient of a weight.
     """
     found = gather_object([name for batch in batches if (name := _first_not_finite(model, forward, batch))])
     if found:
         return f"the output of {found[0]}"
-    norms = {name: weight.grad.float().norm() for name, weight in model.named_parameters() if weight.grad is not None}
-    values = {name: float(_whole(norm)) for name, norm in norms.items()}
+    gradients = ((name, gradient(weight)) for name, weight in model.named_parameters())
+    values = {name: float(_whole(tensor.float().norm())) for name, tensor in gradients if tensor is not None}
     not_finite = [name for name, norm in values.items() if not math.isfinite(norm)]
     if not_finite:
         # A backward pass begins with the last layer.

@@ -33,7 +33,7 @@ from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
-from .engines.choice import LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
+from .engines.choice import LAUNCHED_DEEPSPEED, LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
 from .engines.interface import Engine
 from .guard import Guard
 from .model import choose_attention
@@ -122,7 +122,7 @@ def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     """Accelerate's front end: CPU processes (gloo) where there is no accelerator, TensorBoard in the output folder."""
     # The engines here shard the model, on a CPU too; Accelerate would begin to, and on a CPU ignore what it was told.
-    for name in (LAUNCHED_FSDP, LAUNCHED_MESH):
+    for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH):
         os.environ.pop(name, None)
     # The state is shared in a process; a second run there may want another precision.
     AcceleratorState._reset_state()
@@ -180,7 +180,7 @@ def build_trainer(
     if arguments.ema_decay is not None:
         average = WeightAverage(accelerator.unwrap_model(model), arguments.ema_decay)
     if resume_from is not None:
-        progress = checkpoint.load(accelerator, resume_from, model, optimizer, plan.memory, average)
+        progress = checkpoint.load(engine, resume_from, model, optimizer, plan.memory, average)
     metrics = MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers)
     checkpoints = CheckpointWriter(
         accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background

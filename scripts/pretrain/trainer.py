@@ -24,7 +24,6 @@ from .outputs.composition_health import measure_health
 from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
-from .outputs.training_state import training_tensors
 from .plan import Plan, sharing_of
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
@@ -255,7 +254,7 @@ class Trainer:
             "fingerprint": self.plan.fingerprint,
             "sharing": sharing_of(self.arguments, self.engine),
         }
-        tensors = training_tensors(self.accelerator.unwrap_model(self.model), self.optimizer, self.average)
+        tensors = self.engine.training_tensors(self.model, self.optimizer, self.average)
         self.checkpoints.write(self.progress.step, state, tensors, self.plan.memory)
 
     def _stop(self) -> None:

@@ -48,7 +48,7 @@ def validate(
         memory: an empty memory, which reads the held-out text.
     """
     accelerator = engine.accelerator
-    unwrapped = accelerator.unwrap_model(model)
+    unwrapped, scorer = accelerator.unwrap_model(model), engine.scorer(model)
     was_training = unwrapped.training
     unwrapped.eval()
     options = {"num_items_in_batch": torch.ones((), device=accelerator.device), **loss_options(unwrapped)}
@@ -58,11 +58,11 @@ def validate(
     for indices in share:
         batch = default_collate([sequences[index] for index in indices])
         targets += count_targets(batch["labels"], batch.get("shift_labels"))
-        nats += memory.loss(unwrapped, {**to_device(batch, accelerator.device), **options}).item()
+        nats += memory.loss(scorer, {**to_device(batch, accelerator.device), **options}).item()
     # Processes whose share is smaller run along, or the others would wait for them.
     for _ in range(len(share), rounds):
         batch = to_device(default_collate([sequences[0]]), accelerator.device)
-        memory.empty_copy().loss(unwrapped, {**batch, **options})
+        memory.empty_copy().loss(scorer, {**batch, **options})
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])

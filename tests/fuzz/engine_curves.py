@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ OPTIONS = {
     "eval_every": UPDATES,
 }
 ENGINES = {"ddp": (2, 4), "fsdp2": (2, 4), "hsdp": (4,)}
+ZERO = {"zero1": (2, 4), "zero2": (2, 4), "zero3": (2, 4)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(row["difference"] <= 4 * noise for row in rows) else 1
 
 
+def zero_engines() -> dict[str, tuple[int, ...]]:
+    """DeepSpeed's engines, of which stage 3 is to shard the small weights of these runs, too."""
+    from dynattn.scripts.pretrain.engines import zero
+
+    zero.PERSISTENT_ELEMENTS = 0
+    return ZERO
+
+
 def compare(folder: Path) -> list[dict[str, Any]]:
     """One row for each engine, number of processes and of forward passes."""
     corpus = write_corpus(folder / "corpus.jsonl")
@@ -61,7 +71,8 @@ def compare(folder: Path) -> list[dict[str, Any]]:
         output = folder / f"one-{accumulation}"
         run(output, corpus, **split(1, accumulation))
         rows.append(row("ddp", 1, accumulation, folder / "alone", output))
-    for engine, processes in ((engine, count) for engine, counts in ENGINES.items() for count in counts):
+    engines = ENGINES | (zero_engines() if find_spec("deepspeed") else {})
+    for engine, processes in ((engine, count) for engine, counts in engines.items() for count in counts):
         for accumulation in (1, 2):
             output = folder / f"{engine}-{processes}-{accumulation}"
             shards = {"shard_processes": 2} if engine == "hsdp" else {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accelerate import Accelerator
 
-from ...common.errors import UserError
+from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from .interface import Engine
 from .sharded import ShardedEngine
@@ -16,6 +16,13 @@ logger = logging.getLogger(__name__)
 # What `accelerate launch` sets where its configuration says FSDP.
 LAUNCHED_FSDP = "ACCELERATE_USE_FSDP"
 LAUNCHED_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+LAUNCHED_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+# What it sets where its configuration of DeepSpeed says more than a stage.
+IGNORED_OF_DEEPSPEED = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+}
 LAUNCHED_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
@@ -37,6 +44,8 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
     warn_of_missing_processes(accelerator, os.environ)
     if name == "ddp" or accelerator.num_processes == 1:
         return Engine(name, accelerator)
+    if name.startswith("zero"):
+        return build_zero(name, arguments, accelerator)
     return ShardedEngine(name, accelerator, shards_of(name, arguments, accelerator.num_processes))
 
 
@@ -44,20 +53,58 @@ def launched_engine(environment: Mapping[str, str]) -> str | None:
     """The engine in the configuration of `accelerate launch`; None if it names none, or if there is no such launcher.
 
     Raises:
-        UserError: it is FSDP 1, or DeepSpeed.
+        UserError: it is FSDP 1, or says of DeepSpeed what runs here cannot do.
     """
     if environment.get(LAUNCHED_DEEPSPEED, "false").lower() == "true":
-        raise UserError(
-            "`accelerate launch` is configured for DeepSpeed, which is not an engine here; fsdp2 shards weights, "
-            "gradients and optimizer state as ZeRO 3 does: set distributed_type: FSDP and fsdp_version: 2 in its "
-            "configuration"
-        )
+        return launched_stage(environment)
     if environment.get(LAUNCHED_FSDP, "false").lower() != "true":
         return None
     if environment.get("FSDP_VERSION", "1") != "2":
         raise UserError("`accelerate launch` is configured for FSDP 1; set fsdp_version: 2 in its configuration")
     replicas = int(environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
     return "hsdp" if replicas > 1 else "fsdp2"
+
+
+def launched_stage(environment: Mapping[str, str]) -> str:
+    """The ZeRO engine that the launcher's configuration of DeepSpeed names.
+
+    Raises:
+        UserError: it names none, or a file or an offloading, which would be without effect.
+    """
+    stage = environment.get(LAUNCHED_STAGE, "2")
+    if stage not in ("1", "2", "3"):
+        raise UserError(f"`accelerate launch` is configured for zero_stage={stage}; give 1, 2 or 3, or --engine ddp")
+    for name, what in IGNORED_OF_DEEPSPEED.items():
+        if (value := environment.get(name, "none")) != "none":
+            raise UserError(
+                f"`accelerate launch` is configured for {what}={value}, which runs here do not read; leave it out"
+            )
+    return f"zero{stage}"
+
+
+def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator) -> Engine:
+    """The engine of a stage of ZeRO.
+
+    Raises:
+        UserError: DeepSpeed is not installed, or cannot do what the arguments ask for.
+    """
+    for option, value, reason in (
+        ("optimizer", "muon", "makes updates of whole matrices, which lie in shards there"),
+        ("ema_decay", arguments.ema_decay, "averages weights, which the optimizer holds apart there"),
+        ("freeze_parent_steps", arguments.freeze_parent_steps, "leaves out weights, which are updated together there"),
+        ("on_bad_update", "skip", "drops gradients, which DeepSpeed does in an update alone"),
+        ("on_bad_update", "rollback", "drops gradients, which DeepSpeed does in an update alone"),
+        ("compile", True, "was not tried with it"),
+    ):
+        if value and getattr(arguments, option) == value:
+            raise UserError(f"{option}={value} {reason} (engine={name}); leave it out, or use engine fsdp2")
+    try:
+        from .zero import ZeroEngine  # here, because DeepSpeed is an extra, and slow to import
+    except ImportError as error:
+        raise UserError(
+            f"engine={name} needs DeepSpeed ({first_line(error)}): pip install 'dynattn[deepspeed]', or use fsdp2"
+        ) from error
+    return ZeroEngine(name, accelerator, arguments)
 
 
 def shards_of(name: str, arguments: PretrainArguments, processes: int) -> int:

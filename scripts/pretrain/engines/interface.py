@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from ..outputs.training_state import load_tensors, training_tensors
+from ..weight_average import WeightAverage
+
 OptimizerBuilder = Callable[[nn.Module], Optimizer]
+
+# Elements of gradients, in float32, that DeepSpeed exchanges at once; plans of runs need them without DeepSpeed.
+BUCKET_ELEMENTS = 100_000_000
 
 
 class Engine:
@@ -21,12 +28,10 @@ class Engine:
         name: as `--engine` names it.
         is_collective: whether a forward pass needs all processes at the same time.
         takes_weights_of_first: whether the first process alone has to have weights before `prepare`, the others shapes.
-        checks_before_update: whether `clip` knows the norm before anything has changed the weights.
     """
 
     is_collective = False
     takes_weights_of_first = False
-    checks_before_update = True
 
     def __init__(self, name: str, accelerator: Accelerator) -> None:
         self.name, self.accelerator = name, accelerator
@@ -49,12 +54,31 @@ class Engine:
         # Gradients are averaged over processes, while each loss is already a share of the sum over them.
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
+    def scorer(self, model: nn.Module) -> nn.Module:
+        """What scores batches without gradients: the model itself, which takes no part in exchanging gradients."""
+        return self.accelerator.unwrap_model(model)
+
     def end_scoring(self, model: nn.Module) -> None:
         """Frees what forward passes keep for backward passes, after some that had none."""
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Scales the gradient down to the norm `limit`; returns its norm `[]` before, over all weights."""
         return self.accelerator.clip_grad_norm_(model.parameters(), limit)
+
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        """The gradient of a weight behind the last backward pass of an update, whole or as shards; None without one."""
+        return weight.grad
+
+    def training_tensors(
+        self, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None
+    ) -> dict[str, Tensor]:
+        """What this process writes into a checkpoint, by the names of `outputs.training_state`."""
+        return training_tensors(self.accelerator.unwrap_model(model), optimizer, average)
+
+    def load_tensors(self, folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> None:
+        """Restores what any engine's `training_tensors` were, from the folder into which they were written."""
+        alone = self.accelerator.num_processes == 1
+        load_tensors(folder, self.accelerator.unwrap_model(model), optimizer, average, alone=alone)
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights in one piece on the CPU or where they are; complete on the main process."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Precision = Literal["no", "bf16"]
-EngineName = Literal["ddp", "fsdp2", "hsdp"]
+EngineName = Literal["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 BadUpdateChoice = Literal["stop", "skip", "rollback"]
 Tracker = Literal["wandb", "trackio"]
 
@@ -22,8 +22,9 @@ class RunningOptions:
     engine: EngineName | None = field(
         default=None,
         metadata={
-            "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard) or hsdp (shards in "
-            "a machine, replicas over machines); ddp when neither this nor `accelerate launch` says"
+            "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard), hsdp (shards in a "
+            "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); ddp when neither this nor "
+            "`accelerate launch` says"
         },
     )
     shard_processes: int | None = field(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
@@ -26,12 +25,12 @@ from torch.optim import Optimizer
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError, first_line
 from ...common.segment_memory import CarriedMemory
+from ..engines.interface import Engine
 from ..schedule import SCHEDULE_FIELDS, keeps_past
 from ..weight_average import WeightAverage
 from . import checksums
 from .earlier_format import is_earlier_format, load_earlier
 from .random_state import load_random_state, random_state_file
-from .training_state import load_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class TrainingProgress:
 
 
 def load(
-    accelerator: Accelerator,
+    engine: Engine,
     path: Path,
     model: nn.Module,
     optimizer: Optimizer,
@@ -114,12 +113,13 @@ def load(
     Raises:
         UserError: a file holds something else than tensors and plain values; nothing in it is run.
     """
-    process, model = accelerator.process_index, accelerator.unwrap_model(model)
+    accelerator = engine.accelerator
+    process = accelerator.process_index
     try:
         if is_earlier_format(path):
-            load_earlier(path, model, optimizer, process)
+            load_earlier(path, accelerator.unwrap_model(model), optimizer, process)
         else:
-            load_tensors(path / TENSORS, model, optimizer, average, alone=accelerator.num_processes == 1)
+            engine.load_tensors(path / TENSORS, model, optimizer, average)
             if (file := random_state_file(path, process)).exists():
                 load_random_state(file, accelerator.device)
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, LookupError) as error:

@@ -18,7 +18,7 @@ from ..processes import on_all, on_main
 from . import checkpoint, checksums
 from .checksums import Checksums
 from .random_state import random_state_file, save_random_state
-from .training_state import failures_as_raised, files_of, storage_writer
+from .training_state import failures_as_raised, files_of, storage_writer, whole_sizes
 
 
 @dataclass
@@ -105,8 +105,11 @@ class CheckpointWriter:
     def _begin_tensors(self, final: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCheckpoint:
         """Hands the tensors to the thread, or plans to write them when the checkpoint is finished."""
         partial = partial_path(final)
+        # A process may hold some of the tensors alone.
+        shares = gather_object([whole_sizes(tensors)])
+        sizes = {name: size for share in shares for name, size in share.items()}
         options: dict[str, Any] = {
-            "storage_writer": storage_writer(partial / checkpoint.TENSORS, tensors, self.accelerator.num_processes),
+            "storage_writer": storage_writer(partial / checkpoint.TENSORS, sizes, self.accelerator.num_processes),
             "process_group": self._group,
             "no_dist": self._group is None,
         }

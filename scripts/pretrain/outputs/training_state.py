@@ -39,13 +39,22 @@ def training_tensors(model: nn.Module, optimizer: Optimizer, average: WeightAver
     return tensors | averages_of(average)
 
 
-def storage_writer(folder: Path, tensors: Mapping[str, Tensor], processes: int) -> HuggingFaceStorageWriter:
-    """Writes `tensors` into `folder`, in files of about `FILE_BYTES` for each process."""
+def storage_writer(folder: Path, sizes: Mapping[str, int], processes: int) -> HuggingFaceStorageWriter:
+    """Writes tensors into `folder`, in files of about `FILE_BYTES` for each process.
+
+    Args:
+        sizes: bytes of all tensors that any process writes, in one piece.
+    """
     files, written = {}, 0
-    for name, tensor in tensors.items():
+    for name, size in sizes.items():
         files[name] = 1 + written // (FILE_BYTES * processes)
-        written += math.prod(tensor.shape) * tensor.element_size()
+        written += size
     return HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+
+
+def whole_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The bytes of tensors in one piece, which `storage_writer` wants to know."""
+    return {name: math.prod(tensor.shape) * tensor.element_size() for name, tensor in tensors.items()}
 
 
 def files_of(process: int, folder: Path) -> list[Path]:
@@ -65,8 +74,7 @@ def load_tensors(
         SafetensorError, RuntimeError: a file holds something else.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    entries = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
-    stored = {name: entry.size for name, entry in entries.items()}
+    stored = stored_sizes(reader)
     weights = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {}
     for name, size in stored.items():
@@ -79,6 +87,12 @@ def load_tensors(
     with failures_as_raised():
         dcp.load(tensors, storage_reader=reader, no_dist=alone)
     give_states(optimizer, {weights[name]: state for name, state in states.items()})
+
+
+def stored_sizes(reader: HuggingFaceStorageReader) -> dict[str, torch.Size]:
+    """The sizes of the whole tensors in a folder, by name."""
+    entries = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
+    return {name: entry.size for name, entry in entries.items()}
 
 
 def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:

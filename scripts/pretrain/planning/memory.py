@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
 
+from ..engines.interface import BUCKET_ELEMENTS
+
 FLOAT32, BFLOAT16 = 4, 2
 
 
@@ -244,13 +246,25 @@ def engine_memory(
         averages: bytes of their moving averages, if they are kept.
     """
     whole = rehearsal.weights
-    share = {"ddp": 1, "zero1": 1, "zero2": 1, "hsdp": min(gpus, node)}.get(name, gpus)
-    activations = rehearsal.activations
-    if name in ("fsdp2", "hsdp", "zero3"):
-        # Two layers are in one piece at a time, the second being fetched; gradients of one, too.
-        inner = rehearsal.activations_in_shards
-        pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
-        return EngineMemory(whole // share, whole // share, (moments + averages) // share, pieces, inner)
-    optimizer = averages + (moments if name == "ddp" else moments // gpus)
-    gradients = whole // gpus if name == "zero2" else whole
-    return EngineMemory(whole, gradients, optimizer, whole if gpus > 1 else 0, activations)
+    share = {"ddp": 1, "hsdp": min(gpus, node)}.get(name, gpus)
+    if name.startswith("zero"):
+        return _zero_memory(int(name[-1]), rehearsal, gpus, moments + averages)
+    if name == "ddp":
+        copies = whole if gpus > 1 else 0
+        return EngineMemory(whole, whole, moments + averages, copies, rehearsal.activations)
+    # Two layers are in one piece at a time, the second being fetched; gradients of one, too.
+    pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
+    return EngineMemory(
+        whole // share, whole // share, (moments + averages) // share, pieces, rehearsal.activations_in_shards
+    )
+
+
+def _zero_memory(stage: int, rehearsal: Rehearsal, gpus: int, moments: int) -> EngineMemory:
+    """What a process of DeepSpeed's ZeRO needs, which computes in bf16 by autocast, and has weights in float32.
+
+    Its optimizer updates a copy of the process's share of the weights, and gradients are exchanged by way of a buffer.
+    """
+    whole, share = rehearsal.weights, rehearsal.weights // gpus
+    buffers = min(BUCKET_ELEMENTS * FLOAT32, whole) + (3 * rehearsal.largest_layer if stage == 3 else 0)
+    weights, gradients = share if stage == 3 else whole, whole if stage == 1 else share
+    return EngineMemory(weights, gradients, moments // gpus + share, buffers, rehearsal.activations)

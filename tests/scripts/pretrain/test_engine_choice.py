@@ -32,6 +32,8 @@ def processes(number: int) -> Accelerator:
         ({"ACCELERATE_USE_FSDP": "false"}, None),
         (FSDP, "fsdp2"),
         ({**FSDP, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "hsdp"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "zero2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "zero3"),
     ],
 )
 def test_the_configuration_of_the_launcher_names_an_engine(environment: dict[str, str], engine: str | None):
@@ -41,8 +43,11 @@ def test_the_configuration_of_the_launcher_names_an_engine(environment: dict[str
 def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="configured for FSDP 1; set fsdp_version: 2"):
         launched_engine({"ACCELERATE_USE_FSDP": "true"})
-    with pytest.raises(UserError, match="configured for DeepSpeed, which is not an engine here; fsdp2 shards"):
-        launched_engine({"ACCELERATE_USE_DEEPSPEED": "true"})
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    with pytest.raises(UserError, match="configured for zero_stage=0; give 1, 2 or 3, or --engine ddp"):
+        launched_engine({**deepspeed, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"})
+    with pytest.raises(UserError, match="configured for offload_param_device=cpu, which runs here do not read"):
+        launched_engine({**deepspeed, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"})
     given = arguments(tmp_path, tmp_path, engine="ddp")
     with pytest.raises(UserError, match="engine=ddp, but `accelerate launch` is configured for fsdp2"):
         build_engine(given, processes(2), "fsdp2")
@@ -72,6 +77,31 @@ def test_several_processes_share_weights_if_asked_to(
     assert f"engine: {engine}, {number} process" in built.describe()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("optimizer", "muon"),
+        ("ema_decay", 0.9),
+        ("freeze_parent_steps", 3),
+        ("on_bad_update", "skip"),
+        ("on_bad_update", "rollback"),
+        ("compile", True),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_by_name(option: str, value: Any, tmp_path: Path):
+    given = arguments(tmp_path, tmp_path, engine="zero2", **{option: value})
+    with pytest.raises(UserError, match=rf"{option}={value} .*\(engine=zero2\); leave it out, or use engine fsdp2"):
+        build_engine(given, processes(2), None)
+    assert type(build_engine(given, processes(1), None)) is Engine
+
+
+def test_an_engine_without_its_package_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, "dynattn.scripts.pretrain.engines.zero", raising=False)
+    with pytest.raises(UserError, match=r"engine=zero1 needs DeepSpeed \(.*\): pip install .*, or use fsdp2"):
+        build_engine(arguments(tmp_path, tmp_path, engine="zero1"), processes(2), None)
+
+
 def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_told(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         warn_of_missing_processes(processes(1), {})
@@ -82,8 +112,10 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_told(caplog: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"])
 def test_shipped_configurations_launch_processes_on_a_cpu(name: str, corpus: Path, tmp_path: Path):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the engines zero1 to zero3 need the extra `deepspeed`")
     shipped: dict[str, Any] = yaml.safe_load((RECIPES / "accelerate" / f"{name}.yaml").read_text())
     if name == "hsdp":
         small = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 1}

@@ -100,19 +100,26 @@ def test_nothing_to_roll_back_to_ends_the_run(corpus: Path, tmp_path: Path, seen
         run(tmp_path / "run", corpus, on_bad_update="rollback", save_every=10)
 
 
-def test_a_bad_batch_of_one_process_ends_all_where_weights_are_shards(corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("engine", "choice"), [("fsdp2", "skip"), pytest.param("zero3", "stop", marks=pytest.mark.slow)]
+)
+def test_a_bad_batch_of_one_process_ends_all_where_weights_are_shards(
+    engine: str, choice: str, corpus: Path, tmp_path: Path
+):
     """One process finds its first forward pass bad; the other, whose passes are good, has to join the search."""
+    if engine == "zero3":
+        pytest.importorskip("deepspeed", reason="the engines zero1 to zero3 need the extra `deepspeed`")
     usual = Trainer._accumulate
 
     def accumulate(trainer: Trainer, micro_batches: Any) -> torch.Tensor:
         loss = usual(trainer, micro_batches)
         is_bad = trainer.progress.data_step == BAD - 1 and trainer.accelerator.process_index == 0
         if is_bad:
-            module = trainer.model.model.layers[0].mlp  # type: ignore[union-attr]
+            module = trainer.accelerator.unwrap_model(trainer.model).model.layers[0].mlp
             module.register_forward_hook(lambda *_: _[-1] * math.nan)
         return loss * math.inf if is_bad else loss
 
-    options = {"engine": "fsdp2", "batch_size": 1, "gradient_accumulation_steps": 2, "on_bad_update": "skip"}
+    options = {"engine": engine, "batch_size": 1, "gradient_accumulation_steps": 2, "on_bad_update": choice}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError) as caught:
         patch.setattr(Trainer, "_accumulate", accumulate)
         run_forked(2, tmp_path / "run", corpus, **options | {"max_bad_updates": 0})

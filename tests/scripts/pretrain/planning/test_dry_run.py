@@ -109,11 +109,15 @@ def test_checkpointing_and_sharding_need_less():
     assert saving.activations < 0.7 * plain.activations
     weights = sum(weight.numel() * 4 for weight in dcformer().parameters())
     assert plain.weights == weights
-    ddp, zero1, fsdp = (
-        engine_memory(n, plain, 16, 8, bf16=False, moments=2 * weights) for n in ("ddp", "zero1", "fsdp2")
+    ddp, zero1, zero2, zero3, fsdp = (
+        engine_memory(n, plain, 16, 8, bf16=False, moments=2 * weights)
+        for n in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     )
     assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
-    assert zero1.optimizer == 2 * weights // 16
+    # DeepSpeed's optimizer has its own copy of the weights that it updates.
+    assert zero1.optimizer == zero2.optimizer == zero3.optimizer == 2 * weights // 16 + weights // 16
+    assert [zero.gradients for zero in (zero1, zero2, zero3)] == [weights, weights // 16, weights // 16]
+    assert [zero.weights for zero in (zero1, zero2, zero3)] == [weights, weights, weights // 16]
     assert fsdp.weights == weights // 16
     hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, moments=2 * weights, averages=weights)
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)

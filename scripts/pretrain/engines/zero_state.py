@@ -1,0 +1,194 @@
+"""Where DeepSpeed keeps weights and optimizer state of ZeRO, and how they become whole tensors and shards again.
+
+The names are those of `outputs/training_state.py`, so that checkpoints of all engines are one format. DeepSpeed's own
+checkpoints are pickled, and tied to the number of processes.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from ...common.errors import UserError
+from ..outputs.training_state import OPTIMIZER, WEIGHTS, failures_as_raised, stored_sizes, weights_of
+
+# What the optimizer keeps of a group of weights in one number.
+COUNT = "step"
+
+
+class Piece(NamedTuple):
+    """What one process holds of a weight.
+
+    Attributes:
+        flat: the float32 tensor `[n]` that the optimizer updates, with pieces of other weights and padding.
+        place: where the piece begins in it.
+        start: where the piece begins in the weight's elements, taken in a row.
+        length: its elements; zero if other processes hold all of the weight.
+    """
+
+    flat: Tensor
+    place: int
+    start: int
+    length: int
+
+    def of(self, held: Tensor) -> Tensor:
+        """The part `[length]` of `flat`, or of a tensor like it, that belongs to the weight."""
+        return held.detach()[self.place : self.place + self.length]
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint: a weight or a buffer, or what the optimizer keeps of a weight under the name `kept`."""
+
+    tensor: Tensor
+    kept: str | None = None
+
+
+class ZeroState:
+    """Weights and optimizer state of a model that DeepSpeed has sharded; all processes have to call its methods."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.module: nn.Module = engine.module
+        self.zero: Any = engine.optimizer
+        self.state: dict[Tensor, dict[str, Tensor]] = self.zero.optimizer.state
+        self.shards_weights: bool = engine.zero_optimization_partition_weights()
+        self.process, self.processes = dist.get_rank(), dist.get_world_size()
+        self.pieces = dict(self._sharded_pieces() if self.shards_weights else self._flat_pieces())
+
+    def collect(self, prefix: str = "", *, owners: int | None = None) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, in one piece on the CPU, each on one process.
+
+        Args:
+            owners: how many processes get some of them; all when not given.
+        """
+        collected: dict[str, Tensor] = {}
+        entries = {name: entry for name, entry in self._entries().items() if name.startswith(prefix)}
+        for number, (name, entry) in enumerate(entries.items()):
+            owner = number % (owners or self.processes)
+            whole = self._gather(entry, owner)
+            if owner == self.process:
+                collected[name] = whole.to("cpu", copy=True)
+        return collected
+
+    def restore(self, folder: Path) -> None:
+        """Puts the tensors of a checkpoint in their places; one process reads each of them and sends it to the others.
+
+        Raises:
+            UserError: weights that are updated together were not always.
+        """
+        reader = HuggingFaceStorageReader(str(folder))
+        sizes = stored_sizes(reader)
+        self._begin_states(sizes)
+        entries = self._entries()
+        owners = {name: number % self.processes for number, name in enumerate(entries)}
+        read = {
+            name: torch.empty(sizes[name], dtype=entry.tensor.dtype)
+            for name, entry in entries.items()
+            if owners[name] == self.process
+        }
+        with failures_as_raised():
+            dcp.load(dict(read), storage_reader=reader, no_dist=True)
+        for name, entry in entries.items():
+            whole = read.pop(name, torch.empty(sizes[name], dtype=entry.tensor.dtype)).to(self.zero.device)
+            dist.broadcast(whole, owners[name])
+            self._put(name, entry, whole)
+        self._use_weights()
+
+    def _flat_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """Stages 1 and 2: the weights of a group in a row are cut into as many equal parts as there are processes."""
+        for flat, weights in zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True):
+            for weight in weights:
+                found = weight._hp_mapping
+                if found is None:
+                    yield weight, Piece(flat, 0, 0, 0)
+                else:
+                    here, there = found.hp_fragment_address, found.lp_fragment_address
+                    yield weight, Piece(flat, here.start, there.start, here.numel)
+
+    def _sharded_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """Stage 3: each weight is cut into as many equal parts as there are processes; the last may be padded."""
+        for flat, weights in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
+            for weight in weights:
+                _, place, size = self.zero.grad_position[self.zero.get_param_id(weight)]
+                start = min(self.process * size, weight.ds_numel)
+                yield weight, Piece(flat, place, start, min(size, weight.ds_numel - start))
+
+    def _entries(self) -> dict[str, Entry]:
+        """All tensors of a checkpoint by name."""
+        weights = dict(self.module.named_parameters())
+        # A `state_dict` has tensors that share the weights' memory, and are not those that pieces are known of.
+        entries = {WEIGHTS + name: Entry(weights.get(name, held)) for name, held in weights_of(self.module).items()}
+        for name, weight in weights.items():
+            kept = self.state.get(self.pieces[weight].flat, {})
+            entries |= {f"{OPTIMIZER}{name}.{what}": Entry(weight, what) for what in kept}
+        return entries
+
+    def _gather(self, entry: Entry, owner: int) -> Tensor:
+        """The whole tensor on the process `owner`, and anything elsewhere."""
+        if entry.tensor not in self.pieces:
+            return entry.tensor.detach()
+        piece = self.pieces[entry.tensor]
+        if entry.kept == COUNT:
+            return self.state[piece.flat][COUNT]
+        held = piece.flat if entry.kept is None else self.state[piece.flat][entry.kept]
+        whole = held.new_zeros(math.prod(shape_of(entry.tensor)))
+        whole[piece.start : piece.start + piece.length] = piece.of(held)
+        # As integers, each sum is of one number and zeros, which keeps the sign of a zero too.
+        dist.reduce(whole.view(torch.int32), owner)
+        return whole.view(shape_of(entry.tensor))
+
+    def _put(self, name: str, entry: Entry, whole: Tensor) -> None:
+        """Copies this process's piece of a whole tensor to where it belongs."""
+        if entry.tensor not in self.pieces:
+            entry.tensor.detach().copy_(whole)
+            return
+        piece = self.pieces[entry.tensor]
+        if entry.kept == COUNT:
+            self._put_count(name, self.state[piece.flat], whole)
+            return
+        held = piece.flat if entry.kept is None else self.state[piece.flat][entry.kept]
+        piece.of(held).copy_(whole.flatten()[piece.start : piece.start + piece.length])
+
+    def _put_count(self, name: str, state: dict[str, Tensor], count: Tensor) -> None:
+        """Sets how often a group has been updated, which DeepSpeed counts for all of its weights together."""
+        if int(state[COUNT]) not in (0, int(count)):
+            raise UserError(
+                f"{name} of the checkpoint is {int(count)}, and {int(state[COUNT])} for another weight that DeepSpeed "
+                "updates together with it; resume with engine fsdp2 or ddp"
+            )
+        state[COUNT].copy_(count)
+
+    def _begin_states(self, names: Iterable[str]) -> None:
+        """Gives each group zeros for what `names` say that the optimizer keeps of its weights."""
+        weights = dict(self.module.named_parameters())
+        for stored in names:
+            if stored.startswith(OPTIMIZER):
+                name, _, what = stored.removeprefix(OPTIMIZER).rpartition(".")
+                flat = self.pieces[weights[name]].flat
+                self.state[flat][what] = self._zero_count(flat) if what == COUNT else torch.zeros_like(flat.detach())
+
+    def _zero_count(self, flat: Tensor) -> Tensor:
+        """A count of updates where the optimizer wants it: beside the weights if it is fused."""
+        is_fused = any(group.get("fused") for group in self.zero.param_groups)
+        return torch.zeros((), device=flat.device if is_fused else "cpu")
+
+    def _use_weights(self) -> None:
+        """Lets the model compute with the weights that the optimizer has."""
+        if not self.shards_weights:
+            self.zero.update_lp_params()
+            return
+        self.zero._partition_all_parameters()
+        for index in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(index)
+        self.zero._post_step([])
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a tensor in one piece."""
+    return getattr(tensor, "ds_shape", tensor.shape)
