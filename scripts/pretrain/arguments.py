@@ -81,6 +81,8 @@ class PretrainArguments(RangedOptions):
     def _check_sweep(self) -> None:
         """Refuses a sweep that is malformed, or could lose what earlier commands have made."""
         if self.sweep is None:
+            if self.sweep_workers > 1:
+                raise UserError(f"sweep_workers={self.sweep_workers} is for a sweep; give sweep, or leave it out")
             return
         Sweep.parse(self.sweep)
         if self.overwrite or self.resume not in ("auto", "intact"):

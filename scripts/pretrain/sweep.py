@@ -1,4 +1,4 @@
-"""Runs that differ in one number, one after the other: `--sweep lr=1e-4:1e-2:7`.
+"""Runs that differ in one number, one after the other or some at a time: `--sweep lr=1e-4:1e-2:7`.
 
 Each run has its folder below `output`. The same command goes on where it was interrupted: it resumes the run that had
 begun, and repeats neither those that have ended nor those that have diverged.
@@ -6,8 +6,11 @@ begun, and repeats neither those that have ended nor those that have diverged.
 
 import json
 import math
+import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,19 @@ from .guard import DivergedError
 from .job import pretrain
 from .launcher import is_first_process
 from .options.sweep import Sweep
+from .sweep_processes import Job, run_jobs
 
 # Settings that may differ between the commands that make one sweep.
-FREE_SETTINGS = ("max_seconds", "resume", "keep_checkpoints", "save_every", "log_every", "engine", "shard_processes")
+FREE_SETTINGS = (
+    "max_seconds",
+    "resume",
+    "keep_checkpoints",
+    "save_every",
+    "log_every",
+    "engine",
+    "shard_processes",
+    "sweep_workers",
+)
 
 
 @dataclass(frozen=True)
@@ -49,18 +62,37 @@ def run_sweep(arguments: PretrainArguments) -> str:
     record = folder / "sweep.json"
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_SETTINGS}
     known = read_outcomes(record, settings)
-    for value in sweep.values:
-        if value in known:
-            continue
-        known[value] = run_one(arguments, sweep.name, value, folder, started)
+    left = {value: partial(run_one, arguments, sweep.name, value, folder, started) for value in sweep.values}
+    for outcome in make_runs({value: run for value, run in left.items() if value not in known}, arguments):
+        known[outcome.value] = outcome
         if is_first_process():
-            write_json(
-                record, {"settings": settings, "runs": [asdict(outcome) for outcome in known.values()]}, indent=1
-            )
+            write_json(record, {"settings": settings, "runs": [asdict(one) for one in known.values()]}, indent=1)
     outcomes = [known[value] for value in sweep.values]
     if is_first_process():
         draw(sweep, outcomes, folder / "sweep.png")
     return "\n".join([*table(sweep, outcomes), f"plot: {folder / 'sweep.png'}", recipe_line(sweep, outcomes)])
+
+
+def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainArguments) -> Iterator[Outcome]:
+    """Makes the runs, in `sweep_workers` processes if that are several; the outcomes come as the runs end.
+
+    Raises:
+        UserError: a run is refused, or each of the runs has several processes already.
+        StoppedError: a signal or `max_seconds` ended one of them.
+    """
+    if arguments.sweep_workers == 1:
+        yield from (run() for run in runs.values())
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"sweep_workers={arguments.sweep_workers} starts processes of its own, and torchrun has started others; "
+            "leave one of them out"
+        )
+    folder = Path(arguments.output)
+    jobs = {value: Job(run, folder / f"{value:g}.log") for value, run in runs.items()}
+    for value, outcome in run_jobs(jobs, arguments.sweep_workers):
+        print(f"{value:g}: {'diverged' if outcome.loss is None else f'validation loss {outcome.loss:.4f}'}", flush=True)
+        yield outcome
 
 
 def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path, started: float) -> Outcome:
@@ -72,6 +104,7 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
         name: value,
         "output": str(output),
         "sweep": None,
+        "sweep_workers": 1,
         "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
         "max_seconds": None if limit is None else max(1.0, limit - (time.monotonic() - started)),
     }

@@ -24,10 +24,11 @@ def write_cached(
 ) -> None:
     """`write_stream` into `folder`, or, with a cache, into an entry of it whose files `folder` then shares.
 
-    An entry is named after `identity`, what it is made from. One that was begun and not finished is continued.
+    An entry is named after `identity`, what it is made from. One that was begun and not finished is continued; one that
+    another process is writing is waited for.
 
     Raises:
-        UserError: the entry is damaged or of something else, or another process is writing it.
+        UserError: the entry is damaged or of something else.
     """
     if cache is None:
         write_stream(dataset, encoder, folder, workers, identity)
@@ -55,17 +56,18 @@ def _key(identity: dict[str, str]) -> str:
 
 
 def _make(entry: Path, dataset: Dataset, encoder: Encoder, workers: int, identity: dict[str, str]) -> None:
-    """Writes an entry beside its place and moves it there when it is complete."""
+    """Writes an entry beside its place and moves it there when it is complete, or waits until another process has."""
     partial = partial_path(entry)
-    lock = FolderLock(partial / ".lock")
-    lock.take()
+    lock = FolderLock(partial.with_suffix(".lock"))
+    lock.wait()
     try:
+        if entry.exists():
+            return
         write_stream(dataset, encoder, partial, workers, identity)
-        files = [file for file in partial.iterdir() if file.name != lock.path.name]
-        write_json(partial / FILES, checksums.measure_files(partial, files))
+        write_json(partial / FILES, checksums.measure_files(partial, partial.iterdir()))
+        put_in_place(partial, entry)
     finally:
         lock.release()
-    put_in_place(partial, entry)
 
 
 def _check(entry: Path, identity: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ POSITIVE = (
     "base_width",
     "shortest_length",
     "position_limit",
+    "sweep_workers",
 )
 NOT_NEGATIVE = (
     "freeze_parent_steps",

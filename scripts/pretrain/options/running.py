@@ -62,6 +62,9 @@ class RunningOptions:
             "lr=1e-4:1e-2:7, and draw their validation losses"
         },
     )
+    sweep_workers: int = field(
+        default=1, metadata={"help": "runs of a sweep at the same time, each in a process of its own"}
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "print parameters, operations, memory, time and cost of the run, and end"}
     )

@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +14,7 @@ from ...common.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.2
 # What network file systems answer that have no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
@@ -50,6 +52,22 @@ class FolderLock:
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
+
+    def wait(self) -> None:
+        """Takes the lock as soon as no other process holds it, and says if it has to wait.
+
+        Raises:
+            OSError: the folder cannot be made or written.
+        """
+        is_told = False
+        while self._file is None:
+            try:
+                self.take()
+            except UserError as busy:
+                if not is_told:
+                    logger.warning("waiting, for %s", busy)
+                is_told = True
+                time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
         """Gives the lock back, and removes the file and the folders that it was made in if nothing else is in them."""

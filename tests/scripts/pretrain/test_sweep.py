@@ -1,17 +1,21 @@
 """Sweeps: their values, their runs, which survive interruptions, and the line for the recipe."""
 
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.training import RUN, arguments, killed_after, parse
+from cases.training import ENVIRONMENT, RUN, arguments, command, curve, killed_after, parse, write_corpus
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.options.sweep import Sweep
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.stopping import StoppedError
 from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
+from dynattn.scripts.pretrain.sweep_processes import share_of
 
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
 
@@ -77,6 +81,57 @@ def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path)
             arguments(tmp_path / "sweep", corpus, **SHORT | {"max_steps": 4000}, sweep="lr=1e-3:1e-2:2", max_seconds=2)
         )
     assert list((tmp_path / "sweep" / "learning_rate=0.001" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_runs_at_the_same_time_end_as_one_after_the_other(corpus: Path, tmp_path: Path):
+    """Three runs in two processes, of which the last diverges; a second command finds all ended."""
+    options: dict[str, Any] = {**SHORT, "sweep": "lr=1e-3:1e30:3", "weight_decay": 0.0, "max_grad_norm": 1e38}
+    told = run_sweep(arguments(tmp_path / "one", corpus, **options))
+    many = arguments(tmp_path / "many", corpus, **options, sweep_workers=2)
+    assert run_sweep(many) == told.replace(str(tmp_path / "one"), str(tmp_path / "many"))
+    one, two = (sorted((tmp_path / name).glob("*/metrics.jsonl")) for name in ("one", "many"))
+    assert len(one) == 3
+    for first, second in zip(one, two, strict=True):
+        assert curve(first.parent, "step", "loss", "grad_norm") == curve(second.parent, "step", "loss", "grad_norm")
+    assert (tmp_path / "many" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "engine: ddp, 1 process on cpu" in (tmp_path / "many" / "0.001.log").read_text()
+    assert run_sweep(many) == told.replace(str(tmp_path / "one"), str(tmp_path / "many"))
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_runs_of_a_sweep_at_checkpoints(tmp_path: Path):
+    output = tmp_path / "sweep"
+    options = {**RUN, **SHORT, "max_steps": 4000, "sweep": "lr=1e-3:1e-2:3", "sweep_workers": 2, "output": output}
+    options["keep_checkpoints"] = 0
+    options["dataset"] = write_corpus(tmp_path / "corpus.jsonl")
+    process = subprocess.Popen(command(options), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    runs = [output / f"learning_rate={rate}" for rate in ("0.001", "0.00316")]
+    while not all((run / "checkpoints" / "step-000002").exists() for run in runs) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert errors.strip().startswith("stopped by SIGTERM"), errors
+    for run in runs:
+        last = curve(run, "step", split="train")[-1][0]
+        assert (run / "checkpoints" / f"step-{last:06d}").exists()
+    assert not (output / "learning_rate=0.01").exists()
+
+
+def test_each_of_several_processes_has_its_cores_and_its_gpu():
+    gpus = {"CUDA_VISIBLE_DEVICES": "2,5,7"}
+    assert share_of(0, 4, gpus, 8) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "2"}
+    assert share_of(3, 4, gpus, 2) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    assert share_of(1, 2, {"CUDA_VISIBLE_DEVICES": "4", "OMP_NUM_THREADS": "3"}, 8) == {}
+
+
+def test_several_processes_are_for_a_sweep_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="sweep_workers=2 is for a sweep; give sweep, or leave it out"):
+        parse("--output", "x", "--sweep_workers", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="sweep_workers=2 starts processes of its own, and torchrun has started others"):
+        run_sweep(arguments(tmp_path / "sweep", corpus, sweep="lr=1:2:2", sweep_workers=2, weight_decay=0.1))
 
 
 def test_the_best_is_the_least_loss_of_runs_that_ended():

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_the_holder_is_named_and_nothing_is_left_at_the_end(tmp_path: Path):
     (tmp_path / "runs" / "run" / "kept").touch()
     second.release()
     assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == ["kept"]
+
+
+def test_who_waits_gets_the_lock_when_it_is_released(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first, second = (FolderLock(tmp_path / ".lock") for _ in range(2))
+    first.take()
+    waiting = threading.Thread(target=second.wait)
+    waiting.start()
+    waiting.join(2 * folder_lock.POLL_SECONDS)
+    assert (waiting.is_alive(), second.is_held) == (True, False)
+    first.release()
+    waiting.join(60)
+    assert second.is_held
+    assert caplog.text.count(f"waiting, for output={tmp_path} is in use by process {os.getpid()}") == 1
+    second.release()
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path):
