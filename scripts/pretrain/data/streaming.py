@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, islice
@@ -32,9 +33,10 @@ from ..outputs.run_folder import RunFolder
 from ..stopping import ignore_signals
 from .batch_order import TrainingOrder
 from .documents import load_stream
-from .encoders import ChatEncoder, Encoder, TextEncoder
+from .encoders import ChatEncoder, Encoded, Encoder, TextEncoder
 from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
+from .tokenization import encode_batches
 
 # Documents at the head of a stream that are held out where no validation data is named, and that recognize it.
 HELD_OUT_DOCUMENTS = 1000
@@ -141,7 +143,8 @@ class StreamOrder(TrainingOrder):
             return
         (self.writer.folder / FAILURE).unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=self.writer.run, args=(self._wanted,), daemon=True)
+        # Not a daemon, which could not have processes of its own to tokenize.
+        process = context.Process(target=self.writer.run, args=(self._wanted,))
         process.start()
         finished = threading.Event()
         watch = threading.Thread(target=self.writer.tell_if_it_dies, args=(process, finished), daemon=True)
@@ -219,6 +222,18 @@ class BlockWriter:
 
     def _batches(self, cursor: dict[str, Any]) -> Iterator[tuple[NDArray[np.int32], dict[str, Any]]]:
         """Tokens, starts and targets `[3, N]` of batches of documents, each with the cursor behind it."""
+        cursors: deque[dict[str, Any]] = deque()
+
+        def texts() -> Iterator[list[str]]:
+            for batch, behind in self._documents(cursor):
+                cursors.append(behind)
+                yield batch
+
+        for encoded in encode_batches(texts(), self.encoder, self.arguments.tokenizer_workers):
+            yield as_columns(encoded), cursors.popleft()
+
+    def _documents(self, cursor: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """Batches of documents from `cursor` on, each with the cursor behind it."""
         for number in count(cursor["pass"]):
             stream = self._open()
             if "state" in cursor:
@@ -227,7 +242,7 @@ class BlockWriter:
             read = 0
             while texts := [row["text"] for row in islice(rows, BATCH_DOCUMENTS)]:
                 read += len(texts)
-                yield self._encode(texts), {"pass": number, "state": stream.state_dict()}
+                yield texts, {"pass": number, "state": stream.state_dict()}
             if read == 0 and "state" not in cursor:
                 raise UserError(f"the stream {self.arguments.dataset} holds no documents to train on")
             cursor = {}
@@ -238,14 +253,6 @@ class BlockWriter:
         has_validation = self.arguments.validation_dataset or self.arguments.validation_split
         return stream if has_validation else stream.skip(HELD_OUT_DOCUMENTS)
 
-    def _encode(self, texts: list[str]) -> NDArray[np.int32]:
-        """Tokens, starts and targets `[3, N]` of some documents."""
-        encoded = self.encoder(texts)
-        starts = np.zeros(len(encoded.tokens), dtype=np.int32)
-        starts[np.cumsum(encoded.lengths) - encoded.lengths] = 1
-        targets = np.ones_like(starts) if encoded.targets is None else encoded.targets
-        return np.stack([encoded.tokens, starts, targets])
-
     def _delete_old(self) -> None:
         """Deletes the blocks before the one that the oldest checkpoint reads next."""
         saved = checkpoint.list_checkpoints(self.checkpoints)
@@ -254,3 +261,11 @@ class BlockWriter:
         for number in written[:-1]:
             if number < first:
                 block_path(self.folder, number).unlink()
+
+
+def as_columns(encoded: Encoded) -> NDArray[np.int32]:
+    """Tokens, starts and targets `[3, N]` of a batch of documents."""
+    starts = np.zeros(len(encoded.tokens), dtype=np.int32)
+    starts[np.cumsum(encoded.lengths) - encoded.lengths] = 1
+    targets = np.ones_like(starts) if encoded.targets is None else encoded.targets
+    return np.stack([encoded.tokens, starts, targets])

@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import flush, write_json
+from ..stopping import ignore_signals
 from .encoders import Encoded, Encoder
 from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 
@@ -31,6 +33,8 @@ NOTE_DOCUMENTS = 50_000
 LENGTHS, NOTE = "lengths.bin", "written.json"
 # Batches that each worker has in hand or waiting, so that none is idle and few are in memory.
 WAITING_BATCHES = 3
+# Seconds between two looks of a worker whether its parent is there.
+PARENT_SECONDS = 1.0
 
 
 @dataclass
@@ -81,7 +85,14 @@ def write_stream(
 
 def encode_all(dataset: Dataset, encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """The documents of `dataset` in order, as batches of tokens; `workers` processes make them, or this one if 0."""
-    batches = (batch["text"] for batch in dataset.iter(batch_size=BATCH_DOCUMENTS))
+    return encode_batches((batch["text"] for batch in dataset.iter(batch_size=BATCH_DOCUMENTS)), encoder, workers)
+
+
+def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """Batches of documents as tokens, in order; `workers` processes make them, or this one if 0.
+
+    With workers, batches are taken up to `WAITING_BATCHES` for each of them before they are asked for.
+    """
     if workers == 0:
         yield from map(encoder, batches)
         return
@@ -100,10 +111,19 @@ _encoder: Encoder
 
 
 def _become_worker(encoder: Encoder) -> None:
-    """Keeps the encoder of this worker; each worker has one core."""
+    """Keeps the encoder of this worker; each worker has one core, and ends with the process that started it."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
+    ignore_signals(0)  # which go to all processes of a run at once; the one that started it decides
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when `parent` has ended, perhaps killed, and nobody is left to ask for tokens."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)
 
 
 def _encode(texts: list[str]) -> Encoded:

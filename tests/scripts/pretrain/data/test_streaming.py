@@ -1,12 +1,15 @@
 """Streams: every token once and in shuffled blocks, resuming from the cursor, errors that reach the training."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from cases.training import curve, killed_run, run
+from cases.training import ENVIRONMENT, RUN, command, curve, killed_run, run
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
@@ -75,6 +78,30 @@ def test_the_cursor_of_a_block_leads_to_the_next(after: int, options: dict[str, 
     for ours, theirs in zip(resumed, expected[after:], strict=True):
         assert (ours.tokens == theirs.tokens).all()
         assert (ours.starts == theirs.starts).all()
+
+
+@pytest.mark.slow
+def test_processes_that_tokenize_make_the_blocks_and_cursors_of_one(options: dict[str, Any], tmp_path: Path):
+    """From the start and from a cursor, and over the end of the stream, where it begins again."""
+    alone, several = (writer({**options, "tokenizer_workers": count}, tmp_path) for count in (0, 2))
+    for previous in (None, take(alone._blocks(None), 7)[6]):
+        made, expected = (take(made_by._blocks(previous), 60) for made_by in (several, alone))
+        for ours, theirs in zip(made, expected, strict=True):
+            assert ours.cursor == theirs.cursor
+            for name in ("tokens", "starts", "targets", "rest"):
+                assert (getattr(ours, name) == getattr(theirs, name)).all()
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_that_reads(options: dict[str, Any], shards: Path, tmp_path: Path):
+    settings = {**RUN, **options, "tokenizer_workers": 2, "max_steps": 4000, "output": tmp_path / "run"}
+    process = psutil.Popen(command(settings), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(members := process.children(recursive=True)) < 4 or not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(members, timeout=60)[1]
 
 
 def test_a_damaged_block_is_refused(options: dict[str, Any], tmp_path: Path):
