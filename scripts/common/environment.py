@@ -9,7 +9,7 @@ import torch
 
 PACKAGES = (
     *("dynattn", "torch", "transformers", "accelerate", "datasets", "evaluate", "lm_eval", "tokenizers"),
-    *("torchao", "bitsandbytes"),
+    *("torchao", "bitsandbytes", "deepspeed"),
 )
 
 
