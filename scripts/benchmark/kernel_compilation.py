@@ -5,7 +5,7 @@ Arguments are described by kinds: the type of a tensor's elements or of a number
 `dynattn.modeling.ops.dcmha.triton.arguments`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from dynattn.modeling.ops.dcmha.triton.arguments import (
+    ColumnTables,
     Factors,
     Matrices,
     Sizes,
@@ -30,6 +31,7 @@ from dynattn.modeling.ops.dcmha.triton.decode import (
     DecodePages,
     DecodeSide,
     DecodeStage,
+    DecodeTables,
     tile_sides,
 )
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
@@ -39,6 +41,7 @@ from dynattn.modeling.ops.dcmha.triton.tuning import (
     fused_tiles_for,
     matrix_tiles_for,
     most_turns,
+    tile_of_distance_sums,
     tile_of_matrices,
     tile_of_merge,
     tile_of_window,
@@ -129,42 +132,75 @@ def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: in
     common, element = _head_by_head_arguments(configuration), {"scores": _dtype_of_scores(dtype), "map": dtype}
     compiled = {}
     for name, own in HEAD_BY_HEAD.items():
-        block_t, block_s, warps = tiles_for(term_counts, wide_static=has_static and dtype == "fp32")[name]
+        wide_static, has_gain = has_static and dtype == "fp32", configuration.has_gain
+        block_t, block_s, warps = tiles_for(term_counts, wide_static=wide_static, has_gain=has_gain)[name]
         kinds = (*(f"*{element.get(kind, kind)}" for kind in own), *common)
         constants = {"heads": heads, "term_counts": term_counts, "block_t": block_t, "block_s": block_s}
-        # Lengths of maps are multiples of 16; what is visible starts and ends anywhere.
-        kernel = compile_kernel(name, kinds, constants, capability, {len(own) + 2}, num_warps=warps)
+        # Lengths of maps are multiples of 16; what is visible starts and ends anywhere, as the columns of tables do.
+        unaligned = {(len(own) + 2,), *_columns_of(len(own) + 4)}
+        kernel = compile_kernel(name, kinds, constants, capability, unaligned, num_warps=warps)
         compiled[name] = Compiled(kernel, block_t * block_s / (32 * warps), heads)
     block_t, warps = tile_of_merge()
     kinds = ("*fp32", "*fp32", "i32", "i32", "i32")
-    merge = compile_kernel("dcmha_merge", kinds, {"block_t": block_t}, capability, {2}, num_warps=warps)
-    return compiled | {"dcmha_merge": Compiled(merge)}
+    merge = compile_kernel("dcmha_merge", kinds, {"block_t": block_t}, capability, {(2,)}, num_warps=warps)
+    compiled["dcmha_merge"] = Compiled(merge)
+    sums = configuration.has_bias or configuration.has_gain
+    return compiled | (_compile_sums(configuration, capability) if sums else {})
+
+
+def _compile_sums(configuration: HeadByHeadConfiguration, capability: int) -> dict[str, Compiled]:
+    """Compiles what sums the maps of a head for the gradients of tables."""
+    name, (block_t, block_x, _, warps) = "dcmha_distance_sums", tile_of_distance_sums()
+    where = _masks(has_mask=False, is_window=configuration.is_window)
+    kinds = f"*{configuration.dtype}", "*fp32", SIZES, where, "i32"
+    tile = {"block_t": block_t, "block_x": block_x}
+    return {name: Compiled(compile_kernel(name, kinds, tile, capability, {(3,)}, num_warps=warps))}
 
 
 def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any, ...]:
     """Kinds of the arguments that all of these kernels take."""
-    _, dtype, term_counts, has_static, is_additive, has_documents, is_window = configuration
+    _, dtype, term_counts, has_static, is_additive, has_documents, is_window, *_ = configuration
     masks = ("*u8", *MASK_STRIDES, "*fp32" if is_additive else "none", *MASK_STRIDES)
     statics = (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
     factors: Any = ("*fp32" if count else "none" for count in term_counts)
     where = _visibility(masks, "*i32" if has_documents else "none", is_window=is_window)
-    return Factors(*factors), SIZES, where, Statics(*statics)  # type: ignore[arg-type]
+    tables = _tables(configuration, configuration.composes_bias, has_static=has_static)
+    return Factors(*factors), SIZES, where, Statics(*statics), tables  # type: ignore[arg-type]
+
+
+def _tables(
+    configuration: HeadByHeadConfiguration | TensorCoreConfiguration, composes_bias: bool = False, *, has_static: bool
+) -> Any:
+    """Kinds of `ColumnTables`, with a map for gradients."""
+    has_bias, has_gain = configuration.has_bias, configuration.has_gain
+    if not (has_bias or has_gain):
+        return ColumnTables(*("none",) * len(ColumnTables._fields))  # type: ignore[arg-type]
+    given = (composes_bias, composes_bias and has_static, has_bias and not composes_bias, has_gain)
+    kinds: Any = (*("*fp32" if is_given else "none" for is_given in given), "i32", "i32", f"*{configuration.dtype}")
+    return ColumnTables(*kinds)
+
+
+def _columns_of(argument: int) -> set[tuple[int, ...]]:
+    """The places of the numbers in `ColumnTables`, an argument of a kernel."""
+    return {(argument, ColumnTables._fields.index(name)) for name in ("columns", "first")}
 
 
 def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
     heads, padded, turns = configuration.heads, configuration.padded, most_turns()
     masks = _masks(configuration.has_mask, configuration.is_window)
-    common = (_matrices(configuration.sides), SIZES, masks)
+    tables = _tables(configuration, has_static=False)
+    common = (_matrices(configuration.sides), SIZES, masks, tables)
     constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS}
     compiled = {}
     for name, own in TENSOR_CORES.items():
-        block_t, block_s, warps, stages = matrix_tiles_for(padded)[name]
+        block_t, block_s, warps, stages = matrix_tiles_for(padded, has_gain=configuration.has_gain)[name]
         has_query, has_key = configuration.sides[2:] if name.endswith("post") else configuration.sides[:2]
         given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
         kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)
         tile = constants | {"block_t": block_t, "block_s": block_s, "loads_ahead": stages > 1}
         tile |= {"query_count": TERMS if has_query else 0, "key_count": TERMS if has_key else 0}
-        kernel = compile_kernel(name, kinds, tile, capability, {len(own) + 2}, num_warps=warps, num_stages=stages)
+        unaligned = {(len(own) + 2,), *_columns_of(len(own) + 3)}
+        kernel = compile_kernel(name, kinds, tile, capability, unaligned, num_warps=warps, num_stages=stages)
         traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns, traffic)
     block, warps = tile_of_matrices()
@@ -204,7 +240,7 @@ def _compile_fused(configuration: FusedConfiguration, capability: int) -> dict[s
         kinds = (*(f"*{dtype}",) * rows, "*fp32", _matrices(sides), *(STRIDES,) * rows, SIZES)
         tile = constants | {"block_t": block_t, "block_s": block_s}
         arguments = (*kinds, _masks(has_mask, is_window=False), "fp32")
-        kernel = compile_kernel(name, arguments, tile, capability, {len(kinds)}, num_warps=warps, num_stages=stages)
+        kernel = compile_kernel(name, arguments, tile, capability, {(len(kinds),)}, num_warps=warps, num_stages=stages)
         traffic = fused_traffic(configuration, name, FUSED_HEADS, block_t, FUSED_KEYS)
         entries = FUSED_HEADS * block_t * block_s / (32 * warps)
         compiled[name] = Compiled(kernel, entries, FUSED_KEYS // block_s, traffic)
@@ -225,19 +261,24 @@ def _compile_window(configuration: WindowConfiguration, capability: int) -> dict
         "dcmha_window_keys": (*(f"*{dtype}",) * 2, "*fp32" if is_added else f"*{dtype}"),
     }
     return {
-        name: Compiled(compile_kernel(name, (*own, *common), constants, capability, {6}, num_warps=warps))
+        name: Compiled(compile_kernel(name, (*own, *common), constants, capability, {(6,)}, num_warps=warps))
         for name, own in tensors.items()
     }
 
 
 def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict[str, Compiled]:
-    heads, kv_heads, width, dtype, rank, groups, _, is_short, is_paged = configuration
+    heads, kv_heads, width, dtype, rank, groups, _, is_short, is_paged, _ = configuration
     sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2, paged=is_paged)
     constants = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": blocks[-1 if is_short else 0]}
     constants |= {**sides, "query_rank": rank, "key_rank": rank, "groups": groups}
     kinds = _decode_arguments(configuration)
     # Neither the number of keys nor that of splits is divisible by 16.
-    unaligned = {"dcmha_decode_scores": {7}, "dcmha_decode_outputs": {6}, "dcmha_decode_sum": {2}}
+    rows = [DecodeTables._fields.index(name) for name in ("bias_rows", "gain_rows")]
+    unaligned: dict[str, set[tuple[int, ...]]] = {
+        "dcmha_decode_scores": {(7,), *((10, row) for row in rows)},
+        "dcmha_decode_outputs": {(6,), *((8, row) for row in rows)},
+        "dcmha_decode_sum": {(2,)},
+    }
     options = {"num_warps": WARPS, "num_stages": STAGES}
     return {
         name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
@@ -252,6 +293,8 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
     stage: Any = DecodeStage(side, side, element if configuration.has_static else "none")  # type: ignore[arg-type]
     where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
     pages: Any = DecodePages("*i64", "*i64", "i32") if configuration.is_paged else "none"  # type: ignore[arg-type]
+    given = ("none", "*fp32", "*fp32", "i32", "i32", "none") if configuration.has_tables else ("none",) * 6
+    tables: Any = DecodeTables(*given)  # type: ignore[arg-type]
     # The last two are the number of a split's blocks and that of splits.
     sizes: Any = CacheSizes("i32", "i32", *("one" if configuration.is_short else "i32",) * 2)  # type: ignore[arg-type]
     return {
@@ -266,9 +309,10 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
             sizes,
             STRIDES,
             STRIDES,
+            tables,
             "fp32",
         ),
-        "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, pages, sizes, STRIDES),
+        "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, pages, sizes, STRIDES, tables),
         "dcmha_decode_sum": ("*fp32", element, "i32"),
     }
 
@@ -285,11 +329,17 @@ def _visibility(masks: tuple[str, ...], first_keys: str, *, is_window: bool) -> 
 
 
 def compile_kernel(
-    name: str, kinds: tuple[Any, ...], constants: dict[str, Any], capability: int, unaligned: set[int], **options: int
+    name: str,
+    kinds: tuple[Any, ...],
+    constants: dict[str, Any],
+    capability: int,
+    unaligned: Set[tuple[int, ...]],
+    **options: int,
 ) -> Any:
-    """Compiles a kernel for arguments of these kinds, all of them divisible by 16 but those at `unaligned` positions.
+    """Compiles a kernel for arguments of these kinds, all of them divisible by 16 but those that are `unaligned`.
 
     Args:
+        unaligned: indices that lead to an argument, or to a part of one.
         constants: values of `tl.constexpr` parameters; those that the kernel does not have are ignored.
         options: Triton's `num_warps` and `num_stages`.
     """
@@ -300,7 +350,7 @@ def compile_kernel(
         (kernel.arg_names.index(constant),): value for constant, value in constants.items()
     }
     values |= {path: CONSTANTS[kind] for path, kind in _leaves(kinds) if kind in CONSTANTS}
-    aligned = [path for path, kind in _leaves(kinds) if kind[0] in "*i" and path[0] not in unaligned]
+    aligned = [path for path, kind in _leaves(kinds) if kind[0] in "*i" and unaligned.isdisjoint({path[:1], path[:2]})]
     source = triton.compiler.ASTSource(kernel, named, values, {path: [["tt.divisibility", 16]] for path in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

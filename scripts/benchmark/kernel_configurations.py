@@ -14,6 +14,10 @@ class HeadByHeadConfiguration(NamedTuple):
     is_additive: bool = False
     has_documents: bool = False
     is_window: bool = False
+    # Tables by distance, with gradients.
+    has_bias: bool = False
+    has_gain: bool = False
+    composes_bias: bool = False
 
 
 class TensorCoreConfiguration(NamedTuple):
@@ -27,6 +31,9 @@ class TensorCoreConfiguration(NamedTuple):
     has_static: bool = False
     is_window: bool = False
     dtype_of_terms: str = "bf16"
+    # Tables by distance, with gradients.
+    has_bias: bool = False
+    has_gain: bool = False
 
     @property
     def padded(self) -> int:
@@ -68,6 +75,7 @@ class DecodeConfiguration(NamedTuple):
     has_static: bool = False
     is_short: bool = False
     is_paged: bool = False
+    has_tables: bool = False
 
 
 Configuration = (

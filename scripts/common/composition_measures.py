@@ -117,7 +117,8 @@ def maps_around(stage: str, maps: AttentionMaps, tables: DistanceTables = NO_TAB
     """
     names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
     before, after = (getattr(maps, name) for name in names)
-    distance = key_distances(*before.shape[2:], tables.offset, before.device)
+    queries, keys = before.shape[2:]
+    distance = key_distances(queries, keys, tables.offset, before.device)
     if stage == "pre" and tables.bias is not None and tables.compose_bias:
         before = before + at_distances(tables.bias, distance)
     if stage == "post" and tables.gain is not None:

@@ -176,7 +176,7 @@ def implementation_of_call(
         chosen = default_implementation(query.device).name
     else:
         chosen = resolve_implementation(None, composed=composed, device=query.device)
-    if chosen == "triton" and why_unsupported(query, attention_mask, tables) is not None:
+    if chosen == "triton" and why_unsupported(query, attention_mask) is not None:
         return "chunked"
     return chosen
 

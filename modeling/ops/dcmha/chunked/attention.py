@@ -166,7 +166,7 @@ def dcmha_chunked(
         autocasts = torch.is_autocast_enabled(query.device.type)
         with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
             if tables.offset is not None:
-                attention_mask, sliding_window = _mask_one_query(
+                attention_mask, sliding_window = mask_one_query(
                     attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
                 )
             return _attend_one_query(
@@ -180,7 +180,7 @@ def dcmha_chunked(
     return attend_op(inputs, settings), None
 
 
-def _mask_one_query(
+def mask_one_query(
     mask: Tensor | None,
     keys: int,
     is_causal: bool,

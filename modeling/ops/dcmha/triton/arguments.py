@@ -24,13 +24,21 @@ class MapInputs(NamedTuple):
     post_key: Tensor | None  # [B, S, terms, H]
     pre_static: Tensor | None  # [heads, heads] of all groups, indexed [in, out]
     post_static: Tensor | None  # [heads, heads] of all groups, indexed [in, out]
+    composed_bias: Tensor | None  # [L, heads] of all groups, added to the scores before the first composition
+    position_bias: Tensor | None  # [L, heads] of all groups, added after it
+    position_gain: Tensor | None  # [L, heads] of all groups, multiplies the probabilities
     mask: Tensor | None  # boolean or additive, four dimensions that broadcast to [rows of the batch, 1, T, S]
     first_keys: Tensor | None  # [rows of the batch, T], integers
+    offset: Tensor | None  # [], integer: the position of the first query among the keys; None for S - T
 
     @property
     def terms(self) -> list[Tensor | None]:
         """The packed terms `[B, T or S, terms, H]` of queries and keys before the softmax, then those after it."""
         return [self.pre_query, self.pre_key, self.post_query, self.post_key]
+
+
+# The tables by distance among the fields of `MapInputs`.
+TABLES = ("composed_bias", "position_bias", "position_gain")
 
 
 class MapSettings(NamedTuple):
@@ -131,6 +139,22 @@ class Statics(NamedTuple):
     scores: Tensor | None = None  # the product with the scores
     grads: Tensor | None = None  # the product with the gradients of the composed probabilities
     plain: Tensor | None = None  # factor of a later product: probabilities, or gradients of the composed scores
+
+
+class ColumnTables(NamedTuple):
+    """Tables by distance for a chunk's kernels, in float32; all fields are None in a call without tables.
+
+    The element of a pair is in column `first + s + shift - t` of its head's row: neighbouring keys are neighbours, and
+    columns beyond the rows of a table repeat the nearest one, so that kernels need no bounds.
+    """
+
+    composed_bias: Tensor | None = None  # [heads of all groups, X]
+    mixed_bias: Tensor | None = None  # `composed_bias` plus its product with a static matrix; None without one
+    bias: Tensor | None = None  # [heads of all groups, X]
+    gain: Tensor | None = None  # [heads of all groups, X]
+    columns: int | None = None  # X, `unspecialized`
+    first: int | None = None  # the column of the chunk's first query and key, `unspecialized`
+    pairs: Tensor | None = None  # [items, H, c, n], written: what the gradient of a table sums over all pairs
 
 
 class MapChunk(NamedTuple):

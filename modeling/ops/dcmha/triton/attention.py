@@ -3,23 +3,24 @@
 A single query without gradients, a decoding step, has kernels of its own; one with gradients goes to `dcmha_chunked`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ..chunked.attention import dcmha_chunked
+from ..chunked.attention import dcmha_chunked, mask_one_query
 from ..composition import Composition, pack_factors
-from .arguments import MapInputs, MapSettings
+from .arguments import TABLES, MapInputs, MapSettings
 from .decode import decode
 from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
 from .kernels.registry import load_kernels
 from .passes import attend, attend_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The number of the first inputs that have gradients.
-DIFFERENTIABLE = MapInputs._fields.index("mask")
+# The inputs that have gradients, which come first.
+DIFFERENTIABLE = MapInputs._fields[: MapInputs._fields.index("mask")]
 
 
 def dcmha_triton(
@@ -38,10 +39,10 @@ def dcmha_triton(
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
-    It computes what `dcmha_eager` does (arXiv 2405.08553). Queries, keys, values and all factors have exact gradients,
-    which are the same in every run; an additive mask has none. In half precision the scores of several queries are kept
-    in float16, so that their magnitude has to stay below 65504. Under `torch.compile` the op is one node of the graph.
-    With `TRITON_INTERPRET=1` in the environment before the first call it runs, slowly, on the CPU.
+    It computes what `dcmha_eager` does (arXiv 2405.08553). Queries, keys, values, factors and tables have exact
+    gradients, which are the same in every run; an additive mask has none. In half precision the scores of several
+    queries are kept in float16, so that their magnitude has to stay below 65504. Under `torch.compile` the op is one
+    node of the graph. With `TRITON_INTERPRET=1` in the environment before the first call it runs, slowly, on the CPU.
 
     Args:
         query: `[B, H, T, D]` in float16, bfloat16 or float32.
@@ -52,7 +53,8 @@ def dcmha_triton(
         is_causal: whether a query sees no later keys; the last query is aligned to the last key.
         sliding_window: number of keys that a query sees, itself included.
         first_keys: `[B, T]` integers, the first key that each query sees.
-        tables: must be empty.
+        tables: two tables `[L, H]`, and where the queries stand. An offset that is a tensor on a device is waited for,
+            except with a single query.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.
@@ -64,16 +66,21 @@ def dcmha_triton(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    refusal = why_unsupported(query, attention_mask, tables)
+    refusal = why_unsupported(query, attention_mask)
     if refusal is not None:
         raise ValueError(refusal)
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] > 1:
         settings = MapSettings(scaling, is_causal, sliding_window, common_groups(pre, post))
-        return _attend(query, key, value, pre, post, attention_mask, first_keys, settings), None
-    if not _needs_gradients((query, key, value), pre, post):
-        return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window), None
+        return _attend(query, key, value, pre, post, attention_mask, first_keys, tables, settings), None
+    learned = [table for table in tables.present.values() if table is not None]
+    if not _needs_gradients((query, key, value, *learned), pre, post):
+        if tables.offset is not None:
+            attention_mask, sliding_window = mask_one_query(
+                attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
+            )
+        return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window, tables), None
     load_kernels(query.device)  # raises on the devices on which the other calls raise
     return dcmha_chunked(
         query,
@@ -86,13 +93,12 @@ def dcmha_triton(
         is_causal=is_causal,
         sliding_window=sliding_window,
         first_keys=first_keys,
+        tables=tables,
     )
 
 
-def why_unsupported(query: Tensor, attention_mask: Tensor | None, tables: DistanceTables = NO_TABLES) -> str | None:
+def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
     """Returns what the kernels do not support of a query `[B, H, T, D]` or a mask `[.., T, S]`, None if they do."""
-    if tables.has_any:
-        return "implementation='triton' takes no position_bias, position_gain or offset; use 'chunked'"
     if query.dtype not in DTYPES:
         return f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'"
     if attention_mask is not None and attention_mask.requires_grad:
@@ -119,6 +125,7 @@ def _attend(
     post: Composition | None,
     attention_mask: Tensor | None,
     first_keys: Tensor | None,
+    tables: DistanceTables,
     settings: MapSettings,
 ) -> Tensor:
     """Returns `[B, T, H, D]` for several queries `[B, H, T, D]`, whose head groups become items of the batch."""
@@ -127,7 +134,12 @@ def _attend(
     packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))
     (*pre_sides, pre_static), (*post_sides, post_static) = packed
     terms = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
-    output, _ = _forward_op(query, key, value, *terms, pre_static, post_static, attention_mask, first_keys, *settings)
+    is_mixed = tables.compose_bias and pre is not None
+    biases = (tables.bias, None) if is_mixed else (None, tables.bias)
+    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
+    by_distance = (*biases, tables.gain)
+    inputs = query, key, value, *terms, pre_static, post_static, *by_distance, attention_mask, first_keys, offset
+    output, _ = _forward_op(*inputs, *settings)
     return join_groups(output, groups)
 
 
@@ -142,16 +154,20 @@ def _forward_op(
     post_key: Tensor | None,
     pre_static: Tensor | None,
     post_static: Tensor | None,
+    composed_bias: Tensor | None,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
     mask: Tensor | None,
     first_keys: Tensor | None,
+    offset: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
     groups: int,
 ) -> tuple[Tensor, Tensor]:
     """`attend` as an operator: returns `[B, T, H, D]` and `[B, H, T]` for `MapInputs`, `MapSettings` one by one."""
-    terms = (pre_query, pre_key, post_query, post_key)
-    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
+    terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
+    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         return attend(inputs, settings)
@@ -170,20 +186,33 @@ def _backward_op(
     post_key: Tensor | None,
     pre_static: Tensor | None,
     post_static: Tensor | None,
+    composed_bias: Tensor | None,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
     mask: Tensor | None,
     first_keys: Tensor | None,
+    offset: Tensor | None,
     scaling: float,
     is_causal: bool,
     sliding_window: int | None,
     groups: int,
+    table_gradients: Sequence[bool],
 ) -> list[Tensor]:
-    """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes."""
-    terms = (pre_query, pre_key, post_query, post_key)
-    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, mask, first_keys)
+    """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes.
+
+    Those of tables by distance are empty but where `table_gradients`, in the order of `TABLES`, has True.
+    """
+    terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
+    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
-        grads = attend_backward(grad_output, lse, inputs, settings)
-        return [grad.to(getattr(inputs, name).dtype).contiguous() for name, grad in grads.items()]
+        wanted = [name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if is_wanted]
+        grads = attend_backward(grad_output, lse, inputs, settings, wanted)
+    given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, inputs, strict=False) if tensor is not None}
+    return [
+        grads[name].to(tensor.dtype).contiguous() if name in grads else tensor.new_empty(0)
+        for name, tensor in given.items()
+    ]
 
 
 @_forward_op.register_fake
@@ -197,7 +226,13 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @_backward_op.register_fake
 def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
     """Empty gradients in the shapes of the given inputs."""
-    return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+    given, unwanted = zip(DIFFERENTIABLE, arguments, strict=False), _unwanted(arguments[-1])
+    return [tensor.new_empty(0 if name in unwanted else tensor.shape) for name, tensor in given if tensor is not None]
+
+
+def _unwanted(table_gradients: Sequence[bool]) -> set[str]:
+    """The tables by distance that have no gradients."""
+    return {name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if not is_wanted}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -211,9 +246,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     """Returns a gradient or None for each argument of `_forward_op`, given that of the output, `[B, T, H, D]`."""
     lse, *tensors = ctx.saved_tensors
-    grads = iter(_backward_op(grad_output, lse, *tensors, *ctx.settings))
-    given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
-    return *given, *(None for _ in tensors[DIFFERENTIABLE:]), *(None for _ in ctx.settings)
+    table_gradients = [ctx.needs_input_grad[MapInputs._fields.index(name)] for name in TABLES]
+    grads = iter(_backward_op(grad_output, lse, *tensors, *ctx.settings, table_gradients))
+    computed = {name: next(grads) for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False) if tensor is not None}
+    given = {name: grad for name, grad in computed.items() if name not in _unwanted(table_gradients)}
+    return *map(given.get, MapInputs._fields), *(None for _ in ctx.settings)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import split_mask
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
@@ -67,6 +68,20 @@ class DecodePages(NamedTuple):
     page_length: int
 
 
+class DecodeTables(NamedTuple):
+    """Tables by distance of a query at `position`, by default at the last key of its item; None without a table.
+
+    Distances beyond the rows of a table, which are those of hidden keys, read the nearest row.
+    """
+
+    composed_bias: Tensor | None  # [L, H], added before the first composition
+    bias: Tensor | None  # [L, H], added after it
+    gain: Tensor | None  # [L, H]
+    bias_rows: int | None  # L, `unspecialized`
+    gain_rows: int | None  # L, `unspecialized`
+    position: Tensor | None  # [], integer
+
+
 class CacheSizes(NamedTuple):
     """The range of visible keys, and how programs split it: each of `splits` has `blocks` blocks."""
 
@@ -86,6 +101,7 @@ def decode(
     mask: Tensor | None,
     first_keys: Tensor | None,
     sliding_window: int | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
     """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` on the last key, without gradients.
 
@@ -96,12 +112,21 @@ def decode(
         mask: boolean or additive, four dimensions that broadcast to `[B, 1, 1, S]`.
         first_keys: `[B, 1]` integers, the first key that each query sees.
         sliding_window: number of keys that the query sees.
+        tables: two tables `[L, H]`, and where the query stands, if it is not on the last key; what is then hidden, the
+            mask hides.
     """
+    offset = tables.offset
+    if offset is not None and not isinstance(offset, Tensor):
+        offset = torch.full((), offset, device=query.device)
+    elif offset is not None:
+        offset = offset.to(query.device)
     factors = [list_tensors(stage) for stage in (pre, post)]
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
     if first_keys is not None:
         first_keys = first_keys.to(query.device)
-    return _decode_op(query, key, value, *factors, mask, first_keys, scaling, sliding_window, *groups)
+    by_distance = tables.bias, tables.gain, offset
+    settings = scaling, sliding_window, *groups, tables.compose_bias
+    return _decode_op(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
 
 
 @torch.library.custom_op("dynattn::dcmha_triton_decode", mutates_args=())
@@ -113,10 +138,14 @@ def _decode_op(
     post: list[Tensor | None],
     mask: Tensor | None,
     first_keys: Tensor | None,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
+    offset: Tensor | None,
     scaling: float,
     sliding_window: int | None,
     pre_groups: int,
     post_groups: int,
+    compose_bias: bool,
 ) -> Tensor:
     """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `list_tensors` lists them."""
     if not query.numel() or not key.numel():
@@ -126,7 +155,8 @@ def _decode_op(
         keys = key.shape[2]
         where = _mask(mask, first_keys, query.shape[0], keys)
         first = 0 if sliding_window is None else max(0, keys - sliding_window)
-        return launch(query, key, value, stages, (pre_groups, post_groups), where, None, (first, keys), scaling)
+        tables = make_tables(DistanceTables(position_bias, position_gain, offset, compose_bias))
+        return launch(query, key, value, stages, (pre_groups, post_groups), where, None, tables, (first, keys), scaling)
 
 
 @_decode_op.register_fake
@@ -144,6 +174,7 @@ def launch(
     groups: tuple[int, int],
     where: DecodeMask,
     pages: DecodePages | None,
+    tables: DecodeTables,
     span: tuple[int, int],
     scaling: float,
 ) -> Tensor:
@@ -164,10 +195,22 @@ def launch(
     scores, partial_lse, partial, output = _buffers(query, keys - first, splits)
     query_strides, key_strides, value_strides = (rows.stride()[:3] for rows in (query, key, value))
     kernels["dcmha_decode_scores"][splits, batch](
-        query, key, scores, partial_lse, stages[0], where, pages, sizes, query_strides, key_strides, scaling, **pre
+        query,
+        key,
+        scores,
+        partial_lse,
+        stages[0],
+        where,
+        pages,
+        sizes,
+        query_strides,
+        key_strides,
+        tables,
+        scaling,
+        **pre,
     )
     kernels["dcmha_decode_outputs"][splits, batch](
-        scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, **post
+        scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, tables, **post
     )
     if splits > 1:
         kernels["dcmha_decode_sum"][heads, batch](
@@ -220,6 +263,16 @@ def make_stage(tensors: list[Tensor | None]) -> DecodeStage:
     """The inverse of `list_tensors`: factors `[B, 1 or S, R, H]`, gates `[B, 1 or S, H]`, a static matrix `[H, H]`."""
     static = tensors[6]
     return DecodeStage(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
+
+
+def make_tables(tables: DistanceTables) -> DecodeTables:
+    """Tables `[L, H]` for the kernels, which read them in place. An offset has to be a tensor."""
+    bias, gain = (None if one is None else one.contiguous() for one in (tables.bias, tables.gain))
+    bias_rows, gain_rows = (None if table is None else unspecialized(len(table)) for table in (bias, gain))
+    position = None if bias is None and gain is None else tables.offset
+    assert not isinstance(position, int)
+    composed, after = (bias, None) if tables.compose_bias else (None, bias)
+    return DecodeTables(composed, after, gain, bias_rows, gain_rows, position)
 
 
 def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> DecodeSide:

@@ -7,7 +7,7 @@ registers together. `DESIGN.md`, "Without maps", has the reasons.
 import torch
 from torch import Tensor
 
-from .arguments import MapChunk, MapInputs, MapSettings, Matrices
+from .arguments import TABLES, MapChunk, MapInputs, MapSettings, Matrices
 from .matmuls import in_place, row_strides
 from .matrices import filled_up, make_matrices, padded_terms
 from .tiling import whole_tiling
@@ -16,7 +16,12 @@ from .workspace import Workspace
 
 
 def is_fused(inputs: MapInputs) -> bool:
-    """Whether these kernels serve the forward pass of queries `[B, H, T, D]` whose heads the tensor cores compose."""
+    """Whether these kernels serve the forward pass of queries `[B, H, T, D]` whose heads the tensor cores compose.
+
+    Tables by distance would take more shared memory than a multiprocessor has.
+    """
+    if any(getattr(inputs, name) is not None for name in TABLES):
+        return False
     batch, heads, queries, width = inputs.query.shape
     return fuses_forward(heads, width, batch * queries)
 

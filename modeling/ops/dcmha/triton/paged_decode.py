@@ -3,14 +3,21 @@
 import torch
 from torch import Tensor
 
+from ...distance_tables import NO_TABLES, DistanceTables
 from ..composition import Composition, list_tensors
 from ..pages import Pages
 from .attention import DTYPES
-from .decode import DecodeMask, DecodePages, DecodeSide, DecodeStage, launch, make_stage
+from .decode import DecodeMask, DecodePages, DecodeSide, DecodeStage, launch, make_stage, make_tables
 
 
 def decode_pages(
-    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, scaling: float, terms: int
+    query: Tensor,
+    pages: Pages,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    terms: int,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
     """Attention of one query of each of `N` requests, without gradients.
 
@@ -18,6 +25,7 @@ def decode_pages(
         query: `[N, H, 1, D]`.
         pre, post: the composition of both stages without factors of keys, which the rows hold.
         terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
+        tables: two tables `[L, H]` for the distances from each query, which is on its request's last key.
 
     Returns:
         `[N, 1, H, D]`; None for dtypes that the kernels do not support.
@@ -42,6 +50,7 @@ def decode_pages(
             (pre_groups, post_groups),
             DecodeMask(None, (0, 0), None, (0, 0), None),
             DecodePages(pages.table, bounds, pages.key.shape[1]),
+            make_tables(tables),
             (0, longest),
             scaling,
         )

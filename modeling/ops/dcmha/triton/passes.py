@@ -3,6 +3,8 @@
 A forward pass may also be fused (`fused.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from .arguments import MapInputs, MapSettings
 from .composers.head_by_head import HeadByHeadComposer
 from .composers.interface import KernelComposer
 from .composers.tensor_cores import TensorCoreComposer
+from .distance_columns import DistanceColumns, sums_needed
 from .fused import attend_fused, is_fused
 from .matmuls import CublasMatmuls, Matmuls
 from .tuning import composes_on_tensor_cores
@@ -23,7 +26,8 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     if kind is TensorCoreComposer and is_fused(inputs):
         return attend_fused(inputs, settings)
     work = Workspace(inputs, settings, ("scores", *kind.maps(inputs, backward=False)), kind.patch_of(inputs))
-    composer, matmuls = kind(work, inputs, backward=False), choose_matmuls(work)(work, inputs)
+    composer = kind(work, inputs, DistanceColumns(work, inputs), backward=False)
+    matmuls = choose_matmuls(work)(work, inputs)
     lse = torch.zeros(work.batch, work.heads, work.queries, device=work.device)
     for chunk in work.chunks():
         scores = matmuls.scores(chunk)
@@ -32,7 +36,9 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     return matmuls.output[:, :real].contiguous(), lse[..., :real].contiguous()
 
 
-def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings) -> dict[str, Tensor]:
+def attend_backward(
+    grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings, wanted: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """Returns the gradients of all inputs but masks by name, in the shapes of `MapInputs`.
 
     Gradients that several chunks add to are float32; others may have the dtype of the inputs.
@@ -40,32 +46,41 @@ def attend_backward(grad_output: Tensor, lse: Tensor, inputs: MapInputs, setting
     Args:
         grad_output: `[B, T, H, D]`.
         lse: `[B, H, T]`, float32, of the forward pass.
+        wanted: the tables by distance that have gradients.
     """
     kind = choose_composer(inputs, settings)
-    maps = "scores", "grad_composed", "result", *kind.maps(inputs, backward=True)
+    maps = ["scores", "grad_composed", "result", *kind.maps(inputs, backward=True)]
+    maps += ["pairs"] if sums_needed(inputs, wanted) - {"scores"} else []
     work = Workspace(inputs, settings, maps, kind.patch_of(inputs))
-    composer, matmuls = kind(work, inputs, backward=True), choose_matmuls(work)(work, inputs, grad_output)
+    tables = DistanceColumns(work, inputs, wanted)
+    composer, matmuls = kind(work, inputs, tables, backward=True), choose_matmuls(work)(work, inputs, grad_output)
     lse = padded(lse, 2, work.queries)
     delta = torch.zeros_like(lse)
     for chunk in work.chunks():
         rows = [tensor[chunk.items, :, chunk.queries] for tensor in (lse, delta)]
         scores = matmuls.scores(chunk)
         probs, grad_probs = composer.backward_post(chunk, scores, matmuls.grad_composed(chunk), *rows)
+        tables.add("probs", chunk)
         matmuls.add_to_values(chunk, probs)
-        matmuls.add_to_queries_and_keys(chunk, composer.backward_pre(chunk, scores, grad_probs, *rows))
-    return matmuls.gradients() | composer.gradients()
+        grad_scores = composer.backward_pre(chunk, scores, grad_probs, *rows)
+        tables.add("composed_scores", chunk)
+        tables.add("scores", chunk, grad_scores)
+        matmuls.add_to_queries_and_keys(chunk, grad_scores)
+    return matmuls.gradients() | composer.gradients() | tables.gradients()
 
 
 def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
     """Returns the tensor cores' composer if they take these heads and no static matrix mixes heads across groups.
 
-    The heads are those of the query `[B, H, T, D]`; what mixes them is a static matrix, or a side with low-rank terms.
+    They would round a composed bias to the float16 of scores, in which far distances are not told apart. The heads are
+    those of the query `[B, H, T, D]`; what mixes them is a static matrix, or a side with low-rank terms.
     """
     statics = [static for static in (inputs.pre_static, inputs.post_static) if static is not None]
     terms = [terms for terms in inputs.terms if terms is not None]
     mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)
     _, heads, _, _ = inputs.query.shape
     fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, mixes_heads=mixes_heads)
+    fits_tensor_cores = fits_tensor_cores and inputs.composed_bias is None
     if (terms or statics) and fits_tensor_cores and not (statics and settings.groups > 1):
         return TensorCoreComposer
     return HeadByHeadComposer

@@ -65,6 +65,7 @@ class WindowTiling:
     step: int  # c
     reach: int  # n
     blocks: int
+    position: int  # of the first query among the keys
 
     @property
     def count(self) -> int:
@@ -84,7 +85,7 @@ class WindowTiling:
     @property
     def keys(self) -> int:
         """The number of keys with padding before the first and after the last one."""
-        return self._keys_of(0, self.count).stop
+        return max(self._keys_of(0, self.count).stop, aligned(self.before + self.real_keys))
 
     @property
     def spans(self) -> tuple[tuple[slice, slice], ...]:
@@ -105,7 +106,7 @@ class WindowTiling:
     @property
     def _first(self) -> int:
         """The first block's first key; negative if the block reaches back to before the first key."""
-        return self.step - self.reach + self.real_keys - self.real_queries
+        return self.step - self.reach + self.position
 
     def _keys_of(self, start: int, stop: int) -> slice:
         """The keys that blocks from `start` up to `stop` reach."""
@@ -129,21 +130,29 @@ def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int
     return RowTiling(*lengths, lengths[0], spans)
 
 
+def structure_of(inputs: MapInputs, settings: MapSettings) -> Structure:
+    """Which keys each query may see by position alone."""
+    offset = None if inputs.offset is None else int(inputs.offset)  # for a tensor of a device this waits
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
+
+
 def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:
     """Returns the tiling of a problem: by window if it is causal and the sequence has at least two blocks.
 
     Args:
-        inputs: tensors of which the shapes and, on a CPU, `first_keys` `[rows of the batch, T]` count.
+        inputs: tensors of which the shapes, `offset` and, on a CPU, `first_keys` `[rows of the batch, T]` count.
         settings: the op's other arguments.
         patch: the numbers of queries and of keys that a chunk has multiples of.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
-    structure = Structure(queries, keys, settings.is_causal, settings.sliding_window)
+    structure = structure_of(inputs, settings)
     if settings.is_causal and settings.sliding_window is not None:
         step = aligned(block_of(settings.sliding_window), max(patch[0], ALIGNMENT))
         reach = aligned(settings.sliding_window - 1 + step, max(patch[1], ALIGNMENT))
         if queries >= 2 * step and keys >= reach:
-            return WindowTiling(queries, keys, step, reach, blocks_of_a_chunk(heads * settings.groups * step * reach))
+            blocks = blocks_of_a_chunk(heads * settings.groups * step * reach)
+            return WindowTiling(queries, keys, step, reach, blocks, structure.first_query)
     rows = _rows_of_a_chunk(structure, batch * heads, patch[0])
     lengths = aligned(queries, patch[0]), aligned(keys, patch[1])
     return RowTiling(*lengths, rows, tuple(_spans(structure, lengths[0], rows, patch[1], inputs.first_keys)))

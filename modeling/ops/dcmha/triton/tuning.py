@@ -38,6 +38,9 @@ MATRIX_TILES_32 = {
     "dcmha_matrix_backward_post": (16, 16, 8, 1),
     "dcmha_matrix_backward_pre": (16, 16, 8, 1),
 }
+# The same in the kernels that hold probabilities with a gain by distance and without it: `dcmha_backward_post`, and
+# `dcmha_matrix_backward_post` for 16 heads.
+TILE_OF_GAINS, MATRIX_TILE_OF_GAINS_16 = (16, 64, 4), (16, 16, 8, 1)
 # Whether forward passes are fused, where the tensor cores compose. A program holds the output of some queries, which
 # bounds heads and channels, and there have to be enough queries of all items for many programs.
 FUSES_FORWARD = False
@@ -50,6 +53,8 @@ FUSED_TILES_80 = {"dcmha_fused_statistics": (32, 16, 8, 2), "dcmha_fused_output"
 TURNS = 8
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
+# Queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps.
+DISTANCE_SUMS = (16, 128, 512, 4)
 # Positions of a program of `dcmha_matrices`, and its warps.
 MATRICES = (8, 4)
 
@@ -89,19 +94,31 @@ def composes_on_tensor_cores(heads: int, dtype: torch.dtype, *, mixes_heads: boo
     return mixes_heads and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
-def tiles_for(term_counts: tuple[int, ...], *, wide_static: bool) -> dict[str, tuple[int, int, int]]:
+def tiles_for(
+    term_counts: tuple[int, ...], *, wide_static: bool, has_gain: bool = False
+) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each kernel that goes through the heads.
 
     Args:
         term_counts: the number of terms on each side of each stage.
         wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
+        has_gain: whether a gain by distance adds the gained probabilities to them.
     """
-    return TILES_OF_MANY_TERMS if max(term_counts) > 5 or wide_static else TILES
+    if max(term_counts) > 5 or wide_static:
+        return TILES_OF_MANY_TERMS
+    return TILES | ({"dcmha_backward_post": TILE_OF_GAINS} if has_gain else {})
 
 
-def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
-    """Returns the patch, the warps and the stages of each kernel that holds all heads, `padded` of them."""
-    return MATRIX_TILES_16 if padded == 16 else MATRIX_TILES_32
+def matrix_tiles_for(padded: int, *, has_gain: bool = False) -> dict[str, tuple[int, int, int, int]]:
+    """Returns the patch, the warps and the stages of each kernel that holds all heads, `padded` of them.
+
+    Args:
+        padded: 16 or 32.
+        has_gain: whether a gain by distance adds the gained probabilities to what a program holds.
+    """
+    if padded == 16:
+        return MATRIX_TILES_16 | ({"dcmha_matrix_backward_post": MATRIX_TILE_OF_GAINS_16} if has_gain else {})
+    return MATRIX_TILES_32
 
 
 def fuses_forward(heads: int, width: int, queries: int) -> bool:
@@ -122,6 +139,11 @@ def most_turns() -> int:
 def tile_of_merge() -> tuple[int, int]:
     """Returns the queries of a program of `dcmha_merge`, and its warps."""
     return MERGED
+
+
+def tile_of_distance_sums() -> tuple[int, int, int, int]:
+    """Returns the queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps."""
+    return DISTANCE_SUMS
 
 
 def tile_of_matrices() -> tuple[int, int]:

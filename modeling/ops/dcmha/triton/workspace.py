@@ -8,17 +8,17 @@ Scores are float32 for inputs of that dtype, and float16 for half precision, so 
 chunks are float32. `DESIGN.md`, "Precision", has the reasons.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...masking import Structure, split_mask
+from ...masking import split_mask
 from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import Tiler, add_blocks, choose_tiling
+from .tiling import Tiler, add_blocks, choose_tiling, structure_of
 from .tuning import items_of_a_chunk, tile_of_merge
 
 # A distance that no two positions have.
@@ -40,13 +40,13 @@ class Workspace:
         self,
         inputs: MapInputs,
         settings: MapSettings,
-        maps: tuple[str, ...],
+        maps: Sequence[str],
         patch: tuple[int, int],
         tile: Tiler = choose_tiling,
     ) -> None:
-        self.batch, self.heads, queries, _ = inputs.query.shape
+        self.batch, self.heads, _, _ = inputs.query.shape
         self.kernels = load_kernels(inputs.query.device)
-        self.structure = Structure(queries, inputs.key.shape[2], settings.is_causal, settings.sliding_window)
+        self.structure = structure_of(inputs, settings)
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
@@ -130,7 +130,7 @@ class Workspace:
         mask, bias = (None if part is None else part[rows, queries] for part in (self.mask, self.bias))
         start = keys.start - self.tiling.before
         return Visibility(
-            position=unspecialized(queries.start + structure.keys - structure.queries),
+            position=unspecialized(queries.start + structure.first_query),
             start=unspecialized(start),
             behind=window - 1,
             ahead=0 if structure.is_causal else window - 1,

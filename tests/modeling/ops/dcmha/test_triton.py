@@ -107,6 +107,7 @@ def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     monkeypatch.setattr(tuning, "TILES", tiles)
     monkeypatch.setattr(tuning, "TILES_OF_MANY_TERMS", tiles)
+    monkeypatch.setattr(tuning, "TILE_OF_GAINS", (8, 16, 4))
     matrix_tiles = dict.fromkeys(tuning.MATRIX_TILES_16, (16, 16, 4, 1))
     monkeypatch.setattr(tuning, "MATRIX_TILES_16", matrix_tiles)
     monkeypatch.setattr(tuning, "TURNS", 2)
@@ -392,7 +393,9 @@ def test_the_operator_says_what_it_returns() -> None:
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     terms = torch.randn(1, 9, 3, 2, requires_grad=True)
     first_keys = torch.zeros(1, 9, dtype=torch.int64)
-    arguments = (query, key, value, terms, None, None, terms, torch.eye(2), None, None, first_keys, 1.0, True, 4, 1)
+    tables = (None, None, None)
+    given = (query, key, value, terms, None, None, terms, torch.eye(2), None, *tables, None, first_keys, None)
+    arguments = (*given, 1.0, True, 4, 1)
     torch.library.opcheck(_forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -444,11 +447,10 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))
-    none = (None for _ in MapInputs._fields[3:-1])
+    none = (None for _ in MapInputs._fields[3:])
     first_keys = (torch.arange(1024) // 256 * 256)[None]
-    work = Workspace(
-        MapInputs(query, key, value, *none, first_keys), MapSettings(1.0, True, None, groups=1), ("a",), (32, 64)
-    )
+    inputs = MapInputs(query, key, value, *none)._replace(first_keys=first_keys)
+    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("a",), (32, 64))
     pairs = sum(queries * keys for _, queries, keys in (chunk.counts for chunk in work.chunks()))
     assert pairs == 4 * 128 * (128 + 256)
 
@@ -534,7 +536,8 @@ def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
     expected, _ = dcmha_triton(*tensors[:3], **keywords)
     assert torch.equal(compiled(*tensors[:3], **keywords)[0], expected)
     stages = [[None if part is None else part.detach() for part in list_tensors(keywords[stage])] for stage in BOTH]
-    arguments = (*(tensor.detach() for tensor in tensors[:3]), *stages, None, None, 1.0, 4, 1, 1)
+    no_tables = (None, None, None)
+    arguments = (*(tensor.detach() for tensor in tensors[:3]), *stages, None, None, *no_tables, 1.0, 4, 1, 1, False)
     torch.library.opcheck(_decode_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -81,6 +81,14 @@ def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_what_calls_with_tables_by_distance_launch_compiles(architecture: str) -> None:
+    sums = {"dcmha_distance_sums"}
+    launched = run_elsewhere(architecture, "bfloat16", "tables")
+    assert list(map(set, launched)) == [TENSOR_CORES | sums, HEAD_BY_HEAD | WINDOW | sums, DECODING]
+
+
+@pytest.mark.slow
 def test_the_same_compiles_for_gpus_of_amd() -> None:
     assert compile_elsewhere("gfx942", "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
 
@@ -123,8 +131,26 @@ def print_variants(dtype: str) -> None:
         names.clear()
 
 
+def run_with_tables(case: Any, dtype: Any, *, compose_bias: bool) -> None:
+    """Runs a case with a bias and a gain, which have gradients in a case with several queries."""
+    import torch
+    from test_triton import cast, random_inputs, run
+
+    from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
+    from dynattn.modeling.ops.distance_tables import DistanceTables
+
+    tensors, keywords = cast(*random_inputs(case), dtype)
+    tables = [torch.randn(case.keys, case.heads[0], requires_grad=True) for _ in range(2)]
+    keywords["tables"] = DistanceTables(*tables, None, compose_bias)
+    if case.queries > 1:
+        run(dcmha_triton, [*tensors, *tables], keywords)
+    else:
+        with torch.no_grad():
+            dcmha_triton(*tensors[:3], **keywords)
+
+
 def main(architecture: str, dtype: str, *chosen: str) -> None:
-    """Prints the kernels that each chosen case of `test_triton` launches, or `variants`."""
+    """Prints the kernels that each chosen case of `test_triton` launches, those with `tables`, or `variants`."""
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
 
@@ -141,6 +167,12 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
     cases = [*LARGE, *LARGE_DECODING]
     if chosen == ("variants",):
         print_variants(dtype)
+        return
+    if chosen == ("tables",):
+        for case, compose_bias in ((LARGE[0], False), (LARGE[1], True), (LARGE_DECODING[0], False)):
+            run_with_tables(case, getattr(torch, dtype), compose_bias=compose_bias)
+            print(json.dumps(sorted(names)), flush=True)
+            names.clear()
         return
     for index in map(int, chosen) if chosen else range(len(cases)):
         tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))

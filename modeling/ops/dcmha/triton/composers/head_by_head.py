@@ -6,7 +6,8 @@ They take any number of heads and any dtype. `DESIGN.md`, "Head by head", has th
 import torch
 from torch import Tensor
 
-from ..arguments import PANEL, Factors, MapChunk, MapInputs, Statics
+from ..arguments import PANEL, ColumnTables, Factors, MapChunk, MapInputs, Statics
+from ..distance_columns import DistanceColumns
 from ..tuning import tiles_for
 from ..workspace import Workspace
 from .interface import KernelComposer
@@ -26,8 +27,9 @@ class HeadByHeadComposer(KernelComposer):
         needed = {"mixed_scores": pre, "mixed_grads": post and backward, "plain": post or (pre and backward)}
         return [name for name in needed if needed[name]]
 
-    def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
-        self.work, self.pre_static, self.post_static = work, inputs.pre_static, inputs.post_static
+    def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None:
+        self.work, self.tables = work, tables
+        self.pre_static, self.post_static = inputs.pre_static, inputs.post_static
         self.term_counts, self.tiles = _term_counts(inputs), _tiles(inputs)
         named = zip(Factors._fields, inputs.terms, strict=True)
         self.factors = Factors(
@@ -44,9 +46,10 @@ class HeadByHeadComposer(KernelComposer):
         plain = None if self.post_static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), plain=plain)
         partial_lse = work.partial_of_queries(chunk, self.tiles["dcmha_statistics"][1])
-        self._launch("dcmha_statistics", chunk, statics, scores, partial_lse)
+        tables = self.tables.of_chunk(chunk)
+        self._launch("dcmha_statistics", chunk, statics, tables, scores, partial_lse)
         work.merge(chunk, partial_lse, lse)
-        self._launch("dcmha_probs", chunk, statics, scores, probs, lse)
+        self._launch("dcmha_probs", chunk, statics, tables, scores, probs, lse)
         if self.post_static is not None and plain is not None:
             work.mix(self.post_static.t(), plain, probs, out=probs)
         return probs
@@ -62,7 +65,8 @@ class HeadByHeadComposer(KernelComposer):
         grad_probs = grad_composed if statics.grads is None else statics.grads
         partial_delta, partial = work.partial_of_queries(chunk, self.tiles[name][1]), self._partial(name, chunk, "post")
         written = probs.view(scores.dtype), probs, grad_probs, partial_delta
-        self._launch(name, chunk, statics, scores, grad_composed, *written, *partial, lse)
+        tables = self.tables.of_chunk(chunk, "probs")
+        self._launch(name, chunk, statics, tables, scores, grad_composed, *written, *partial, lse)
         torch.sum(partial_delta, dim=1, out=delta)
         self._add_factors(chunk, "post", partial)
         if static is not None and plain is not None:
@@ -76,8 +80,9 @@ class HeadByHeadComposer(KernelComposer):
         grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         # `backward_post` has filled this buffer.
         mixed = None if static is None else work.map("mixed_scores", chunk, scores.dtype)
+        statics, tables = Statics(mixed, plain=plain), self.tables.of_chunk(chunk, "composed_scores")
         partial = self._partial(name, chunk, "pre")
-        self._launch(name, chunk, Statics(mixed, plain=plain), scores, grad_probs, grads, delta, *partial, lse)
+        self._launch(name, chunk, statics, tables, scores, grad_probs, grads, delta, *partial, lse)
         self._add_factors(chunk, "pre", partial)
         if static is not None and plain is not None:
             work.mix(static, plain, grads, out=grads)
@@ -90,6 +95,8 @@ class HeadByHeadComposer(KernelComposer):
             name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
             for name, total in self.sums.items()
         }
+        if "pre_static" in self.statics:
+            self.statics["pre_static"] += self.tables.static_gradient()
         return terms | self.statics
 
     def _factors(self) -> list[tuple[str, Tensor | None]]:
@@ -110,7 +117,9 @@ class HeadByHeadComposer(KernelComposer):
             if static is not None
         }
 
-    def _launch(self, name: str, chunk: MapChunk, statics: Statics, *tensors: Tensor | None) -> None:
+    def _launch(
+        self, name: str, chunk: MapChunk, statics: Statics, tables: ColumnTables, *tensors: Tensor | None
+    ) -> None:
         """Runs a kernel on all patches of a chunk, with its own tensors and those that all kernels take."""
         block_t, block_s, warps = self.tiles[name]
         sides = zip(self.factors, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
@@ -121,6 +130,7 @@ class HeadByHeadComposer(KernelComposer):
             chunk.sizes,
             chunk.where,
             statics,
+            tables,
             heads=self.work.heads,
             term_counts=self.term_counts,
             block_t=block_t,
@@ -191,7 +201,8 @@ def _term_counts(inputs: MapInputs) -> tuple[int, ...]:
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
     """The patch and the warps of each kernel."""
     has_static = inputs.pre_static is not None or inputs.post_static is not None
-    return tiles_for(_term_counts(inputs), wide_static=has_static and inputs.query.dtype == torch.float32)
+    wide_static, has_gain = has_static and inputs.query.dtype == torch.float32, inputs.position_gain is not None
+    return tiles_for(_term_counts(inputs), wide_static=wide_static, has_gain=has_gain)
 
 
 def _as_panels(terms: Tensor) -> Tensor:

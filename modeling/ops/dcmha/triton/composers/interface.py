@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from ..arguments import MapChunk, MapInputs
+from ..distance_columns import DistanceColumns
 from ..workspace import Workspace
 
 
@@ -17,6 +18,7 @@ class KernelComposer(ABC):
     Args:
         work: the chunks and their buffers.
         inputs: the op's tensors.
+        tables: the tables by distance.
         backward: whether this is a backward pass.
     """
 
@@ -31,7 +33,7 @@ class KernelComposer(ABC):
         """Returns the names of the map buffers that it needs besides those of the passes."""
 
     @abstractmethod
-    def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None: ...
+    def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None: ...
 
     @abstractmethod
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import MapChunk, MapInputs, Matrices, StageTerms, TermGradients
+from ..arguments import ColumnTables, MapChunk, MapInputs, Matrices, StageTerms, TermGradients
+from ..distance_columns import DistanceColumns
 from ..matrices import count_terms, filled_up, make_matrices, padded_terms
 from ..tuning import matrix_tiles_for, most_turns
 from ..workspace import Workspace
@@ -23,17 +24,16 @@ class TensorCoreComposer(KernelComposer):
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        tiles = matrix_tiles_for(filled_up(inputs.query.shape[1])).values()
-        queries, keys, *_ = map(max, zip(*tiles, strict=True))
+        queries, keys, *_ = map(max, zip(*_tiles(inputs).values(), strict=True))
         return queries, keys
 
     @staticmethod
     def maps(inputs: MapInputs, *, backward: bool) -> list[str]:
         return []
 
-    def __init__(self, work: Workspace, inputs: MapInputs, *, backward: bool) -> None:
-        self.work, self.padded = work, filled_up(work.heads)
-        self.tiles = matrix_tiles_for(self.padded)
+    def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None:
+        self.work, self.tables, self.padded = work, tables, filled_up(work.heads)
+        self.tiles = _tiles(inputs)
         self.terms = padded_terms(work, inputs)
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
         self.matrices = make_matrices(work, inputs, self.terms)
@@ -43,9 +43,10 @@ class TensorCoreComposer(KernelComposer):
         """Composes maps `[items, H, c, n]` in two kernels: one for the log-sum-exp, one for the probabilities."""
         probs = self.work.map("scores", chunk)
         partial_lse = self.work.partial_of_queries(chunk, self.tiles["dcmha_matrix_statistics"][1])
-        self._launch("dcmha_matrix_statistics", chunk, scores, partial_lse)
+        tables = self.tables.of_chunk(chunk)
+        self._launch("dcmha_matrix_statistics", chunk, tables, scores, partial_lse)
         self.work.merge(chunk, partial_lse, lse)
-        self._launch("dcmha_matrix_probs", chunk, scores, probs, lse)
+        self._launch("dcmha_matrix_probs", chunk, tables, scores, probs, lse)
         return probs
 
     def backward_post(
@@ -54,14 +55,16 @@ class TensorCoreComposer(KernelComposer):
         """Writes maps `[items, H, c, n]`; gradients of probabilities overwrite `grad_composed`."""
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
         partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
-        self._launch_backward(name, "post", chunk, scores, grad_composed, probs, partial_delta, lse=lse)
+        tables = self.tables.of_chunk(chunk, "probs")
+        self._launch_backward(name, "post", chunk, tables, scores, grad_composed, probs, partial_delta, lse=lse)
         torch.sum(partial_delta, dim=1, out=delta)
         return probs, grad_composed
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         """Writes the gradients of the scores, `[items, H, c, n]`."""
         name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
-        self._launch_backward(name, "pre", chunk, scores, grad_probs, grads, delta, lse=lse)
+        tables = self.tables.of_chunk(chunk, "composed_scores")
+        self._launch_backward(name, "pre", chunk, tables, scores, grad_probs, grads, delta, lse=lse)
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
@@ -77,7 +80,7 @@ class TensorCoreComposer(KernelComposer):
         statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
         return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
 
-    def _launch(self, name: str, chunk: MapChunk, *arguments: Any, **constants: int) -> None:
+    def _launch(self, name: str, chunk: MapChunk, tables: ColumnTables, *arguments: Any, **constants: int) -> None:
         """Runs a kernel on all patches of a chunk, with its own arguments and those that all kernels take."""
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
@@ -89,6 +92,7 @@ class TensorCoreComposer(KernelComposer):
             matrices,
             chunk.sizes,
             chunk.where,
+            tables,
             heads=self.work.heads,
             padded=self.padded,
             block_t=block_t,
@@ -104,13 +108,15 @@ class TensorCoreComposer(KernelComposer):
         """The number of blocks of queries that a program goes through: a divisor of those of a window's block."""
         return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
 
-    def _launch_backward(self, name: str, stage: str, chunk: MapChunk, *maps: Tensor, lse: Tensor) -> None:
+    def _launch_backward(
+        self, name: str, stage: str, chunk: MapChunk, tables: ColumnTables, *maps: Tensor, lse: Tensor
+    ) -> None:
         """Runs a kernel on maps `[items, H, c, n]`, and adds up its gradients of a stage's terms and static matrix."""
         sides = ("query", chunk.queries), ("key", chunk.keys)
         terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
         constants = {"query_count": count_terms(terms.query), "key_count": count_terms(terms.key)}
-        self._launch(name, chunk, *maps, partial, terms, lse, **constants)
+        self._launch(name, chunk, tables, *maps, partial, terms, lse, **constants)
         if partial.query is not None:
             self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
         if partial.key is not None:
@@ -135,6 +141,11 @@ class TensorCoreComposer(KernelComposer):
             None if terms.key is None else new(items, programs, keys, *terms.key.shape[2:], dtype=torch.float32),
             torch.zeros(patches, self.padded, self.padded, device=self.work.device) if has_static else None,
         )
+
+
+def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int, int]]:
+    """The patch, the warps and the stages of each kernel."""
+    return matrix_tiles_for(filled_up(inputs.query.shape[1]), has_gain=inputs.position_gain is not None)
 
 
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:

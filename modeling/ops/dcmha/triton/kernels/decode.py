@@ -8,10 +8,11 @@ A program has all heads of its keys, since composition mixes heads for each key 
 tile of all heads of some keys is then contiguous, as the keys' factors are. Products have at least 16 rows: the heads
 that share a key head, and zeros.
 
-Stages are a `DecodeStage`, `where` a `DecodeMask`, `pages` a `DecodePages` or None and `sizes` a `CacheSizes` of the
-module `decode`, where shapes are. Strides are those between items, heads and positions. With pages, keys and values are
-the rows of all pages, which a table assigns to items, and strides are those between pages, heads and rows of a page; a
-row has its token's factors behind the channels of each head. `DESIGN.md`, "Decoding", tells why there are two kernels.
+Stages are a `DecodeStage`, `where` a `DecodeMask`, `pages` a `DecodePages` or None, `tables` a `DecodeTables` and
+`sizes` a `CacheSizes` of the module `decode`, where shapes are. Strides are those between items, heads and positions.
+With pages, keys and values are the rows of all pages, which a table assigns to items, and strides are those between
+pages, heads and rows of a page; a row has its token's factors behind the channels of each head. `DESIGN.md`,
+"Decoding", tells why there are two kernels.
 """
 
 # What runs on the device is typed by Triton's compiler.
@@ -38,6 +39,7 @@ def dcmha_decode_scores(
     sizes,  # `CacheSizes`
     query_strides,
     key_strides,
+    tables,  # `DecodeTables`
     scaling,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -80,8 +82,12 @@ def dcmha_decode_scores(
         at = _place(scores, item, s, sizes, heads)[:, None] + every[None, :]
         inside = (s[:, None] < end) & (every[None, :] < heads)
         maps = tl.load(at, mask=inside, other=0.0)
+        if tables.composed_bias is not None:
+            maps += _by_distance(tables.composed_bias, tables.bias_rows, tables, s, end, every, heads)
         rows = _paged_rows(pages, key_strides, item, s, end)
         composed = _compose(maps, pre, item, s, rows, every, end, heads, kv_heads, width, query_rank, key_rank, groups)
+        if tables.bias is not None:
+            composed += _by_distance(tables.bias, tables.bias_rows, tables, s, end, every, heads)
         composed = _hide(composed, where, item, s, end)
         tl.store(at, composed, mask=inside)
         higher = tl.maximum(highest, tl.max(composed, axis=0))
@@ -101,6 +107,7 @@ def dcmha_decode_outputs(
     pages,  # `DecodePages` or None
     sizes,  # `CacheSizes`
     value_strides,
+    tables,  # `DecodeTables`
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     width: tl.constexpr,
@@ -124,6 +131,8 @@ def dcmha_decode_outputs(
         at = _place(scores, item, s, sizes, heads)[:, None] + head[None, :]
         inside = (s[:, None] < end) & (head[None, :] < heads)
         probs = tl.exp(tl.load(at, mask=inside, other=float("-inf")) - lse[None, :])
+        if tables.gain is not None:
+            probs *= _by_distance(tables.gain, tables.gain_rows, tables, s, end, head, heads)
         rows = _paged_rows(pages, value_strides, item, s, end)
         composed = _compose(probs, post, item, s, rows, head, end, heads, kv_heads, width, query_rank, key_rank, groups)
         tl.store(at, composed, mask=inside)
@@ -227,6 +236,17 @@ def _paged_rows(pages, strides, item, s, end):
     if pages is not None:
         rows = _positions(pages, strides, item, s, end)
     return rows
+
+
+@triton.jit
+def _by_distance(table, rows, tables, s, end, head, heads: tl.constexpr):
+    """The elements `[block_s, heads]` of a table `[L, H]` for the distances from the query to some keys."""
+    position = end - 1
+    if tables.position is not None:
+        position = tl.load(tables.position)
+    distance = tl.minimum(tl.maximum(position - s, 0), original(rows) - 1)
+    inside = (s[:, None] < end) & (head[None, :] < heads)
+    return tl.load(table + distance[:, None] * heads + head[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -23,14 +23,18 @@ The gradients of factors are, with `hz = down z` and `hg = up dy`, sums over key
 
 where `z` is `s` or `p` and `dy` is `dx` or `da`.
 
-All kernels but `dcmha_merge` take `factors` (`Factors`), `sizes` (`Sizes`), `where` (`Visibility`) and `statics`
-(`Statics`), whose shapes are in `arguments`. `term_counts` are the numbers of terms: of queries and of keys
-before the softmax, then after it.
+With a bias by distance `s` or `x` has it added, with a gain `p` is multiplied before `post`. `pairs` gets what the
+gradient of a table sums: `p` times the gradient of the gained probabilities, or `dx`.
+
+All kernels but `dcmha_merge` take `factors` (`Factors`), `sizes` (`Sizes`), `where` (`Visibility`), `statics`
+(`Statics`) and `tables` (`ColumnTables`), whose shapes are in `arguments`. `term_counts` are the numbers of terms: of
+queries and of keys before the softmax, then after it.
 """
 
 from .tiles import (
     LOG2_E,
     compose,
+    composed_score,
     exp2,
     finite,
     gather,
@@ -41,13 +45,16 @@ from .tiles import (
     make_patch,
     make_penalty,
     make_stage,
+    make_tables,
     mixed,
     no_hidden,
+    plus,
     probability,
     rounded,
     store,
     store_of_factors,
     store_of_queries,
+    times,
     transposed,
 )
 
@@ -69,6 +76,7 @@ def dcmha_statistics(
     sizes,
     where,
     statics,
+    tables,
     heads: tl.constexpr,
     term_counts: tl.constexpr,
     block_t: tl.constexpr,
@@ -76,12 +84,12 @@ def dcmha_statistics(
 ):
     """The log-sum-exp of each row of composed scores over one patch; minus infinity where it hides all keys."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
+    of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     penalty = make_penalty(where, patch)
-    hidden = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    hidden = hidden_maps(scores, of_patch.composed_bias, pre, patch, heads, block_t, block_s)
     for head in range(heads):
-        score = load(scores, patch, head)
-        composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
+        composed = composed_score(scores, hidden, pre, statics, of_patch, patch, head)
         exponent = composed * LOG2_E + penalty
         reference = finite(tl.max(exponent, axis=1))
         total = tl.sum(exp2(exponent - reference[:, None]), axis=1)
@@ -114,21 +122,21 @@ def hidden_probabilities(
     post,
     where,
     statics,
+    tables,
     patch,
     heads: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """The hidden maps of the probabilities, which are written to `kept` for the second reading."""
+    """The hidden maps of the probabilities, which are written to `kept`, without a gain, for the second reading."""
     penalty = make_penalty(where, patch)
-    hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    hidden_scores = hidden_maps(scores, tables.composed_bias, pre, patch, heads, block_t, block_s)
     hidden = no_hidden(post, block_t, block_s)
     for head in range(heads):
-        score = load(scores, patch, head)
-        prob = probability(score, hidden_scores, pre, (lse, penalty), statics, patch, head)
+        prob = probability(scores, hidden_scores, pre, (lse, penalty), statics, tables, patch, head)
         tl.debug_barrier()
         store(kept, prob, patch, head)
-        hidden = gather(hidden, prob, post[0], head)
+        hidden = gather(hidden, times(prob, tables.gain, patch, head), post[0], head)
     tl.debug_barrier()
     return hidden
 
@@ -142,6 +150,7 @@ def dcmha_probs(
     sizes,
     where,
     statics,
+    tables,
     heads: tl.constexpr,
     term_counts: tl.constexpr,
     block_t: tl.constexpr,
@@ -149,11 +158,14 @@ def dcmha_probs(
 ):
     """Replaces scores by composed probabilities."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
+    of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     post = make_stage(factors.post_query, factors.post_key, patch, term_counts[2], term_counts[3])
-    hidden = hidden_probabilities(scores, scores, lse, pre, post, where, statics, patch, heads, block_t, block_s)
+    hidden = hidden_probabilities(
+        scores, scores, lse, pre, post, where, statics, of_patch, patch, heads, block_t, block_s
+    )
     for head in range(heads):
-        prob = load(scores, patch, head)
+        prob = times(load(scores, patch, head), of_patch.gain, patch, head)
         # Another thread may have loaded what this one stores.
         tl.debug_barrier()
         store(probs, compose(prob, prob, hidden, post, head), patch, head)
@@ -176,6 +188,7 @@ def dcmha_backward_post(
     sizes,
     where,
     statics,
+    tables,
     heads: tl.constexpr,
     term_counts: tl.constexpr,
     block_t: tl.constexpr,
@@ -183,19 +196,26 @@ def dcmha_backward_post(
 ):
     """First pass backward: composed probabilities, gradients of the probabilities and of the post factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
+    of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     post = make_stage(factors.post_query, factors.post_key, patch, term_counts[2], term_counts[3])
-    hidden_probs = hidden_probabilities(scores, kept, lse, pre, post, where, statics, patch, heads, block_t, block_s)
-    hidden_grads = hidden_maps(grad_composed, transposed(post), patch, heads, block_t, block_s)
+    hidden_probs = hidden_probabilities(
+        scores, kept, lse, pre, post, where, statics, of_patch, patch, heads, block_t, block_s
+    )
+    hidden_grads = hidden_maps(grad_composed, (), transposed(post), patch, heads, block_t, block_s)
     for head in range(heads):
         prob, grad = load(kept, patch, head), load(grad_composed, patch, head)
-        mixed_grad = mixed(statics.grads, grad, patch, head)
+        mixed_grad = mixed(statics.grads, (), grad, patch, head)
+        gained = times(prob, of_patch.gain, patch, head)
         tl.debug_barrier()
-        store(probs, compose(prob, prob, hidden_probs, post, head), patch, head)
+        store(probs, compose(gained, gained, hidden_probs, post, head), patch, head)
         if statics.plain is not None:
-            store(statics.plain, prob, patch, head)
+            store(statics.plain, gained, patch, head)
+        grad_gained = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
+        if tables.pairs is not None:
+            store(tables.pairs, prob * grad_gained, patch, head)
         # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
-        grad_prob = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
+        grad_prob = times(grad_gained, of_patch.gain, patch, head)
         grad_prob = rounded(grad_prob, grad_probs.dtype.element_ty).to(tl.float32)
         store(grad_probs, grad_prob, patch, head)
         delta = tl.sum(prob * grad_prob, axis=1)
@@ -203,7 +223,7 @@ def dcmha_backward_post(
         store_of_factors(
             partial_query,
             partial_key,
-            prob,
+            gained,
             grad,
             hidden_probs,
             hidden_grads,
@@ -227,6 +247,7 @@ def dcmha_backward_pre(
     sizes,
     where,
     statics,
+    tables,
     heads: tl.constexpr,
     term_counts: tl.constexpr,
     block_t: tl.constexpr,
@@ -234,18 +255,21 @@ def dcmha_backward_pre(
 ):
     """Second pass backward: gradients of the scores and of the pre factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
+    of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
     softmax = (lse, make_penalty(where, patch))
-    hidden_scores = hidden_maps(scores, pre, patch, heads, block_t, block_s)
+    hidden_scores = hidden_maps(scores, of_patch.composed_bias, pre, patch, heads, block_t, block_s)
     for head in range(heads):
-        score = load(scores, patch, head)
-        prob = probability(score, hidden_scores, pre, softmax, statics, patch, head)
+        prob = probability(scores, hidden_scores, pre, softmax, statics, of_patch, patch, head)
         grad = prob * (load(grad_probs, patch, head) - load_of_queries(delta, patch, head)[:, None])
         store(grad_scores, grad, patch, head)
+        if tables.pairs is not None:
+            store(tables.pairs, grad, patch, head)
     tl.debug_barrier()
-    hidden_grads = hidden_maps(grad_scores, transposed(pre), patch, heads, block_t, block_s)
+    hidden_grads = hidden_maps(grad_scores, (), transposed(pre), patch, heads, block_t, block_s)
     for head in range(heads):
-        score, grad = load(scores, patch, head), load(grad_scores, patch, head)
+        score = plus(load(scores, patch, head), of_patch.composed_bias, patch, head)
+        grad = load(grad_scores, patch, head)
         tl.debug_barrier()
         store(grad_scores, compose(grad, grad, hidden_grads, transposed(pre), head), patch, head)
         if statics.plain is not None:

@@ -109,6 +109,23 @@ def store_of_queries(partial, elements, patch, padded: tl.constexpr):
 
 
 @triton.jit
+def gained(tiles, tables, where, patch, padded: tl.constexpr):
+    """Multiplies `[block_t, padded, block_s]` by a gain by distance, if there is one."""
+    if tables.gain is not None:
+        tiles *= _by_distance(tables.gain, tables, where, patch, padded)
+    return tiles
+
+
+@triton.jit
+def _by_distance(rows, tables, where, patch, padded: tl.constexpr):
+    """Loads `[block_t, padded, block_s]` of a table: one element for each distance and head; zero for padding heads."""
+    head = tl.arange(0, padded)[None, :, None]
+    first = rows + patch.item % where.groups * patch.heads * original(tables.columns) + original(tables.first)
+    place = head * original(tables.columns) + (patch.s[None, None, :] + patch.shift - patch.t[:, None, None])
+    return tl.load(first + place, mask=head < patch.heads, other=0.0)
+
+
+@triton.jit
 def turned(tiles):
     """Returns `[a, padded, b]` as `[b, padded, a]`."""
     return tl.permute(tiles, (2, 1, 0))
@@ -144,10 +161,19 @@ def exponents(score, of_queries, of_keys, where, patch):
 
 
 @triton.jit
-def probabilities(score, of_queries, of_keys, lse, where, patch, padded: tl.constexpr):
+def biased_exponents(score, of_queries, of_keys, where, tables, patch, padded: tl.constexpr):
+    """`exponents` with a bias by distance, if there is one."""
+    exponent = exponents(score, of_queries, of_keys, where, patch)
+    if tables.bias is not None:
+        exponent += _by_distance(tables.bias, tables, where, patch, padded) * LOG2_E
+    return exponent
+
+
+@triton.jit
+def probabilities(score, of_queries, of_keys, lse, where, tables, patch, padded: tl.constexpr):
     """The softmax over composed scores, `[block_t, padded, block_s]`; zero for padding heads."""
     reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
-    return exp2(exponents(score, of_queries, of_keys, where, patch) - reference[:, :, None])
+    return exp2(biased_exponents(score, of_queries, of_keys, where, tables, patch, padded) - reference[:, :, None])
 
 
 @triton.jit

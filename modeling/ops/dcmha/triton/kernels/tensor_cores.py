@@ -26,13 +26,15 @@ queries for one block of keys, whose matrices and their gradients it keeps, and 
 window hides. Where `loads_ahead`, the loop over turns has no branches, so that the compiler can load the next turn's
 data during this one.
 
-The four kernels take `matrices` (`Matrices`), `sizes` (`Sizes`) and `where` (`Visibility`), whose shapes are in
-`arguments`. `DESIGN.md`, "On the tensor cores", has their memory, their instructions and the reasons.
+The four kernels take `matrices` (`Matrices`), `sizes` (`Sizes`), `where` (`Visibility`) and `tables` (`ColumnTables`),
+whose shapes are in `arguments`; tables enter as in `head_by_head`, but no bias comes before the composition.
+`DESIGN.md`, "On the tensor cores", has their memory, their instructions and the reasons.
 """
 
 from .matrix_tiles import (
+    biased_exponents,
     compose,
-    exponents,
+    gained,
     gradients_of_keys,
     load,
     load_matrices,
@@ -71,6 +73,7 @@ def dcmha_matrix_statistics(
     matrices,
     sizes,
     where,
+    tables,
     heads: tl.constexpr,
     padded: tl.constexpr,
     block_t: tl.constexpr,
@@ -86,7 +89,7 @@ def dcmha_matrix_statistics(
         if loads_ahead or ((first <= turn) & (turn < last)):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
-            exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, patch)
+            exponent = biased_exponents(load(scores, patch, padded), pre_query, pre_key, where, tables, patch, padded)
             reference = finite(tl.max(exponent, axis=2))
             total = tl.sum(exp2(exponent - reference[:, :, None]), axis=2)
             store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, patch, padded)
@@ -104,6 +107,7 @@ def dcmha_matrix_probs(
     matrices,
     sizes,
     where,
+    tables,
     heads: tl.constexpr,
     padded: tl.constexpr,
     block_t: tl.constexpr,
@@ -121,9 +125,10 @@ def dcmha_matrix_probs(
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
-            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
+            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, tables, patch, padded)
+            weight = gained(prob, tables, where, patch, padded)
             # Probabilities overwrite scores safely: each thread stores what depends on its load from the same place.
-            store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
+            store(probs, compose(rounded(weight, scores.dtype.element_ty), post_query, post_key), patch, padded)
     for turn in range(turns):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -142,6 +147,7 @@ def dcmha_matrix_backward_post(
     matrices,
     sizes,
     where,
+    tables,
     heads: tl.constexpr,
     padded: tl.constexpr,
     block_t: tl.constexpr,
@@ -163,24 +169,30 @@ def dcmha_matrix_backward_post(
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
             post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
-            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, patch, padded)
-            store(probs, compose(rounded(prob, scores.dtype.element_ty), post_query, post_key), patch, padded)
+            prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, tables, patch, padded)
+            weight = gained(prob, tables, where, patch, padded)
+            store(probs, compose(rounded(weight, scores.dtype.element_ty), post_query, post_key), patch, padded)
             grad = load(grad_composed, patch, padded)
-            # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
+            if tables.pairs is not None:
+                store(tables.pairs, prob * grad_prob, patch, padded)
+            # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
+            grad_prob = gained(grad_prob, tables, where, patch, padded)
             grad_prob = rounded(grad_prob, dtype).to(tl.float32)
             # Gradients overwrite gradients safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
-            prob = rounded(prob, dtype)
-            store_gradients_of_query_terms(partial.query, terms.query, grad, prob, patch, padded, query_count)
+            weight = rounded(weight, dtype)
+            store_gradients_of_query_terms(partial.query, terms.query, grad, weight, patch, padded, query_count)
             if grad_key is not None:
-                grad_key += gradients_of_keys(grad, prob)
-            store_gradient_of_static(partial.static, grad, prob, turn, turns, padded)
+                grad_key += gradients_of_keys(grad, weight)
+            store_gradient_of_static(partial.static, grad, weight, turn, turns, padded)
     for turn in range(turns):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            if tables.pairs is not None:
+                store(tables.pairs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
     store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_count, dtype)
@@ -198,6 +210,7 @@ def dcmha_matrix_backward_pre(
     matrices,
     sizes,
     where,
+    tables,
     heads: tl.constexpr,
     padded: tl.constexpr,
     block_t: tl.constexpr,
@@ -218,9 +231,11 @@ def dcmha_matrix_backward_pre(
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             pre_query = load_matrices(matrices.pre_query, patch.item, patch.t, sizes.all_queries, padded)
             score = load(scores, patch, padded)
-            prob = probabilities(score, pre_query, pre_key, lse, where, patch, padded)
+            prob = probabilities(score, pre_query, pre_key, lse, where, tables, patch, padded)
             mean = load_of_queries(delta, patch, padded, 0.0)
             grad = rounded(prob * (load(grad_probs, patch, padded) - mean[:, :, None]), dtype)
+            if tables.pairs is not None:
+                store(tables.pairs, grad.to(tl.float32), patch, padded)
             store(grad_scores, compose(grad, transposed(pre_query, dtype), transposed(pre_key, dtype)), patch, padded)
             score = rounded(score.to(tl.float32), dtype)
             store_gradients_of_query_terms(partial.query, terms.query, grad, score, patch, padded, query_count)
@@ -231,6 +246,8 @@ def dcmha_matrix_backward_pre(
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
+            if tables.pairs is not None:
+                store(tables.pairs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
     store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_count, dtype)
 

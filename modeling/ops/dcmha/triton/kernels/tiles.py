@@ -36,6 +36,15 @@ class Patch(NamedTuple):
     sizes: tuple  # `Sizes`
 
 
+class PatchTables(NamedTuple):
+    """Tables by distance for a patch: (pointer to the first head's element of query and key 0, columns), or nothing."""
+
+    composed_bias: tuple
+    mixed_bias: tuple
+    bias: tuple
+    gain: tuple
+
+
 @triton.jit
 def make_patch(sizes, where, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
     """The patch of this program."""
@@ -96,6 +105,50 @@ def make_penalty(where, patch):
         bias = where.bias + row + t * where.bias_of_query + key * where.bias_of_key
         penalty += tl.load(bias, mask=visible, other=0.0).to(tl.float32) * LOG2_E
     return penalty
+
+
+@triton.jit
+def make_tables(tables, where, patch):
+    """The tables by distance of `ColumnTables` for a patch."""
+    return PatchTables(
+        _table(tables.composed_bias, tables, where, patch),
+        _table(tables.mixed_bias, tables, where, patch),
+        _table(tables.bias, tables, where, patch),
+        _table(tables.gain, tables, where, patch),
+    )
+
+
+@triton.jit
+def _table(rows, tables, where, patch):
+    """A table of a patch, from its rows `[heads of all groups, X]`."""
+    table = ()
+    if rows is not None:
+        columns = original(tables.columns)
+        head = patch.item % where.groups * patch.heads
+        table = (rows + head * columns + (original(tables.first) + patch.shift), columns)
+    return table
+
+
+@triton.jit
+def plus(tile, table, patch, head):
+    """Adds one head's elements of a table by distance to a tile `[block_t, block_s]`."""
+    if len(table) > 0:
+        tile += _by_distance(table, patch, head)
+    return tile
+
+
+@triton.jit
+def times(tile, table, patch, head):
+    """Multiplies a tile `[block_t, block_s]` by one head's elements of a table by distance."""
+    if len(table) > 0:
+        tile *= _by_distance(table, patch, head)
+    return tile
+
+
+@triton.jit
+def _by_distance(table, patch, head):
+    """Loads one head's elements `[block_t, block_s]` of a table: one for each distance, without bounds."""
+    return tl.load(table[0] + head * table[1] + (patch.s[None, :] - patch.t[:, None]))
 
 
 @triton.jit
@@ -167,21 +220,24 @@ def gather(hidden, tile, down, head):
 
 
 @triton.jit
-def hidden_maps(maps, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The hidden maps `[block_t, block_s]` of a patch of maps `[items, H, c, n]`."""
+def hidden_maps(maps, bias, stage, patch, heads: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
+    """The hidden maps `[block_t, block_s]` of a patch of `[items, H, c, n]`, which a bias by distance is added to."""
     hidden = no_hidden(stage, block_t, block_s)
     if len(hidden) > 0:
         for head in range(heads):
-            hidden = gather(hidden, load(maps, patch, head), stage[0], head)
+            hidden = gather(hidden, plus(load(maps, patch, head), bias, patch, head), stage[0], head)
     return hidden
 
 
 @triton.jit
-def mixed(maps, tile, patch, head):
-    """The head's tile in `maps`, which have their product with a static matrix added; without them its own `tile`."""
+def mixed(maps, bias, tile, patch, head):
+    """The head's tile in `maps`, which have their product with a static matrix added; without them its own `tile`.
+
+    `bias` is the bias by distance with its own product added, or nothing.
+    """
     base = tile
     if maps is not None:
-        base = load(maps, patch, head)
+        base = plus(load(maps, patch, head), bias, patch, head)
     return base
 
 
@@ -201,10 +257,18 @@ def compose(tile, base, hidden, stage, head):
 
 
 @triton.jit
-def probability(score, hidden, pre, softmax, statics, patch, head):
+def composed_score(scores, hidden, pre, statics, tables, patch, head):
+    """One head of the composed scores `[block_t, block_s]`, with every bias by distance."""
+    score = plus(load(scores, patch, head), tables.composed_bias, patch, head)
+    base = mixed(statics.scores, tables.mixed_bias, score, patch, head)
+    return plus(compose(score, base, hidden, pre, head), tables.bias, patch, head)
+
+
+@triton.jit
+def probability(scores, hidden, pre, softmax, statics, tables, patch, head):
     """One head of the softmax over composed scores, `[block_t, block_s]`; `softmax` is (log-sum-exp, penalty)."""
     lse, penalty = softmax
-    composed = compose(score, mixed(statics.scores, score, patch, head), hidden, pre, head)
+    composed = composed_score(scores, hidden, pre, statics, tables, patch, head)
     return exp2(composed * LOG2_E + (penalty - load_of_queries(lse, patch, head)[:, None] * LOG2_E))
 
 

@@ -1,0 +1,49 @@
+"""The kernel of `dcmha_triton` that sums maps over all pairs of the same distance, for the gradients of tables.
+
+`DESIGN.md`, "Tables by distance", has its memory and the reasons.
+"""
+
+from .tiles import bound
+
+# What runs on the device is typed by Triton's compiler.
+# mypy: disable-error-code="no-untyped-def"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+
+
+@triton.jit
+def dcmha_distance_sums(
+    maps,  # [items, H, c, n]
+    partial,  # [items * H, parts, step + n - 1], float32, written
+    sizes,
+    where,
+    part,  # queries of a program
+    block_t: tl.constexpr,
+    block_x: tl.constexpr,
+):
+    """The sums of one head's map over some queries: `x = s - t % step + step - 1` is the column of key `s`, query `t`.
+
+    In chunks without blocks `step` is the number of all queries.
+    """
+    plane, x = tl.program_id(2).to(tl.int64), tl.program_id(0) * block_x + tl.arange(0, block_x)
+    step = sizes.queries
+    if where.step is not None:
+        step = where.step
+    total = tl.zeros([block_t, block_x], tl.float32)
+    first = tl.program_id(1) * part
+    for start in range(0, bound(part), block_t):
+        t = first + start + tl.arange(0, block_t)
+        s = x[None, :] + (t % step)[:, None] - (step - 1)
+        inside = (s >= 0) & (s < sizes.keys) & (t < sizes.queries)[:, None]
+        place = maps + plane * sizes.queries * sizes.keys + (t[:, None] * sizes.keys + s)
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    columns = step + sizes.keys - 1
+    place = partial + (plane * tl.num_programs(1) + tl.program_id(1)) * columns + x
+    tl.store(place, tl.sum(total, axis=0), mask=x < columns)
+
+
+DISTANCE_KERNELS = {"dcmha_distance_sums": dcmha_distance_sums}
