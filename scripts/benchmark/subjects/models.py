@@ -1,7 +1,8 @@
 """A DCFormer: one block, a training step of the whole model, and prefill of a cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .attention import compile_mode, ours
 # Weights large enough that an error in composition or attention shows in the logits.
 INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 UNCOMPOSED = {"compose_pre": False, "compose_post": False}
+FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: UNCOMPOSED})
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
 # For the backward pass the reference op keeps dozens of maps of all pairs for each layer. If one map of a layer has
@@ -37,22 +39,24 @@ class ModelProblem(NamedTuple):
 
     Attributes:
         weights: of each function, in the dtype that is measured.
-        config: arguments of the configuration, composition and implementation excepted.
+        config: arguments of the configuration that all functions share, the implementation excepted.
+        functions: those of each function.
         step: makes the call that is timed from a model and the tokens.
     """
 
     tokens: Tensor  # [B, T]
     weights: dict[str, dict[str, Tensor]]
     config: dict[str, Any]
+    functions: Mapping[str, dict[str, Any]]
     dtype: torch.dtype
     step: "Step"
     backward: bool
 
-    def model(self, function: str, implementation: str, dtype: torch.dtype | None = None) -> Any:
-        """A model with the problem's weights."""
-        composition = UNCOMPOSED if function == PLAIN else {}
+    def model(self, function: str, implementation: str | None, dtype: torch.dtype | None = None) -> Any:
+        """A model with the problem's weights; its implementation is the configuration's own choice if it is None."""
         is_baseline = implementation in IN_MODELS
-        settings = {**self.config, **composition, "attn_implementation": REFERENCE if is_baseline else implementation}
+        settings = {**self.config, **self.functions[function]}
+        settings["attn_implementation"] = REFERENCE if is_baseline else implementation
         with torch.device(self.tokens.device):
             model: Any = DCFormerForCausalLM(DCFormerConfig(**settings))
         if is_baseline:  # the model class refuses implementations that are not its own
@@ -146,9 +150,15 @@ def block_step(model: Any, tokens: Tensor, *, backward: bool) -> Callable[[], Re
 
 
 def make_problem(
-    shape: Shape, settings: BenchmarkSettings, step: Step, layers: int, *, backward: bool = False
+    shape: Shape,
+    settings: BenchmarkSettings,
+    step: Step,
+    layers: int,
+    *,
+    backward: bool = False,
+    functions: Mapping[str, dict[str, Any]] = FUNCTIONS,
 ) -> ModelProblem:
-    """Random tokens and weights; the plain model has the composed one's weights except those of its generators."""
+    """Random tokens and weights; the models of all `functions` have those of the composed one that they know."""
     hidden = shape.heads * shape.width
     config: dict[str, Any] = {
         "vocab_size": settings.vocabulary,
@@ -163,10 +173,13 @@ def make_problem(
     }
     torch.manual_seed(settings.seed)
     drawn = DCFormerForCausalLM(DCFormerConfig(**config)).state_dict()
-    weights = {name: weight.to(settings.device, settings.dtype) for name, weight in drawn.items()}
-    plain = {name: weight for name, weight in weights.items() if ".composition." not in name}
     tokens = torch.randint(settings.vocabulary, (settings.batch_size, shape.length)).to(settings.device)
-    return ModelProblem(tokens, {COMPOSED: weights, PLAIN: plain}, config, settings.dtype, step, backward)
+    weights: dict[str, dict[str, Tensor]] = {}
+    for function, fields in functions.items():
+        own = DCFormerForCausalLM(DCFormerConfig(**config | fields)).state_dict()
+        shared = {name: drawn.get(name, weight) for name, weight in own.items()}
+        weights[function] = {name: weight.to(settings.device, settings.dtype) for name, weight in shared.items()}
+    return ModelProblem(tokens, weights, config, functions, settings.dtype, step, backward)
 
 
 def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int) -> Case:
@@ -192,10 +205,13 @@ def prefill_cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     yield make_case(make_problem(shape, settings, prefill_step, settings.layers), settings, logits=1)
 
 
-def block_cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
+def block_cases(
+    shape: Shape, settings: BenchmarkSettings, functions: Mapping[str, dict[str, Any]] = FUNCTIONS
+) -> Iterator[Case]:
     """Forward, then forward with backward."""
     for backward in (False, True):
-        problem = make_problem(shape, settings, partial(block_step, backward=backward), layers=1, backward=backward)
+        step = partial(block_step, backward=backward)
+        problem = make_problem(shape, settings, step, layers=1, backward=backward, functions=functions)
         yield make_case(problem, settings, logits=0)
 
 

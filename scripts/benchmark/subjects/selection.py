@@ -12,14 +12,17 @@ from .decode import DECODE
 from .generation_step import STEP
 from .long_sequences import LONG
 from .models import BLOCK, PREFILL, TRAINING
+from .positions import POSITIONS
 from .profile import PROFILE
 from .relative import RELATIVE_ATTENTION
 
 SUBJECTS = {
-    one.name: one for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, LONG, PROFILE)
+    one.name: one
+    for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, POSITIONS, LONG, PROFILE)
 }
-# Subjects that run only if they are named: `long` takes hours, `profile` is about one implementation on a CPU.
-ON_DEMAND = (LONG.name, PROFILE.name)
+# Subjects that run only if they are named: `long` takes hours, `positions` compares no implementations, and `profile`
+# is about one of them on a CPU.
+ON_DEMAND = (POSITIONS.name, LONG.name, PROFILE.name)
 Selection = list[tuple[Subject, list[Candidate]]]
 
 

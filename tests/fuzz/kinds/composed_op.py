@@ -65,7 +65,7 @@ def generate(random: Random) -> Case:
         "scaling": random.choice((None, None, 0.3, 0.0, -1.0)),
         "mask": random_mask(random, (batch, heads, queries, keys)) if random.random() < 0.5 else None,
         "first_keys": random.choice((None, None, "int64", "int32", "turned", "beyond")),
-        "tables": random_tables(random, queries, keys) if random.random() < 0.4 and implementation != "triton" else {},
+        "tables": random_tables(random, queries, keys) if random.random() < 0.4 else {},
         "layouts": {name: random.choice(LAYOUTS) for name in ("query", "key", "value", "factors", "static", "tables")},
         "grad_layout": random.choice(("plain", "transposed", "expanded", "sliced")),
         "leaves": random.choice(("all", "all", "none", "none", "query", "factors", "static", "mask", "tables")),

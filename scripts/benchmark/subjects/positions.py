@@ -1,0 +1,50 @@
+"""A DCFormer block with each position scheme, composed and plain; ratios refer to plain attention with rotary angles.
+
+Every candidate runs the implementation that its configuration takes by default.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from dynattn.configuration.composed_config import POSITION_SCHEMES
+
+from ..harness.accuracy import Results
+from ..harness.interface import Candidate, Subject
+from .models import UNCOMPOSED, ModelProblem, block_cases
+
+# The fields of a configuration for each scheme; `gain` is URPE's, beside rotary angles.
+SCHEMES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {name: {"position_scheme": name} for name in POSITION_SCHEMES} | {"gain": {"position_gain": "distance"}}
+)
+PREFIX = "plain-"
+BASELINE = f"{PREFIX}rope"
+FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {**SCHEMES, **{f"{PREFIX}{name}": fields | UNCOMPOSED for name, fields in SCHEMES.items()}}
+)
+
+
+def candidates(device: torch.device) -> list[Candidate]:
+    """All schemes; each is a function of its own, named as in tables."""
+    return [
+        Candidate(name, "plain" if name == BASELINE else "ours", name, partial(prepare, function=name))
+        for name in FUNCTIONS
+    ]
+
+
+def prepare(problem: ModelProblem, function: str) -> Callable[[], Results]:
+    """The call of a scheme's block."""
+    return problem.step(problem.model(function, None), problem.tokens)
+
+
+POSITIONS = Subject(
+    name="positions",
+    function="rope",
+    shapes=("16x64@512", "16x64@2048"),
+    quick_shapes=("4x32@256",),
+    candidates=candidates,
+    cases=partial(block_cases, functions=FUNCTIONS),
+)
