@@ -287,7 +287,9 @@ def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Decode
         return DecodeSide(None, None, None, 0, 0, 0)
     share_strides = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
     if not share_strides or (down is not None and up is not None and down.stride(2) != up.stride(2)):
-        copies = iter(torch.cat(parts, dim=2).split([part.shape[2] for part in parts], dim=2))
+        # The result of `cat` alone may keep strides in which heads are not contiguous.
+        joined = torch.cat(parts, dim=2).clone(memory_format=torch.contiguous_format)
+        copies = iter(joined.split([part.shape[2] for part in parts], dim=2))
         down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))
         return _side(down, up, None if gate is None else gate.squeeze(2))
     return DecodeSide(down, up, gate, *parts[0].stride()[:3])

@@ -514,6 +514,14 @@ def test_decoding_reads_a_static_cache_in_place() -> None:
     torch.testing.assert_close(output, reference, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_lone_factor_whose_heads_are_not_contiguous_is_copied(heads: int) -> None:
+    gate = torch.randn(3, heads, 7).transpose(1, 2)  # `cat` would keep these strides
+    side = _side(None, None, gate)
+    assert side.gate is not None and side.gate.stride(-1) == 1
+    assert torch.equal(side.gate.squeeze(2), gate)
+
+
 @interpreted
 @torch.no_grad()
 def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
