@@ -39,8 +39,11 @@ pytestmark = [
     pytest.mark.parametrize("family", FAMILIES),
     pytest.mark.parametrize(
         "given",
-        [{}, {"attention_mask": PADDED}, {"position_ids": POSITIONS}],
-        ids=["whole", "padded", "packed"],
+        [
+            pytest.param({}, id="whole", marks=pytest.mark.slow),
+            pytest.param({"attention_mask": PADDED}, id="padded"),
+            pytest.param({"position_ids": POSITIONS}, id="packed"),
+        ],
     ),
 ]
 

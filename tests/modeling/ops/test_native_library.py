@@ -157,7 +157,7 @@ def attend(heads: int, queries: int) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_source_that_fails_after_others_leaves_other_ways(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int
 ) -> None:

@@ -146,11 +146,11 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "head"),
     [
-        ("DCPythia", "ForCausalLM"),
+        pytest.param("DCPythia", "ForCausalLM", marks=pytest.mark.slow),
         ("RCMHA", "ForCausalLM"),
         pytest.param("DCBart", "ForConditionalGeneration", marks=pytest.mark.slow),
         pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
-        ("DCViT", "ForImageClassification"),
+        pytest.param("DCViT", "ForImageClassification", marks=pytest.mark.slow),
         pytest.param("DCModernBert", "ForMaskedLM", marks=pytest.mark.slow),
         pytest.param("DCModernBert", "ForQuestionAnswering", marks=pytest.mark.slow),
         pytest.param("DCViT", "Model", marks=pytest.mark.slow),

@@ -96,6 +96,7 @@ def test_kinds_of_layers_repeat_or_do_not():
     assert period_of(DCFormerConfig.from_size("tiny", num_hidden_layers=3, layer_types=kinds)) == 3
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_takes_seconds(capsys: pytest.CaptureFixture[str]):
     """Of processor time: the machine may be busy with other work."""
     begun = time.process_time()
