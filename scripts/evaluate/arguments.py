@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..common.errors import UserError
+from .quoted import NEAREST, check_quoted
 from .suites import SUITES
 
 PYTHIA_SHOTS = (0, 5)
@@ -16,9 +17,12 @@ class EvaluateArguments:
 
     model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name (the model's)."})
-    suite: Literal["builtin", "pythia"] = field(
+    suite: Literal["builtin", "dcformer", "pythia"] = field(
         default="builtin",
-        metadata={"help": "builtin: needs no download. pythia: the papers' downstream tasks, from the Hub."},
+        metadata={
+            "help": "builtin and dcformer (the DCFormer paper's 74 forms of in-context question): need no download. "
+            "pythia: the papers' downstream tasks, from the Hub."
+        },
     )
     tasks: list[str] | None = field(
         default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
@@ -31,6 +35,13 @@ class EvaluateArguments:
     others: list[str] = field(
         default_factory=list,
         metadata={"help": "Further checkpoints to score on --dataset and to compare with the first."},
+    )
+    quoted: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Pythia models, such as pythia-410m, whose published scores are shown beside these, marked as "
+            "quoted (pythia: nearest, the one of the nearest size)."
+        },
     )
     include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
     num_fewshot: list[int] | None = field(
@@ -66,6 +77,7 @@ class EvaluateArguments:
         for name, value, least in values:
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        check_quoted(self.quoted or [])
         if self.dataset is not None and (self.tasks is not None or self.suite != "builtin"):
             raise UserError(f"dataset={self.dataset} and tasks exclude each other; evaluate them one after the other")
         if self.others and self.dataset is None:
@@ -78,6 +90,12 @@ class EvaluateArguments:
         if self.tasks is None:
             return SUITES[self.suite]
         return [name for names in self.tasks for name in str(names).split(",") if name]
+
+    def quoted_models(self) -> Sequence[str]:
+        """Names of models whose published scores are shown."""
+        if self.quoted is None:
+            return [NEAREST] if self.suite == "pythia" and self.tasks is None else []
+        return self.quoted
 
     def shots(self) -> Sequence[int] | None:
         """Numbers of examples; None leaves each task its own."""

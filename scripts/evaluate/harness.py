@@ -21,6 +21,7 @@ from ..common.errors import UserError
 from ..common.segment_memory import check_memory, longest_segment
 from .catalog import TaskCatalog, leaf_tasks
 from .heldout import score_documents
+from .quoted import quoted_scores
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
 from .rolling import roll_texts
 from .suites import HELDOUT, SUITES
@@ -97,6 +98,7 @@ def evaluate_model(
     carry_memory: bool = False,
     seed: int = 1234,
     log_samples: bool = False,
+    quoted: Sequence[str] = (),
 ) -> Results:
     """Scores a causal language model, on the device where it is, and leaves it in the mode that it was in.
 
@@ -113,6 +115,7 @@ def evaluate_model(
             the model's positions allow, with the model's memory carried from each to the next.
         seed: for choosing the examples; the global random generators are seeded with it too.
         log_samples: keep every document with its prompts and log-likelihoods in `Results.samples`.
+        quoted: Pythia models whose published scores are shown beside these; "nearest" is the one of the nearest size.
 
     Raises:
         UserError: the model and tokenizer or the tasks do not fit together, or the scores are not numbers.
@@ -124,6 +127,7 @@ def evaluate_model(
     context = _context_length(model, max_length)
     shots = num_fewshot if isinstance(num_fewshot, Sequence) else [num_fewshot]
     results = Results(describe_model(model), {}, describe_environment(model.device))
+    results.quoted = quoted_scores(quoted, model.num_parameters())
     with _evaluation_mode(model), _quiet("lm_eval", "transformers"):
         set_seed(seed)
         options = {"truncate": truncate, "carry_memory": carry_memory}
@@ -133,7 +137,8 @@ def evaluate_model(
             results.unavailable |= missing
             if items:
                 _set_examples(items, number, seed)
-                _collect(results, items, _run(lm, items, limit, log_samples))
+                results.raw.append(_run(lm, items, limit, log_samples))
+                _collect(results, items, results.raw[-1])
         if any(result.task == HELDOUT for result in results.tasks):
             _score_directly(lm, model, tokenizer, results, limit)
     if not is_finite(results.tasks):

@@ -1,6 +1,6 @@
 """Scores a checkpoint with lm-eval-harness, or several on texts of your own.
 
-Run: `dynattn evaluate CHECKPOINT [--suite builtin|pythia] [--tasks NAME ...] [--output DIR]`
+Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia] [--tasks NAME ...] [--output DIR]`
      `dynattn evaluate CHECKPOINT --dataset FILE [--others CHECKPOINT ...] [--output DIR]`
 """
 
@@ -53,6 +53,7 @@ def run(arguments: EvaluateArguments) -> int:
         carry_memory=arguments.carry_memory,
         seed=arguments.seed,
         log_samples=arguments.log_samples,
+        quoted=arguments.quoted_models(),
     )
     print(format_table(results))
     if not results.tasks:

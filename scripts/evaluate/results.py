@@ -5,7 +5,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
+from .lm_eval_files import write_lm_eval_files
+from .quoted import Quoted, quoted_source
 
 RESULTS, TABLE, SAMPLES = "results.json", "results.md", "samples.jsonl"
 
@@ -32,7 +34,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task or group at one number of in-context examples; `chance` is the accuracy of guessing, where known."""
+    """One task or group at one number of in-context examples.
+
+    Attributes:
+        chance: the accuracy of guessing, where it is known.
+        dataset, dataset_config: the name of its dataset on the Hub, and of the configuration, if it has them.
+    """
 
     task: str
     num_fewshot: int | None
@@ -40,11 +47,19 @@ class TaskResult:
     metrics: dict[str, Metric]
     version: str | None = None
     chance: float | None = None
+    dataset: str | None = None
+    dataset_config: str | None = None
 
 
 @dataclass
 class Results:
-    """All of one evaluation. `unavailable` maps tasks that could not be had to the reason."""
+    """All of one evaluation.
+
+    Attributes:
+        unavailable: the reason why a task could not be had, by its name.
+        quoted: scores that others measured, for comparison.
+        raw: what lm-eval returned, by number of examples.
+    """
 
     model: dict[str, Any]
     settings: dict[str, Any]
@@ -53,6 +68,8 @@ class Results:
     unavailable: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    quoted: list[Quoted] = field(default_factory=list)
+    raw: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def value(self, task: str, metric: str, num_fewshot: int | None = None) -> float:
         """The first value of `metric` of `task`, at `num_fewshot` examples if given.
@@ -76,6 +93,8 @@ def read_lm_eval(raw: Mapping[str, Any], chances: Mapping[str, float]) -> list[T
             metrics=_metrics(scores, raw["higher_is_better"].get(name, {})),
             version=str(raw["versions"].get(name)),
             chance=chances.get(name),
+            dataset=raw["configs"].get(name, {}).get("dataset_path"),
+            dataset_config=raw["configs"].get(name, {}).get("dataset_name"),
         )
         for name, scores in raw["results"].items()
         if "sample_len" in scores
@@ -124,11 +143,18 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 def format_table(results: Results) -> str:
     """A Markdown table, aligned for reading in a terminal, followed by what could not be had."""
     head = ("Task", "Shots", "n", "Metric", "", "Value", "±", "Chance")
-    rows = [_row(result, name, metric) for result in results.tasks for name, metric in result.metrics.items()]
+    rows = [
+        row
+        for result in results.tasks
+        for name, metric in result.metrics.items()
+        for row in (_row(result, name, metric), *_quoted_rows(results.quoted, result, name))
+    ]
     lines = _aligned([head, *rows]) if rows else []
     lines += [f"not available: {task}: {reason}" for task, reason in results.unavailable.items()]
     if segment := results.settings.get("segment"):
         lines.append(f"perplexities: documents read in segments of {segment} tokens, with memory carried between them")
+    if any(_quoted_rows(results.quoted, result, name) for result in results.tasks for name in result.metrics):
+        lines.append(f"quoted, not measured here, with an earlier lm-eval: {quoted_source()}")
     lines += [f"warning: {text}" for text in results.warnings]
     return "\n".join(lines)
 
@@ -140,6 +166,12 @@ def _row(result: TaskResult, name: str, metric: Metric) -> tuple[str, ...]:
     chance = f"{result.chance:.4f}" if result.chance is not None and name.startswith("acc") else ""
     value = f"{metric.value:.4f}" if abs(metric.value) < 1e5 else f"{metric.value:.4g}"
     return result.task, shots, str(result.samples), name, arrow, value, stderr, chance
+
+
+def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> list[tuple[str, ...]]:
+    """The quoted scores of the same task, number of examples and metric."""
+    same = [one for one in quoted if (one.task, one.num_fewshot, one.metric) == (result.task, result.num_fewshot, name)]
+    return [("", "", "", f"quoted: {one.model}", "", f"{one.value:.4f}", f"{one.stderr:.4f}", "") for one in same]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -164,7 +196,8 @@ def check_output(folder: str | Path, overwrite: bool) -> None:
 
 
 def write_results(results: Results, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Writes results.json, results.md and, if samples were logged, samples.jsonl, each whole or not at all.
+    """Writes results.json, results.md and, if samples were logged, samples.jsonl, each whole or not at all; and the
+    same in lm-eval's own files, in the folder lm-eval.
 
     Returns:
         The path of results.json.
@@ -174,12 +207,15 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
     """
     check_output(folder, overwrite)
     folder = Path(folder)
-    content = {key: value for key, value in asdict(results).items() if key != "samples"}
+    content = {key: value for key, value in asdict(replace(results, raw=[])).items() if key not in ("samples", "raw")}
+    if results.quoted:
+        content["quoted_source"] = quoted_source()
     lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
     if lines:
         write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
     else:
         (folder / SAMPLES).unlink(missing_ok=True)  # an overwritten evaluation's samples would pass for this one's
+    write_lm_eval_files(results.raw, folder, results.model, results.settings, results.environment)
     write_whole(folder / TABLE, format_table(results) + "\n")
     write_json(folder / RESULTS, content, ensure_ascii=False, allow_nan=False)
     return folder / RESULTS

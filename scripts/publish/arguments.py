@@ -29,6 +29,10 @@ class PublishArguments:
     license: str | None = field(
         default=None, metadata={"help": "license of the weights for the model card, such as apache-2.0"}
     )
+    evaluation: str | None = field(
+        default=None,
+        metadata={"help": "results.json of dynattn evaluate, whose scores the model card then tells the Hub"},
+    )
     repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
     dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})
     private: bool = field(default=False, metadata={"help": "make the repository private if it does not exist yet"})

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
+from ..common.evaluation_metadata import merge_evaluation, read_evaluation
 from .checkpoint import Checkpoint
 
 TASKS = {
@@ -39,8 +40,8 @@ RENDERED = """\
 
 {summary}
 
-The model has {parameters} parameters. This card was written by `dynattn publish` from the checkpoint alone: it knows
-neither the training data nor any score.
+The model has {parameters} parameters. This card was written by `dynattn publish` from the checkpoint alone: it does
+not know the training data.
 
 {usage}
 ## Architecture
@@ -92,20 +93,23 @@ from transformers import {imports}
 """
 
 
-def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None) -> str:
+def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None, evaluation: str | None = None) -> str:
     """Returns the text of README.md; a YAML library writes its metadata.
 
     Args:
         checkpoint: its README.md is kept, and completed where metadata or a way to load it are missing.
         name: what users pass to `from_pretrained`, the title of a rendered card.
         license_name: license of the weights; None leaves what the card says, if anything.
+        evaluation: results of `dynattn evaluate` to add to what the card tells the Hub.
 
     Raises:
-        UserError: the checkpoint's README.md is no valid model card.
+        UserError: the checkpoint's README.md is no valid model card, or the results are no results of this checkpoint.
     """
     readme = checkpoint.folder / "README.md"
     card = _read_card(readme) if readme.is_file() else ModelCard(_render(checkpoint, name))
     _complete_metadata(card.data, checkpoint, license_name)
+    if evaluation is not None:
+        _add_scores(card.data, checkpoint, name, evaluation)
     if "import dynattn" not in card.text or "trust_remote_code=True" not in card.text:
         card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
     return str(card)
@@ -141,6 +145,13 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
     wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.family.paper}"]
     data.tags = tags + [tag for tag in wanted if tag not in tags]
+
+
+def _add_scores(data: Any, checkpoint: Checkpoint, name: str, evaluation: str) -> None:
+    kind, parameters = checkpoint.config.model_type, checkpoint.weights.total
+    scores = read_evaluation(Path(evaluation), model_type=kind, parameters=parameters)
+    data.model_name = data.model_name or name.rpartition("/")[2]
+    data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
 
 
 def _render(checkpoint: Checkpoint, name: str) -> str:

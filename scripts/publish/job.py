@@ -44,7 +44,7 @@ def publish(arguments: PublishArguments) -> Publication:
         check_token_and_network()
     expected = answers_with_package(checkpoint) if arguments.verify else None
     with staged_folder(destination) as staging:
-        write_folder(staging, checkpoint, repo=arguments.repo, license_name=arguments.license)
+        write_folder(staging, checkpoint, arguments)
         check = verify_folder(staging, checkpoint, expected) if expected is not None else None
     url = None
     if repo is not None:
@@ -55,12 +55,17 @@ def publish(arguments: PublishArguments) -> Publication:
     return Publication(destination, checkpoint, sizes, check, url, left_out)
 
 
-def write_folder(folder: Path, checkpoint: Checkpoint, *, repo: str | None, license_name: str | None) -> None:
-    """Writes the published form of a checkpoint into the empty `folder`."""
+def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArguments) -> None:
+    """Writes the published form of a checkpoint into the empty `folder`.
+
+    Raises:
+        UserError: the model card or the scores are not what the Hub accepts.
+    """
     for name in checkpoint.files_to_copy:
         shutil.copyfile(checkpoint.folder / name, folder / name)
     write_code(checkpoint.config, folder)
     config = {**read_config(checkpoint.folder), "auto_map": checkpoint.config.auto_map}
     write_json(folder / "config.json", config, sort_keys=True)
-    card = make_card(checkpoint, name=repo or checkpoint.folder.name, license_name=license_name)
+    name, evaluation = arguments.repo or checkpoint.folder.name, arguments.evaluation
+    card = make_card(checkpoint, name=name, license_name=arguments.license, evaluation=evaluation)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -2,6 +2,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ import pytest
 import torch
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import (
+    get_file_task_name,
+    get_latest_filename,
+    get_results_filenames,
+    get_sample_results_filenames,
+    make_table,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -18,10 +26,12 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import catalog as catalog_module
+from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.catalog import TaskCatalog
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
-from dynattn.scripts.evaluate.results import Results, format_table, write_results
+from dynattn.scripts.evaluate.quoted import quoted_scores
+from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
 
 CONTEXT = 384
@@ -268,7 +278,49 @@ def test_command_line_writes_complete_results(
     assert f"| {TASK} " in table and (output / "results.md").read_text().strip() in table
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [sample["task"] for sample in samples] == ["builtin_heldout"] * 12 + [TASK] * 12
-    assert sorted(path.name for path in output.iterdir()) == ["results.json", "results.md", "samples.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == ["lm-eval", "results.json", "results.md", "samples.jsonl"]
+    check_lm_eval_files(output, content, samples)
+
+
+def check_lm_eval_files(output: Path, content: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """lm-eval's own functions find the files by their names, and read the same scores and samples."""
+    (folder,) = (output / "lm-eval").iterdir()
+    names = [str(path) for path in folder.iterdir()]
+    newest = get_latest_filename(get_results_filenames(names))
+    stored = json.loads(Path(newest).read_text())
+    assert stored["results"][TASK]["acc,none"] == content["tasks"][2]["metrics"]["acc"]["value"]
+    assert TASK in make_table(stored)
+    assert stored["config"]["model_num_parameters"] == content["model"]["parameters"]
+    for task in ("builtin_heldout", TASK):
+        (file,) = (name for name in get_sample_results_filenames(names) if get_file_task_name(Path(name).name) == task)
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        assert [line["doc_id"] for line in lines] == [one["doc_id"] for one in samples if one["task"] == task]
+
+
+def test_quoted_scores_stand_beside_ones_own_and_say_so(tokenizer: PreTrainedTokenizerFast) -> None:
+    results = evaluate_model(llama(), tokenizer, [TASK], limit=2, quoted=["nearest", "pythia-12b"])
+    assert {one.model for one in results.quoted} == {"pythia-70m", "pythia-12b"}
+    assert "quoted" not in format_table(results)  # nobody has published scores of this task
+    own = TaskResult("piqa", 0, 10, {"acc": Metric(0.5, 0.1, True)})
+    lines = format_table(replace(results, tasks=[own])).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:8]] == ["piqa", "0", "10", "acc", "↑", "0.5000", "0.1000"]
+    assert [cell.strip() for cell in lines[3].split("|")[4:8]] == ["quoted: pythia-70m", "", "0.5947", "0.0115"]
+    assert "quoted: pythia-12b" in lines[4] and "0.7601" in lines[4]
+    assert lines[-1].startswith("quoted, not measured here, with an earlier lm-eval: github.com/EleutherAI/pythia")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "nearest"), [(1, "pythia-70m"), (300e6, "pythia-410m"), (1.2e9, "pythia-1.4b"), (1e12, "pythia-12b")]
+)
+def test_the_nearest_pythia_has_the_nearest_ratio_of_sizes(parameters: int, nearest: str) -> None:
+    assert {one.model for one in quoted_scores(["nearest"], parameters)} == {nearest}
+
+
+def test_scores_that_nobody_published_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UserError, match=r"no scores of \['pythia-3b'\] are quoted; choose from nearest, pythia-70m"):
+        EvaluateArguments(model="nowhere", quoted=["pythia-3b"])
+    assert EvaluateArguments(model="nowhere", suite="pythia").quoted_models() == ["nearest"]
+    assert EvaluateArguments(model="nowhere").quoted_models() == []
 
 
 def test_arguments_from_a_yaml_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,82 @@
+"""Scores of `dynattn evaluate` as metadata that the Hub reads from a model card."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+
+from .errors import UserError
+
+# Names of metrics on the Hub; others keep lm-eval's.
+METRICS = {"acc": "accuracy", "acc_norm": "accuracy"}
+HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
+
+
+def read_evaluation(path: Path, *, model_type: str, parameters: int) -> list[EvalResult]:
+    """The scores of an evaluation, one for each task, number of examples and metric.
+
+    Args:
+        path: `results.json`, or the folder that holds it.
+        model_type, parameters: of the model that the scores have to be of.
+
+    Raises:
+        UserError: there is no such file, it holds something else, or its scores are another model's.
+    """
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        scored = results["model"]["model_type"], results["model"]["parameters"]
+        found = [entry for task in results["tasks"] for entry in _entries(task, results)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} holds no results of dynattn evaluate ({error!r})") from error
+    if scored != (model_type, parameters):
+        theirs, ours = (f"a {kind} of {count:,} parameters" for kind, count in (scored, (model_type, parameters)))
+        raise UserError(f"the scores in {file} are of {theirs}, and the checkpoint is {ours}; evaluate it")
+    return found
+
+
+def _entries(task: Mapping[str, Any], results: Mapping[str, Any]) -> list[EvalResult]:
+    shots = task["num_fewshot"]
+    own = "dynattn/" + re.sub(r"\W+", "_", task["task"]).strip("_")
+    settings = {"num_fewshot": shots, "max_length": results["settings"]["max_length"], "samples": task["samples"]}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=task.get("dataset") or own,
+            dataset_config=task.get("dataset_config"),
+            dataset_name=task["task"],
+            metric_type=METRICS.get(name, name),
+            metric_name=name if shots is None else f"{name}, {shots}-shot",
+            metric_value=round(metric["value"], 6),
+            metric_args={**settings, **({} if metric["stderr"] is None else {"stderr": round(metric["stderr"], 6)})},
+            source_name=f"{HARNESS[0]} {results['environment']['versions']['lm_eval']}",
+            source_url=HARNESS[1],
+        )
+        for name, metric in task["metrics"].items()
+        if math.isfinite(metric["value"])
+    ]
+
+
+def merge_evaluation(own: list[EvalResult], added: list[EvalResult], name: str) -> list[EvalResult]:
+    """What a card tells with further scores, which replace those of the same task, data and metric.
+
+    Raises:
+        UserError: the Hub could not read them back.
+    """
+    kept = [one for one in own if not any(one.is_equal_except_value(other) for other in added)]
+    merged = [*kept, *added]
+    try:
+        _, read = model_index_to_eval_results(eval_results_to_model_index(name, merged))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the scores make no model index that the Hub reads: {error!r}") from error
+    if lost := [one.dataset_name for one in merged if one not in read]:
+        raise UserError(
+            f"the Hub would not read the scores of {', '.join(lost)} as they are; name datasets differently"
+        )
+    return merged

@@ -1,0 +1,66 @@
+"""The results in the files that lm-eval itself writes, so that its tools, and those of others, read them."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.loggers import EvaluationTracker
+
+from ..common.errors import UserError
+
+FOLDER = "lm-eval"
+
+
+def write_lm_eval_files(
+    raw: Sequence[Mapping[str, Any]],
+    folder: Path,
+    model: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> None:
+    """Writes `lm-eval/MODEL/results_TIME.json`, one for each number of examples, and samples if they were logged.
+
+    Args:
+        raw: what `lm_eval.evaluate` returned, by number of examples.
+        folder: what the folder `lm-eval` is made in; one that is there is replaced.
+        model, settings, environment: as in `Results`.
+
+    Raises:
+        UserError: lm-eval could not write them.
+    """
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    for results in raw:
+        tracker = EvaluationTracker(output_path=str(folder / FOLDER))
+        tracker.general_config_tracker.log_experiment_args("hf", f"pretrained={model['path']}", None, None, False)
+        samples = results.get("samples", {})
+        told = {name: value for name, value in results.items() if name != "samples"}
+        tracker.save_results_aggregated({**told, **_circumstances(model, settings, environment)}, samples)
+        for task, lines in samples.items():
+            tracker.save_results_samples(task, [dict(line) for line in lines])
+    # The tracker only logs what goes wrong.
+    written = list((folder / FOLDER).rglob("results_*.json"))
+    if len(written) != len(raw):
+        raise UserError(f"lm-eval wrote {len(written)} of {len(raw)} result files into {folder / FOLDER}; is it full?")
+
+
+def _circumstances(
+    model: Mapping[str, Any], settings: Mapping[str, Any], environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `lm_eval.simple_evaluate` adds to the results."""
+    seeds = dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed"), settings["seed"])
+    return {
+        "config": {
+            "model": "hf",
+            "model_args": f"pretrained={model['path']}",
+            "model_num_parameters": model["parameters"],
+            "model_dtype": model["dtype"],
+            "batch_size": settings["batch_size"],
+            "limit": settings["limit"],
+            **seeds,
+        },
+        "date": environment["date"],
+        "transformers_version": environment["versions"]["transformers"],
+        "lm_eval_version": environment["versions"]["lm_eval"],
+        "max_length": settings["max_length"],
+    }

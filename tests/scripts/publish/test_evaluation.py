@@ -1,0 +1,90 @@
+"""Scores in a published model card: what the Hub reads back, and results that are not of this checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+import dynattn
+from dynattn.scripts.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(vocab_size=50, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def parameters(checkpoint: Path) -> int:
+    return int(dynattn.DCFormerForCausalLM.from_pretrained(checkpoint).num_parameters())
+
+
+def write_scores(path: Path, **model: Any) -> Path:
+    def task(name: str, shots: int, value: float, dataset: str | None) -> dict[str, Any]:
+        metrics = {"acc": {"value": value, "stderr": 0.01, "higher_is_better": True}}
+        return {"task": name, "num_fewshot": shots, "samples": 36, "metrics": metrics, "dataset": dataset}
+
+    tasks = [task("sciq", shots, value, "allenai/sciq") for shots, value in ((0, 0.5), (5, 0.625))]
+    content = {
+        "model": {"model_type": "dcformer", **model},
+        "settings": {"max_length": 64},
+        "environment": {"versions": {"lm_eval": "0.4.13"}},
+        "tasks": [*tasks, task("dynattn_owner", 2, 0.375, None)],
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_card_tells_the_scores_and_the_hub_reads_them(checkpoint: Path, tmp_path: Path):
+    scores = write_scores(tmp_path / "results.json", parameters=parameters(checkpoint))
+    words = ["publish", str(checkpoint), "--verify", "False", "--evaluation"]
+    assert main([*words, str(tmp_path), "--output", str(tmp_path / "hub")]) == 0
+    data = ModelCard.load(tmp_path / "hub" / "README.md").data
+    read = {(one.dataset_type, one.metric_args["num_fewshot"]): one for one in data.eval_results}
+    assert {key: one.metric_value for key, one in read.items()} == {
+        ("allenai/sciq", 0): 0.5, ("allenai/sciq", 5): 0.625, ("dynattn/dynattn_owner", 2): 0.375,
+    }  # fmt: skip
+    assert {one.metric_type for one in data.eval_results} == {"accuracy"}
+    assert data.model_name == "tiny"
+    assert scores.exists()
+
+
+def test_scores_that_a_card_has_are_kept_or_replaced(checkpoint: Path, tmp_path: Path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    other = EvalResult("text-generation", "mine", "mine", "accuracy", 0.75)
+    (folder / "README.md").write_text(f"---\n{ModelCardData(model_name='tiny', eval_results=[other])}\n---\n# Tiny\n")
+    scores = write_scores(tmp_path / "results.json", parameters=parameters(checkpoint))
+    for output in ("first", "second"):
+        words = ["publish", str(folder), "--verify", "False", "--evaluation", str(scores)]
+        assert main([*words, "--output", str(tmp_path / output)]) == 0
+        card = (tmp_path / output / "README.md").read_bytes()
+        (folder / "README.md").write_bytes(card)
+    values = [one.metric_value for one in ModelCard(card.decode()).data.eval_results]
+    assert sorted(values) == [0.375, 0.5, 0.625, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"parameters": 7}, "are of a dcformer of 7 parameters, and the checkpoint is a dcformer of"),
+        ({"model_type": "llama", "parameters": 7}, "are of a llama of 7 parameters"),
+        ({}, "holds no results of dynattn evaluate"),
+    ],
+)
+def test_scores_of_something_else_are_refused(
+    checkpoint: Path, tmp_path: Path, content: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+):
+    scores = write_scores(tmp_path / "results.json", **content)
+    words = ["publish", str(checkpoint), "--verify", "False", "--evaluation", str(scores)]
+    assert main([*words, "--output", str(tmp_path / "hub")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "hub").exists()
