@@ -23,7 +23,8 @@ class StudyArguments:
     wikitext_validation: str | None = field(default=None, metadata={"help": "characters to validate on"})
     other_text: bool = field(default=False, metadata={"help": "take a text that is not the one of the known checksum"})
     groups: list[str] = field(
-        default_factory=lambda: list(GROUPS), metadata={"help": f"groups of runs, in order: {', '.join(GROUPS)}"}
+        default_factory=lambda: [name for name, group in GROUPS.items() if group.patience is None],
+        metadata={"help": f"groups of runs, in order: {', '.join(GROUPS)}; all but those that run for days"},
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds of every group"})
     steps: int | None = field(default=None, metadata={"help": "updates of each run, in place of the setting's"})

@@ -53,8 +53,9 @@ def draw_bars(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_curve(axes: Axes, cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
-    steps = [point["step"] for point in runs[0]["curve"]]
-    values = np.array([[point["bits_per_character"] for point in run["curve"]] for run in runs])
+    shared = min(len(run["curve"]) for run in runs)  # runs that end by themselves have curves of several lengths
+    steps = [point["step"] for point in runs[0]["curve"][:shared]]
+    values = np.array([[point["bits_per_character"] for point in run["curve"][:shared]] for run in runs])
     mean = values.mean(axis=0)
     (line,) = axes.plot(steps, mean, lw=1.2, label=_label(cell), color=COLORS.get(cell["variant"]))
     if len(runs) > 1:

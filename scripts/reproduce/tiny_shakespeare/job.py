@@ -11,7 +11,7 @@ from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
-from .plan import GROUPS, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
+from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
 from .probe import measure
 from .record import make_record, read_runs
 from .table import format_record
@@ -68,8 +68,12 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     if arguments.epochs is not None:
         segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
         steps = max(1, round(arguments.epochs * segments))
-    warmup = setting.warmup if group.setting == "official" else max(1, round(WARMUP_SHARE * steps))
-    return replace(setting, steps=steps, warmup=warmup)
+    if group.patience is not None and not (arguments.steps or arguments.epochs or arguments.quick):
+        steps = MOST_PASSES * len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
+    # A run whose end is open warms up as the official one does.
+    warmup = max(1, round(WARMUP_SHARE * steps)) if group.patience is None else OFFICIAL_WARMUP
+    warmup = setting.warmup if group.setting == "official" else warmup
+    return replace(setting, steps=steps, warmup=warmup, patience=group.patience)
 
 
 def make_once(run: Run, corpus: Corpus, path: Path) -> None:

@@ -32,6 +32,8 @@ class Setting:
         steps: updates.
         warmup: updates until the learning rate is at its peak.
         evaluation_tokens: the most tokens of either split that are scored; None scores the whole validation split.
+        patience: training ends earlier when so many passes over the text in a row have not lowered the validation loss,
+            and the scores are those after the best pass; None trains for all `steps`.
     """
 
     segment: int
@@ -43,6 +45,7 @@ class Setting:
     steps: int
     warmup: int
     evaluation_tokens: int | None = None
+    patience: int | None = None
 
     @property
     def model(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ class Group:
         variants: fields of the configuration, by name of the variant.
         baseline: group and variant that every variant is compared with, seed by seed.
         longer: factor on the updates of the setting.
+        patience: as in `Setting`; such a group runs for hours or days, and only when it is asked for by name.
         note: a remark for the readers of the table.
     """
 
@@ -83,10 +87,23 @@ class Group:
     variants: Mapping[str, Mapping[str, Any]]
     baseline: tuple[str, str]
     longer: int = 1
+    patience: int | None = None
     note: str = ""
 
 
+PATIENCE = 3
+# More passes than any run needs to stop improving.
+MOST_PASSES = 200
 _FOUR = {kind: {"attention_type": kind} for kind in TYPES}
+
+
+def _without_end(name: str, title: str, setting: str, label: str, hidden_act: str) -> Group:
+    """The four types until validation stops improving, with the activation of the setting and with another one."""
+    other = {f"{kind}, {label}": {**fields, "hidden_act": hidden_act} for kind, fields in _FOUR.items()}
+    title = f"{title}, until validation stops improving"
+    return Group(title, setting, "tiny-shakespeare", {**_FOUR, **other}, (name, "mha"), patience=PATIENCE)
+
+
 GROUPS = {
     "sensible": Group(
         "segment 128, memory 128",
@@ -125,6 +142,8 @@ GROUPS = {
         },
         ("sensible", "rcmha"),
     ),
+    "plateau": _without_end("plateau", "segment 128, memory 128", "sensible", "ReLU", "relu"),
+    "plateau-official": _without_end("plateau-official", "segment 2, memory 32", "official", "squared ReLU", "relu2"),
     "wikitext-2": Group("segment 128, memory 128", "sensible", "wikitext-2", _FOUR, ("wikitext-2", "mha")),
 }
 
@@ -158,6 +177,8 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, in JSON types."""
         protocol = {name: value for name, value in asdict(self.setting).items() if name not in self.setting.model}
+        if self.setting.patience is None:  # results that are older than it do not name it
+            del protocol["patience"]
         return {
             "group": self.group,
             "variant": self.variant,

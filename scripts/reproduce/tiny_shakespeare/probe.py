@@ -45,6 +45,7 @@ def _measure_setting(corpus: Corpus, name: str, setting: Setting, rounds: int) -
             "tokens_per_second": tokens / statistics.median(times),
             "times_mha": statistics.median(times) / base,
             "peak_bytes": peak_memory(steps[kind], CPU),
+            "held_bytes": steps[kind].held_bytes(),
         }
         for kind, times in seconds.items()
     }
@@ -66,6 +67,12 @@ class Updates:
         _, loss, self.memory = read_segment(self.model, inputs, targets, self.memory)
         update(self.model, self.optimizer, loss)
         self.position += 1
+
+    def held_bytes(self) -> int:
+        """What weights and optimizer state take between two updates."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        held = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def fill_memory(self) -> None:
         """Updates until the memory is full, and once more."""

@@ -46,6 +46,7 @@ class StudyProgress:
     Attributes:
         part, total: scores since the last point of the curve, and since the start.
         curve: scores of successive parts.
+        validations: validation scores after each pass, where training ends when they stop improving.
     """
 
     step: int = 0
@@ -54,6 +55,18 @@ class StudyProgress:
     part: Tally = field(default_factory=Tally)
     total: Tally = field(default_factory=Tally)
     curve: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def best_pass(self) -> int:
+        """The index of the pass with the lowest validation loss; the first of equal ones."""
+        losses = [scores["bits_per_character"] for scores in self.validations]
+        return losses.index(min(losses))
+
+    def end_part(self) -> None:
+        """Adds the part to the curve and begins another."""
+        self.curve.append({"step": self.step, **self.part.scores()})
+        self.part = Tally()
 
     def save(self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes everything that a run of these settings needs to resume."""

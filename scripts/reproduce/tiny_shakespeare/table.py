@@ -57,14 +57,34 @@ def format_protocol(record: Record, group: str) -> str:
     """How the runs of a group were trained; everything except the variant is the same for all of them."""
     run = next(run for run in record["runs"] if run["settings"]["group"] == group)
     settings, model, read = run["settings"], run["settings"]["model"], run["all_training_batches"]["tokens"]
+    if patience := settings.get("patience"):
+        length = (
+            f"Updates of {settings['streams']} streams of {settings['segment']} characters, until {patience} passes in "
+            f"a row had not lowered the validation loss; validation scores are of the best pass "
+            f"({_best_passes(record, group)});"
+        )
+    else:
+        length = (
+            f"{settings['steps']:,} updates of {settings['streams']} streams of {settings['segment']} characters, "
+            f"{read:,} in all or {passes(run):.2f} passes;"
+        )
     texts = [f"{text['text']}, {text['split']}" for text in (run["data"][split] for split in ("train", "validation"))]
     return (
         f"Trained on {texts[0]}; validated on {texts[1]}; {run['data']['vocabulary']} different characters. "
-        f"{settings['steps']:,} updates of {settings['streams']} streams of {settings['segment']} characters, "
-        f"{read:,} in all or {passes(run):.2f} passes; memory {model['mem_len']} ({model['memory_type']}). "
+        f"{length} memory {model['mem_len']} ({model['memory_type']}). "
         f"Learning rate (Noam): {settings['peak_learning_rate']:.3g} after {settings['warmup']:,} updates. "
         f"Weights start with deviation {model['initializer_range']}. {GROUPS[group].note}".rstrip()
     )
+
+
+def _best_passes(record: Record, group: str) -> str:
+    """The best pass of every run of a group, counted from 1, by variant."""
+    best: dict[str, list[str]] = {}
+    for run in record["runs"]:
+        if run["settings"]["group"] == group:
+            losses = [scores["bits_per_character"] for scores in run["validations"]]
+            best.setdefault(run["settings"]["variant"], []).append(str(losses.index(min(losses)) + 1))
+    return "; ".join(f"{variant} {', '.join(numbers)}" for variant, numbers in best.items())
 
 
 def passes(run: Mapping[str, Any]) -> float:
@@ -97,11 +117,13 @@ def format_quoted(record: Record) -> str:
 
 def format_probe(probe: Mapping[str, Any]) -> str:
     """Time and memory of an update."""
-    rows = [["an update", "", "ms", "tokens/s", "time / MHA", "peak MiB"]]
+    rows = [["an update", "", "ms", "tokens/s", "time / MHA", "peak MiB", "in all MiB"]]
     for setting, types in probe["settings"].items():
         for kind, one in types.items():
             cells = [f"{one['seconds'] * 1e3:.1f}", f"{one['tokens_per_second']:,.0f}", f"{one['times_mha']:.2f}"]
-            rows.append([setting, kind, *cells, f"{one['peak_bytes'] / 2**20:.1f}"])
+            in_all = one["peak_bytes"] + one["held_bytes"] if "held_bytes" in one else None
+            sizes = ["" if size is None else f"{size / 2**20:.1f}" for size in (one["peak_bytes"], in_all)]
+            rows.append([setting, kind, *cells, *sizes])
     return "\n".join(
         [
             "### Time and memory",
@@ -110,7 +132,7 @@ def format_probe(probe: Mapping[str, Any]) -> str:
             "",
             f"Medians of {probe['rounds']} rounds, one update of each type by turns in one process, {probe['threads']} "
             "thread(s). Peak: the most that an update allocates above weights and optimizer state, by PyTorch's "
-            "allocator.",
+            "allocator. In all: with these, what the paper's figures for a whole training process are closest to.",
         ]
     )
 

@@ -31,16 +31,20 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
     """
     torch.manual_seed(run.seed)
     model = make_model(run, corpus)
-    progress = train(model, run, training_streams(run, corpus), checkpoint)
+    progress = train(model, run, corpus, checkpoint)
     began = time.perf_counter()
-    train_scores, validation_scores = (evaluate(model, part(run, corpus)) for part in (seen_text, held_out))
+    train_scores = evaluate(model, seen_text(run, corpus))
+    if run.setting.patience is None:
+        told: dict[str, Any] = {"validation": evaluate(model, held_out(run, corpus))}
+    else:
+        told = {"validation": progress.validations[progress.best_pass], "validations": progress.validations}
     checkpoint.unlink(missing_ok=True)
     return {
         "settings": run.settings(),
         "data": {**corpus.sources, "vocabulary": len(corpus.vocabulary)},
         "parameters": count_parameters(model),
         "train": train_scores,
-        "validation": validation_scores,
+        **told,
         "all_training_batches": progress.total.scores(),
         "curve": progress.curve,
         "train_seconds": progress.seconds,
@@ -58,13 +62,14 @@ def make_model(run: Run, corpus: Corpus) -> RCMHAForCausalLM:
     return RCMHAForCausalLM(RCMHAConfig(vocab_size=len(corpus.vocabulary), **run.model))
 
 
-def train(model: RCMHAForCausalLM, run: Run, streams: TokenStreams, checkpoint: Path) -> StudyProgress:
-    """Trains on the streams from the segment that the seed chooses; memory is emptied before every pass over the text.
+def train(model: RCMHAForCausalLM, run: Run, corpus: Corpus, checkpoint: Path) -> StudyProgress:
+    """Trains from the segment that the seed chooses; memory is emptied before every pass over the text.
 
     Returns:
         Scores over the whole training and over successive parts of it; each batch is scored before the model learns
         from it.
     """
+    streams, patience = training_streams(run, corpus), run.setting.patience
     steps, first = run.setting.steps, first_segment(run, streams)
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8)
     progress = StudyProgress.resume(checkpoint, run.settings(), model, optimizer)
@@ -75,6 +80,12 @@ def train(model: RCMHAForCausalLM, run: Run, streams: TokenStreams, checkpoint: 
         train_pass(model, run, streams, optimizer, progress, index)
         progress.seconds += time.perf_counter() - began
         progress.cpu_seconds += time.process_time() - began_cpu
+        if patience is not None:
+            progress.end_part()
+            progress.validations.append(evaluate(model, held_out(run, corpus)))
+            model.train()
+            if len(progress.validations) - 1 - progress.best_pass >= patience:
+                break
         if progress.step < steps:
             progress.save(checkpoint, run.settings(), model, optimizer)
     return progress
@@ -99,9 +110,9 @@ def train_pass(
         update(model, optimizer, loss)
         for tally in (progress.part, progress.total):
             tally.add(logits, targets, loss)
-        if progress.step * CURVE_POINTS // steps > (progress.step - 1) * CURVE_POINTS // steps:
-            progress.curve.append({"step": progress.step, **progress.part.scores()})
-            progress.part = Tally()
+        is_due = progress.step * CURVE_POINTS // steps > (progress.step - 1) * CURVE_POINTS // steps
+        if is_due and run.setting.patience is None:
+            progress.end_part()
 
 
 def noam_rate(step: int, warmup: int) -> float:

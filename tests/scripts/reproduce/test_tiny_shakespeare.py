@@ -121,30 +121,87 @@ def test_seeds_start_at_different_places_and_variants_of_a_seed_at_the_same():
     assert len(set.union(*starts)) == 3
 
 
+def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> list[int]:
+    """Lets a call of a function of the training end the process, as it were; returns the number of its calls."""
+    original, calls = getattr(training, name), [0]
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(training, name, counted)
+    return calls
+
+
+def check_that_it_goes_on(run: Run, corpus: Corpus, checkpoint: Path, expected: dict[str, Any]) -> None:
+    """Runs into the kill, goes on, and wants what an undisturbed run has found."""
+    with pytest.raises(KeyboardInterrupt):
+        training.run_one(run, corpus, checkpoint)
+    found = training.run_one(run, corpus, checkpoint)
+    for name in ("curve", "train", "validation", "validations"):
+        assert found.get(name) == expected.get(name)
+    assert not checkpoint.exists()
+
+
 def test_an_interrupted_run_goes_on_after_its_last_pass_as_if_nothing_had_happened(
     small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     corpus, checkpoint = corpus_of(129), tmp_path / "run.checkpoint.pt"
     run = run_of(replace(TINY, steps=20))  # 8 segments to a pass
     expected = training.run_one(run, corpus, checkpoint)
-    read, calls = training.read_segment, 0
+    calls = kill_at(monkeypatch, "read_segment", 13)
+    check_that_it_goes_on(run, corpus, checkpoint, expected)
+    assert calls == [13 + 12 + 4 + 4]  # the updates after the first pass, then the segments of both splits
 
-    def read_until_killed(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 13:
-            raise KeyboardInterrupt
-        return read(*arguments)
 
-    monkeypatch.setattr(training, "read_segment", read_until_killed)
-    with pytest.raises(KeyboardInterrupt):
-        training.run_one(run, corpus, checkpoint)
+def test_training_ends_when_passes_stop_helping_and_tells_the_best(
+    small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Losses after each pass: the third is the best, and two that are no better follow."""
+    losses = [3.0, 2.5, 2.25, 2.25, 2.375, 1.0]
+    corpus, checkpoint = corpus_of(65), tmp_path / "run.checkpoint.pt"  # 4 segments to a pass
+    run = run_of(replace(TINY, steps=100, patience=2))
+
+    told = iter(losses)
+
+    def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
+        loss = next(told)
+        return {"accuracy": 1 / loss, "bits_per_character": loss, "tokens": 1}
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
     found = training.run_one(run, corpus, checkpoint)
-    assert calls == 13 + 12 + 4 + 4  # the updates after the first pass, then the segments of both splits
-    assert [found[name] for name in ("curve", "train", "validation")] == [
-        expected[name] for name in ("curve", "train", "validation")
-    ]
-    assert not checkpoint.exists()
+    assert [scores["bits_per_character"] for scores in found["validations"]] == losses[:5]
+    assert found["validation"]["bits_per_character"] == 2.25
+    assert [point["step"] for point in found["curve"]] == [4, 8, 12, 16, 20]
+    assert found["train"]["bits_per_character"] == losses[5]
+    assert found["settings"]["patience"] == 2
+    assert "patience" not in run_of(TINY).settings()
+
+
+def test_a_run_without_an_end_goes_on_with_its_validations(
+    small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    corpus, checkpoint = corpus_of(65), tmp_path / "run.checkpoint.pt"
+    run = run_of(replace(TINY, steps=12, patience=9))
+    expected = training.run_one(run, corpus, checkpoint)
+    assert len(expected["validations"]) == 3
+    kill_at(monkeypatch, "evaluate", 3)
+    check_that_it_goes_on(run, corpus, checkpoint, expected)
+
+
+def test_groups_that_run_for_days_are_asked_for_by_name():
+    assert [group for group in StudyArguments().groups if group.startswith("plateau")] == []
+    corpus = corpus_of(2049)
+    for name, streams in (("plateau", 4), ("plateau-official", 32)):
+        setting = job.choose_setting(StudyArguments(groups=[name]), plan.GROUPS[name], corpus)
+        assert setting.patience == plan.PATIENCE and setting.warmup == 2000 and setting.streams == streams
+        segments = len(TokenStreams.cut(corpus.train, streams, setting.segment))
+        assert setting.steps == plan.MOST_PASSES * segments
+        kinds = {fields["attention_type"] for fields in plan.GROUPS[name].variants.values()}
+        acts = {fields.get("hidden_act", setting.hidden_act) for fields in plan.GROUPS[name].variants.values()}
+        assert kinds == set(TYPES) and acts == {"relu", "relu2"}
 
 
 def test_memory_starts_anew_with_every_pass(small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +216,7 @@ def test_memory_starts_anew_with_every_pass(small_models: None, tmp_path: Path, 
     corpus = corpus_of(65)
     run = run_of(replace(TINY, steps=10))  # 4 segments to a pass
     model = training.make_model(run, corpus)
-    training.train(model, run, training.training_streams(run, corpus), tmp_path / "checkpoint.pt")
+    training.train(model, run, corpus, tmp_path / "checkpoint.pt")
     assert memories == [False, True, True, True] * 2 + [False, True]
 
 
