@@ -28,6 +28,10 @@ class CompareArguments:
         default=None, metadata={"help": "peaks from which each variant gets its best one; if not given, those it has"}
     )
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    max_seconds: float | None = field(
+        default=None,
+        metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
+    )
     redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
 
     def __post_init__(self) -> None:

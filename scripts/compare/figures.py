@@ -24,12 +24,13 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
 
     Lines are means over seeds, and bands one standard deviation to each side. Arms that continue parents begin at the
     parents' last losses. Where the operations of a token are known, losses are drawn against operations and against
-    seconds of training, too.
+    seconds of training, too, and below them how many times its operations the baseline needs for the same loss, beside
+    what others report of it if the record quotes them.
     """
     arms = record["arms"]
     runs = [run for arm in arms.values() for run in arm["runs"]]
     has_costs = all(run.get("flops_per_token") for run in runs)
-    figure, panels = plt.subplots(1 + has_costs, 2, figsize=(11, 4.5 * (1 + has_costs)), dpi=150, squeeze=False)
+    figure, panels = plt.subplots(1 + 2 * has_costs, 2, figsize=(11, 4.5 + 8 * has_costs), dpi=150, squeeze=False)
     start = [parent["validation"][-1]["loss"] for parent in record["parents"]]
     losses = {name: _losses(arm["runs"], start) for name, arm in arms.items()}
     tokens = {name: _tokens(arm["runs"], start) for name, arm in arms.items()}
@@ -49,6 +50,9 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     if has_costs:
         _label(panels[1, 0], "floating point operations of training", LOSS)
         _label(panels[1, 1], "seconds of training", LOSS)
+        for axes in panels[2]:
+            axes.remove()
+        _draw_ratios(figure.add_subplot(panels[2, 0].get_gridspec()[2, :]), record)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
@@ -71,6 +75,22 @@ def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label
     mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1)
     axes.plot(x, mean, marker="o", ms=3, label=label)
     axes.fill_between(x, mean - spread, mean + spread, alpha=0.2)
+
+
+def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
+    """Draws the ratio of operations of each arm with its interval, the best one on top."""
+    ratios = {name: comparison.get("operations_ratio") for name, comparison in record["comparison"].items()}
+    known = sorted(((ratio["mean"], name) for name, ratio in ratios.items() if ratio), reverse=True)
+    for place, (mean, name) in enumerate(known):
+        low, high = ratios[name]["interval_95"] or (mean, mean)
+        axes.errorbar(mean, -place, xerr=[[mean - low], [high - mean]], fmt="o", color="black", capsize=3)
+    if quoted := record.get("quoted"):
+        axes.axvspan(*quoted["interval"], color="tab:orange", alpha=0.25, label=f"quoted: {quoted['label']}")
+        axes.legend()
+    axes.axvline(1, color="gray", lw=1)
+    axes.set_yticks([-place for place in range(len(known))], [record["arms"][name]["label"] for _, name in known])
+    axes.set_xlabel("operations the baseline needs for the same loss, as a multiple of the arm's (mean, 95 % interval)")
+    axes.grid(alpha=0.3)
 
 
 def _label(axes: Axes, x: str, y: str) -> None:

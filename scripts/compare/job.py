@@ -1,6 +1,8 @@
 """The whole comparison: its missing runs, then record, table and plot."""
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +11,7 @@ from shlex import join
 from typing import Any
 
 from ..common.atomic_file import write_json
+from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
@@ -27,27 +30,47 @@ def run_comparison(arguments: CompareArguments) -> str:
         UserError: the variants do not compare, the folder holds another study, a run failed, or there is no record to
             redraw.
     """
+    variants = [] if arguments.redraw else read_variants(arguments.variants, arguments.common)
+    return compare_variants(arguments, variants, command_of(arguments))
+
+
+def compare_variants(
+    arguments: CompareArguments, variants: Sequence[Variant], command: str, quoted: Mapping[str, Any] | None = None
+) -> str:
+    """`run_comparison` of variants that are read already.
+
+    Args:
+        command: the command line that repeats it, for the record.
+        quoted: what others report of the ratio of operations, drawn beside ours: `label`, `source` and `interval`.
+    """
     output = Path(arguments.output)
     if not arguments.redraw:
-        record = make_runs(arguments, read_variants(arguments.variants, arguments.common), output)
-        write_json(output / RECORD, record, indent=1)
+        record = make_runs(arguments, variants, output)
+        write_json(output / RECORD, {**record, "command": command, "quoted": quoted}, indent=1)
     return draw(output, table, draw_arms, PLOT)
 
 
 def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: Path) -> Record:
-    """Trains what is missing and returns the record."""
+    """Trains what is missing and returns the record of the seeds that all variants have finished.
+
+    Raises:
+        UserError: time was over before there were two of them.
+    """
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
-    runs = Runs(output)
-    rates, losses = choose_rates(runs, variants, arguments)
-    folders = {
-        seed: {variant.name: runs.trained(variant, seed, rates[variant.name]) for variant in variants}
-        for seed in range(arguments.seeds)
-    }
+    runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
+    folders: list[dict[str, Path]] = []
+    try:
+        rates, losses = choose_rates(runs, variants, arguments)
+        for seed in range(arguments.seeds):
+            folders.append({variant.name: runs.trained(variant, seed, rates[variant.name]) for variant in variants})
+    except OutOfTimeError as error:
+        if len(folders) < 2:
+            raise UserError(f"{error}; {len(folders)} seeds are complete, and a comparison needs 2 or more") from error
+        print(f"\n{error}; {len(folders)} of {arguments.seeds} seeds are complete", flush=True)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
-    arms = {variant.name: [read_run(folders[seed][variant.name]) for seed in folders] for variant in variants}
-    record = make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
-    return {**record, "command": command_of(arguments)}
+    arms = {variant.name: [read_run(seed[variant.name]) for seed in folders] for variant in variants}
+    return make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
 
 
 def choose_rates(
@@ -74,17 +97,24 @@ def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple
     return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
 
 
+class OutOfTimeError(Exception):
+    """The time of the arguments is over, and a run is missing."""
+
+
 @dataclass(frozen=True)
 class Runs:
-    """Makes the runs of a comparison in the folder `output`, each once."""
+    """Makes the runs of a comparison in the folder `output`, each once, and starts none after `deadline`."""
 
     output: Path
+    deadline: float = math.inf
 
     def trained(self, variant: Variant, seed: int, rate: float | None) -> Path:
         """The folder of a finished run; `pretrain` completes it by a rename, so it is either whole or goes on."""
         name = variant.name if rate is None else f"{variant.name}-{rate:g}"
         folder = self.output / f"seed-{seed}" / name
         if not (folder / "model").exists():
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError("the time is over; the same command goes on where it stopped")
             print(f"\n{folder}", flush=True)
             pretrain(PretrainArguments(output=str(folder), seed=seed, **_with_rate(variant.options, rate)))
         return folder

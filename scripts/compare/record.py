@@ -73,20 +73,35 @@ def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     Returns:
         The difference of the last validation losses with a two-sided paired t-test, by itself; under `equal_seconds`
         the difference when the faster of the two was done; under `token_ratio` how many times the tokens of `runs` the
-        baseline needs for the same loss (above 1, `runs` learn faster): the geometric mean and its 95 % interval.
+        baseline needs for the same loss (above 1, `runs` learn faster): the geometric mean and its 95 % interval; and
+        under `operations_ratio` the same of operations, None where those of a token are not known.
     """
     pairs = list(zip(runs, baseline, strict=True))
     ratios = [token_ratio(run, other) for run, other in pairs]
-    logs = paired_difference([math.log(ratio) for ratio in ratios], [0.0] * len(ratios))
-    interval = logs["interval_95"]
     return {
         **paired_difference(final(runs, "loss"), final(baseline, "loss")),
         "equal_seconds": paired_difference(*zip(*(losses_at_equal_seconds(*pair) for pair in pairs), strict=True)),
-        "token_ratio": {
-            "values": ratios,
-            "mean": math.exp(logs["mean"]),
-            "interval_95": None if interval is None else [math.exp(limit) for limit in interval],
-        },
+        "token_ratio": geometric_mean(ratios),
+        "operations_ratio": _operations_ratio(pairs, ratios),
+    }
+
+
+def _operations_ratio(pairs: Sequence[tuple[Run, Run]], ratios: Sequence[float]) -> dict[str, Any] | None:
+    """Ratios of tokens as ratios of operations, where those of a token are known of both sides."""
+    if not all(one.get("flops_per_token") for pair in pairs for one in pair):
+        return None
+    costs = [baseline["flops_per_token"] / run["flops_per_token"] for run, baseline in pairs]
+    return geometric_mean([ratio * cost for ratio, cost in zip(ratios, costs, strict=True)])
+
+
+def geometric_mean(ratios: Sequence[float]) -> dict[str, Any]:
+    """The geometric mean of ratios and its 95 % interval, None where the ratios have no spread."""
+    logs = paired_difference([math.log(ratio) for ratio in ratios], [0.0] * len(ratios))
+    interval = logs["interval_95"]
+    return {
+        "values": list(ratios),
+        "mean": math.exp(logs["mean"]),
+        "interval_95": None if interval is None else [math.exp(limit) for limit in interval],
     }
 
 

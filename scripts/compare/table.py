@@ -12,18 +12,20 @@ EMPTY: tuple[str, ...] = ("", "", "")
 def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on reading them.
 
-    Losses at equal time and the ratio of tokens have columns where the record holds them.
+    Losses at equal time and the ratios of tokens and operations have columns where the record holds them.
     """
     compared = record["comparison"]
     timed = all("equal_seconds" in comparison for comparison in compared.values())
     head = ["", "parameters", "validation loss", "bits per byte", "difference", "95 % interval", "p"]
     head += ["difference at equal time", "tokens the baseline needs"] if timed else []
+    counted = timed and all(comparison.get("operations_ratio") for comparison in compared.values())
+    head += ["operations the baseline needs"] if counted else []
     rows = [[*head, "tokens/s"], ["---"] * (len(head) + 1)]
     if record["parents"]:
         rows.append([*_sizes("parent, before", record["parents"]), *[""] * (len(head) - 3)])
     for name, arm in record["arms"].items():
         speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
-        cells = _difference(compared.get(name)) + (_efficiency(compared.get(name)) if timed else [])
+        cells = _difference(compared.get(name)) + (_efficiency(compared.get(name), counted) if timed else [])
         rows.append([*_sizes(arm["label"], arm["runs"]), *cells, f"{speed:,.0f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{_reading(record, timed)}"
 
@@ -43,13 +45,14 @@ def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
     return [f"{comparison['mean']:+.4f}", _interval(comparison, "+.4f"), "" if p is None else f"{p:.2g}"]
 
 
-def _efficiency(comparison: Mapping[str, Any] | None) -> list[str]:
+def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str]:
     if comparison is None:
-        return list(EMPTY[:2])
-    timed, ratio = comparison["equal_seconds"], comparison["token_ratio"]
+        return list(EMPTY[: 2 + counted])
+    timed = comparison["equal_seconds"]
+    ratios = [comparison["token_ratio"], *([comparison["operations_ratio"]] if counted else [])]
     return [
         f"{timed['mean']:+.4f} ({_interval(timed, '+.4f')})",
-        f"{ratio['mean']:.2f} x ({_interval(ratio, '.2f')})",
+        *(f"{ratio['mean']:.2f} x ({_interval(ratio, '.2f')})" for ratio in ratios),
     ]
 
 
@@ -68,14 +71,16 @@ def _reading(record: Mapping[str, Any], timed: bool) -> str:
     corrected = any("p_holm" in comparison for comparison in record["comparison"].values())
     correction = f"corrected for {count} comparisons (Holm)" if corrected else f"not corrected for {count} comparisons"
     equal_time = (
-        "At equal time: when the faster of the two has ended, by the median speed of training. Tokens the baseline "
-        "needs, as a multiple of the arm's, for the worse of their last losses. "
+        "At equal time: when the faster of the two has ended, by the median speed of training. Tokens (and operations) "
+        "the baseline needs, as a multiple of the arm's, for the worse of their last losses. "
     )
+    quoted = record.get("quoted")
+    line = f" Quoted: {quoted['label']}, {quoted['source']}." if quoted else ""
     return (
         f"Mean ± standard deviation over {len(baseline['runs'])} seeds (initial weights and order of the data); "
         f"{spent} tokens for each row; loss in nats per token on {targets} held-out tokens. Difference: paired by "
         f"seed, from {baseline['label']}; p of a two-sided paired t-test, {correction}. {equal_time if timed else ''}"
-        f"{_learning_rates(record)} Tokens are equal; parameters and computation are not."
+        f"{_learning_rates(record)} Tokens are equal; parameters and computation are not.{line}"
     )
 
 

@@ -19,6 +19,10 @@ STUDIES = CommandTable(
             "dynattn.scripts.reproduce.upcycling.main",
             "continued training of a GPT-NeoX with and without composition",
         ),
+        "ablations": (
+            "dynattn.scripts.reproduce.ablations.main",
+            "a language model without each term of the composition",
+        ),
         "mechanisms": (
             "dynattn.scripts.reproduce.mechanisms.main",
             "small tasks on which mixing heads is predicted to matter",

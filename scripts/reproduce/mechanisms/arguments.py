@@ -22,6 +22,9 @@ class MechanismsArguments:
     tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all of the preset if not given"})
     arms: list[str] | None = field(default=None, metadata={"help": "names of attentions; all if not given"})
     layers: list[int] | None = field(default=None, metadata={"help": "numbers of layers; the preset's if not given"})
+    heads: list[int] | None = field(
+        default=None, metadata={"help": "numbers of heads H; the preset's if not given, several tell heads to solve"}
+    )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
@@ -39,8 +42,10 @@ class MechanismsArguments:
             self.arms, self.seeds, self.learning_rates = list(QUICK_ARMS), [0, 1], [3e-3]
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
-        if self.workers < 1 or not all(1 <= layers <= 64 for layers in self.layers or ()):
-            raise UserError(f"workers={self.workers} must be 1 or more, and layers={self.layers} from 1 to 64")
+        if self.workers < 1 or not all(1 <= number <= 64 for number in (*(self.layers or ()), *(self.heads or ()))):
+            raise UserError(
+                f"workers={self.workers} must be 1 or more; layers={self.layers} and heads={self.heads} from 1 to 64"
+            )
 
 
 QUICK_ARMS = ("plain", "plain-2h", "full")

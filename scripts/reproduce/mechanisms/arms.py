@@ -1,5 +1,6 @@
 """The attentions that the study compares, as fields of configurations."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,13 +8,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....configuration.configuration_dcformer import DCFormerConfig
 from ....configuration.configuration_rcmha import RCMHAConfig
-from ....configuration.mixers import mixer_fields
 from ....modeling.modeling_dcformer import DCFormerForCausalLM
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
+from ..terms import TERMS
 
 # The families' own defaults are for wide models; with them these small ones learn nothing for thousands of updates.
 INITIALIZER_RANGE = 0.02
-PLAIN = {"compose_pre": False, "compose_post": False}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arm:
     """One attention: the fields that make it, and how many times the heads it has."""
 
     label: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     times_heads: int = 1
     attention_type: str | None = None
 
@@ -63,20 +63,12 @@ class Arm:
 
 # The first is the baseline, and the next two the other sides of the question that was asked before the runs.
 ARMS = {
-    "plain": Arm("plain", PLAIN),
-    "plain-2h": Arm("plain, twice the heads", PLAIN, times_heads=2),
-    "full": Arm("DCMHA"),
-    "talking-heads": Arm("talking heads (static)", dict(mixer_fields("talking_heads"))),
-    "differential": Arm("differential attention", dict(mixer_fields("differential"))),
-    "query-only": Arm("DCMHA, query-wise only", {"compose_key_wise": False}),
-    "key-only": Arm("DCMHA, key-wise only", {"compose_query_wise": False}),
-    "pre-only": Arm("DCMHA, scores only", {"compose_post": False}),
-    "post-only": Arm("DCMHA, probabilities only", {"compose_pre": False}),
-    "low-rank-only": Arm("DCMHA, no gates", {"compose_gate": False}),
-    "gates-only": Arm("DCMHA, gates only", {"compose_low_rank": False}),
-    "rank-1": Arm("DCMHA, rank 1", {"compose_rank": 1}),
-    "rank-4": Arm("DCMHA, rank 4", {"compose_rank": 4}),
+    "plain": Arm(TERMS["plain"].label, TERMS["plain"].fields),
+    "plain-2h": Arm("plain, twice the heads", TERMS["plain"].fields, times_heads=2),
+    **{name: Arm(term.label, term.fields) for name, term in TERMS.items() if name != "plain"},
     "mdha": Arm("multi-DConv-head attention", attention_type="mdha"),
     "rcmha": Arm("RCMHA", attention_type="rcmha"),
 }
 QUESTION = ("plain", "plain-2h", "full")
+# Their runs come first, so that a study that ends early has answered its question.
+FIRST = (*QUESTION, "talking-heads")

@@ -51,7 +51,7 @@ def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
             x, y, where="post", label=ARMS[name].label, color=STYLES.get(name) or next(others),
             linewidth=2.2 if bold else 0.9, alpha=1 if bold else 0.7, zorder=3 if bold else 2,
         )  # fmt: skip
-    axes.set_title(f"{task['task']}, {task['layers']} layers", fontsize=10)
+    axes.set_title(f"{task['task']}, {task['layers']} layers, H = {task['heads']}", fontsize=10)
     axes.set_xlabel("sequences read")
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)

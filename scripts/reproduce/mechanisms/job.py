@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
 from .arguments import QUICK_STEPS, MechanismsArguments
-from .arms import ARMS
+from .arms import ARMS, FIRST
 from .figures import draw_survival
-from .plan import PRESETS, Preset, Run, measured_runs, tuning_runs
-from .record import make_record, table
-from .training import run_one
+from .plan import PRESETS, Cell, Preset, Run, measured_runs, tuning_runs
+from .record import make_record
+from .table import table
+from .training import definition, run_one
 
 PLOT = "survival.png"
 Result = dict[str, Any]
@@ -47,20 +49,27 @@ class Study:
         self.preset: Preset = replace(preset, steps=QUICK_STEPS) if arguments.quick else preset
         self.tasks = _chosen("task", arguments.tasks, self.preset.tasks)
         self.arms = _chosen("arm", arguments.arms, ARMS)
-        self.layers = arguments.layers or [self.preset.size.layers]
+        layers, heads = arguments.layers or [self.preset.size.layers], arguments.heads or [self.preset.size.heads]
+        self.cells: list[Cell] = list(product(self.tasks, layers, heads))
         self.device = "cuda" if arguments.preset == "gpu" and torch.cuda.is_available() else "cpu"
         self.deadline = time.monotonic() + (arguments.max_seconds or float("inf"))
 
     def train(self) -> int:
-        """Makes the runs that are missing, first those that learning rates are chosen by; returns how many are left."""
-        claim(self.output, {"preset": self.arguments.preset, "steps": self.preset.steps}, "study of mechanisms")
-        if left := self._make(self._tuning()):
-            return left
-        return self._make(self._measured(self._rates()))
+        """Makes the runs that are missing; returns how many are left.
+
+        The arms of the question come first, and of both groups those runs that learning rates are chosen by.
+        """
+        claim(self.output, self._definition(), "study of mechanisms")
+        groups = [[arm for arm in self.arms if (arm in FIRST) is first] for first in (True, False)]
+        return sum(self._make(self._tuning(arms)) or self._make(self._measured(arms)) for arms in groups)
+
+    def _definition(self) -> dict[str, Any]:
+        """What all runs of a folder have in common, so that runs of other sizes are not mixed with them."""
+        return {"preset": self.arguments.preset, **asdict(replace(self.preset, tasks={}))}
 
     def report(self) -> str:
         """Writes record, table and plot; returns the table and the names of the files."""
-        runs = [self._read(run) for run in self._measured(self._rates()) if self._file(run).exists()]
+        runs = [self._read(run) for run in self._measured(self.arms) if self._is_finished(run)]
         if not runs:
             raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
         write_json(self.output / RECORD, make_record(runs, self._settings()), indent=1)
@@ -69,34 +78,28 @@ class Study:
     def _settings(self) -> dict[str, Any]:
         chosen = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
         names = ("seeds", "tuning_seed", "learning_rates")
-        rates = {" ".join(map(str, key)): rate for key, rate in self._rates().items()}
+        rates = {" ".join(map(str, (*cell, arm))): rate for (cell, arm), rate in self._rates(self.arms).items()}
         return {**chosen, **{name: getattr(self.arguments, name) for name in names}, "chosen": rates}
 
-    def _tuning(self) -> list[Run]:
-        a = self.arguments
-        return list(tuning_runs(self.tasks, self.arms, self.layers, a.tuning_seed, a.learning_rates))
+    def _tuning(self, arms: Sequence[str]) -> list[Run]:
+        return list(tuning_runs(self.cells, arms, self.arguments.tuning_seed, self.arguments.learning_rates))
 
-    def _measured(self, rates: Mapping[Any, float]) -> list[Run]:
-        return list(measured_runs(self.tasks, self.arms, self.layers, self.arguments.seeds, rates))
+    def _measured(self, arms: Sequence[str]) -> list[Run]:
+        return list(measured_runs(self.cells, arms, self.arguments.seeds, self._rates(arms)))
 
-    def _rates(self) -> dict[tuple[str, str, int], float]:
-        """The best learning rate of each task, arm and depth; the first of the list until all have been tried."""
-        rates = {
-            (task, arm, layers): self.arguments.learning_rates[0]
-            for task in self.tasks
-            for arm in self.arms
-            for layers in self.layers
-        }
-        best: dict[Any, tuple[float, float]] = {}
-        for run in self._tuning():
-            key = (run.task, run.arm, run.layers)
-            if self._file(run).exists() and (merit := _merit(self._read(run))) > best.get(key, (-1.0, 0.0)):
+    def _rates(self, arms: Sequence[str]) -> dict[tuple[Cell, str], float]:
+        """The best learning rate of each cell and arm; the first of the list until all have been tried."""
+        rates = dict.fromkeys(product(self.cells, arms), self.arguments.learning_rates[0])
+        best: dict[tuple[Cell, str], tuple[float, float]] = {}
+        for run in self._tuning(arms):
+            key = (run.cell, run.arm)
+            if self._is_finished(run) and (merit := _merit(self._read(run))) > best.get(key, (-1.0, 0.0)):
                 best[key], rates[key] = merit, run.learning_rate
         return rates
 
     def _make(self, runs: Iterable[Run]) -> int:
         """Makes the runs that have no file, `workers` at a time, until the deadline; returns how many are left."""
-        missing = [run for run in runs if not self._file(run).exists()]
+        missing = [run for run in runs if not self._is_finished(run)]
         workers = self.arguments.workers
         with _pool(workers) as results_of:
             for first in range(0, len(missing), workers):
@@ -118,6 +121,21 @@ class Study:
 
     def _file(self, run: Run) -> Path:
         return self.output / "runs" / run.file_name
+
+    def _is_finished(self, run: Run) -> bool:
+        """Whether the run has its file.
+
+        Raises:
+            UserError: its task or its attention was another one when it was made.
+        """
+        if not self._file(run).exists():
+            return False
+        if self._read(run)["definition"] != definition(run, self.preset):
+            raise UserError(
+                f"{self._file(run)} is of another version of {run.task} or {run.arm}; give another --output, or remove "
+                "the file to repeat the run"
+            )
+        return True
 
     def _read(self, run: Run) -> Result:
         return json.loads(self._file(run).read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ class Preset:
     tasks: Mapping[str, Task]
     batch: int
     steps: int
-    score_every: int = 50
+    score_every: int = 20
     held_out: int = 256
 
 
@@ -36,6 +36,11 @@ PRESETS = {
 }
 
 
+# What the arms of a study share when they are compared: the task, the layers, and the heads of all but those with twice
+# as many.
+Cell = tuple[str, int, int]
+
+
 @dataclass(frozen=True)
 class Run:
     """One model of the study."""
@@ -43,37 +48,39 @@ class Run:
     task: str
     arm: str
     layers: int
+    heads: int
     seed: int
     learning_rate: float
 
     @property
+    def cell(self) -> Cell:
+        return self.task, self.layers, self.heads
+
+    @property
     def file_name(self) -> str:
-        return f"{self.task}/{self.arm}-{self.layers}-layers-seed-{self.seed}-{self.learning_rate:g}.json"
+        sizes = f"{self.layers}-layers-{self.heads}-heads"
+        return f"{self.task}/{self.arm}-{sizes}-seed-{self.seed}-{self.learning_rate:g}.json"
 
     def settings(self) -> dict[str, Any]:
         """What the run is, for its record."""
         return asdict(self)
 
 
-def tuning_runs(
-    tasks: Sequence[str], arms: Sequence[str], layers: Sequence[int], seed: int, rates: Sequence[float]
-) -> Iterator[Run]:
-    """The runs by which each arm gets its learning rate for a task; none if there is nothing to choose."""
-    for task in tasks if len(rates) > 1 else ():
-        for count in layers:
-            for arm in arms:
-                yield from (Run(task, arm, count, seed, rate) for rate in rates)
+def tuning_runs(cells: Sequence[Cell], arms: Sequence[str], seed: int, rates: Sequence[float]) -> Iterator[Run]:
+    """The runs by which each arm gets its learning rate for a cell; none if there is nothing to choose."""
+    for cell in cells if len(rates) > 1 else ():
+        for arm in arms:
+            yield from (Run(cell[0], arm, *cell[1:], seed, rate) for rate in rates)
 
 
 def measured_runs(
-    tasks: Sequence[str], arms: Sequence[str], layers: Sequence[int], seeds: Sequence[int], rates: Mapping[Any, float]
+    cells: Sequence[Cell], arms: Sequence[str], seeds: Sequence[int], rates: Mapping[tuple[Cell, str], float]
 ) -> Iterator[Run]:
     """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced.
 
     Args:
-        rates: learning rates by (task, arm, layers).
+        rates: learning rates by cell and arm.
     """
     for seed in seeds:
-        for task in tasks:
-            for count in layers:
-                yield from (Run(task, arm, count, seed, rates[task, arm, count]) for arm in arms)
+        for cell in cells:
+            yield from (Run(cell[0], arm, *cell[1:], seed, rates[cell, arm]) for arm in arms)

@@ -203,11 +203,11 @@ class SelectiveCopy:
 
 TASKS: dict[str, Task] = {
     "recall-8": Recall(8),
-    "recall-16": Recall(16),
-    "two-hops-12": TwoHops(12),
-    "find-block-6": FindBlock(6),
-    "ordered-match-5": OrderedMatch(5),
-    "selective-copy-8": SelectiveCopy(8, 40),
+    "recall-12": Recall(12),
+    "selective-copy-4": SelectiveCopy(4, 12, alphabet=8),
+    "ordered-match-2": OrderedMatch(2, letters=6, values=8),
+    "two-hops-5": TwoHops(5),
+    "find-block-3": FindBlock(3, letters=8),
 }
 # As many positions as a task has, and twice the load.
 LARGE: dict[str, Task] = {

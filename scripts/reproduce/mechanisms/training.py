@@ -31,7 +31,7 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     """
     task = preset.tasks[run.task]
     torch.manual_seed(run.seed)
-    size = replace(preset.size, layers=run.layers)
+    size = replace(preset.size, layers=run.layers, heads=run.heads)
     model = ARMS[run.arm].make(size, task.vocabulary, task.length)
     model.to(device)  # type: ignore[arg-type]
     began = time.process_time()
@@ -39,6 +39,7 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     solved = [sequences for sequences, accuracy in curve if accuracy >= SOLVED]
     return {
         "run": run.settings(),
+        "definition": definition(run, preset),
         "parameters": model.num_parameters(),
         "length": task.length,
         "solved_at": solved[0] if solved else None,
@@ -48,6 +49,11 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
         "hardware": hardware(torch.device(device)),
         "versions": versions(),
     }
+
+
+def definition(run: Run, preset: Preset) -> dict[str, str]:
+    """What the names of the run stand for, to tell its file from those of other versions of this study."""
+    return {"task": str(preset.tasks[run.task]), "attention": str(ARMS[run.arm])}
 
 
 def train(model: PreTrainedModel, task: Task, run: Run, preset: Preset, device: str) -> list[tuple[int, float]]:

@@ -140,6 +140,9 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
     assert len(trained) == len(set(trained)) == 4 + 2 * 3
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     check_comparison(record, tmp_path / "study")
+    assert cli.main([*command, "--seeds", "4", "--max_seconds", "1e-9"]) == 0
+    assert len(json.loads((tmp_path / "study" / "record.json").read_text())["arms"]["llama"]["runs"]) == 3
+    assert len(trained) == 4 + 2 * 3
     assert cli.main(["compare", *files[::-1], "--output", str(tmp_path / "study"), "--redraw"]) == 0
     other = ["compare", *files, "--output", str(tmp_path / "study"), "--common", '{"max_steps": 5}']
     assert cli.main(other) == 2

@@ -12,8 +12,10 @@ from torch import Generator, Tensor
 from dynattn.scripts import cli
 from dynattn.scripts.reproduce.mechanisms import job
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
+from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
-from dynattn.scripts.reproduce.mechanisms.record import log_rank, make_record, table
+from dynattn.scripts.reproduce.mechanisms.record import make_record
+from dynattn.scripts.reproduce.mechanisms.table import table
 from dynattn.scripts.reproduce.mechanisms.tasks import (
     IGNORED,
     LARGE,
@@ -115,15 +117,30 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
 
 def test_unsolved_runs_are_censored_in_the_log_rank_test():
     """Two groups of two by hand: at 10 one of four at risk ends, in the first group; at 20 one of three."""
-    found = log_rank([10, None], [20, None], budget=30)["p"]
+    found = log_rank([([10, None], [20, None])])
     expected = (1 / 2) + (1 / 3)
     variance = (1 / 4) + (1 / 3) * (2 / 3)
-    assert found == pytest.approx(2 * stats.norm.sf(abs(1 - expected) / variance**0.5))
-    assert log_rank([None], [None], budget=30) == {"p": None}
+    assert found["deviation"] == pytest.approx(1 - expected)
+    assert found["p"] == pytest.approx(2 * stats.norm.sf(abs(1 - expected) / variance**0.5))
+    assert log_rank([([None], [None])]) == {"p": None, "deviation": 0.0}
 
 
-def finished(task: str, arm: str, seed: int, solved: int | None) -> dict[str, object]:
-    run = Run(task, arm, 2, seed, 1e-3).settings()
+def test_one_stratum_is_the_test_of_scipy_and_two_add_up():
+    first, second = [100, 100, 250, None, 300], [200, 250, None, None, None, 250]
+    samples = [
+        stats.CensoredData.right_censored([at or 900 for at in group], [at is None for at in group])
+        for group in (first, second)
+    ]
+    assert log_rank([(first, second)])["p"] == pytest.approx(float(stats.logrank(*samples).pvalue))
+    twice = log_rank([(first, second)] * 2)["p"]
+    once = log_rank([(first, second)])["p"]
+    assert stats.norm.isf(twice / 2) == pytest.approx(2**0.5 * stats.norm.isf(once / 2))
+    swapped = log_rank([(first, second), (second, first)])
+    assert swapped["deviation"] == pytest.approx(0) and swapped["p"] == pytest.approx(1)
+
+
+def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4) -> dict[str, object]:
+    run = Run(task, arm, 2, heads, seed, 1e-3).settings()
     accuracy = 1.0 if solved else 0.5
     return {
         "run": run, "parameters": 1234, "solved_at": solved, "accuracy": accuracy, "hardware": "h", "versions": {},
@@ -136,10 +153,23 @@ def test_the_table_answers_the_question():
     settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
     record = make_record(runs, settings)
     text = table(record)
-    assert "| recall-8, 2 layers | 0 of 5 | 5 of 5 | 5 of 5 |" in text
+    assert "| recall-8, 2 layers, H = 4 | 0 of 5 | 5 of 5 | 5 of 5 |" in text
+    assert "against plain p = " in text and "against plain, twice the heads p = 1 (+0.0 runs)" in text
+    assert "heads to solve" not in text
     assert "| plain | 1,234 | 0 of 5 | 500 | 0.500 |  |" in text
     assert record["tasks"][0]["log_rank"]["full against plain-2h"]["p"] == pytest.approx(1.0)
     assert record["tasks"][0]["log_rank"]["full against plain"]["p_holm"] < 0.01
+
+
+def test_heads_to_solve_counts_the_heads_of_each_side():
+    runs = [finished("recall-8", arm, seed, None, heads=2) for arm in ("plain", "plain-2h") for seed in range(3)]
+    runs += [finished("recall-8", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
+    runs += [finished("recall-8", "plain-2h", seed, 100 if seed else None, heads=4) for seed in range(3)]
+    runs += [finished("recall-8", "plain", seed, 100 if seed > 1 else None, heads=4) for seed in range(3)]
+    text = table(make_record(runs, {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}))
+    assert "| plain | more than 4 |" in text
+    assert "| plain, twice the heads | 8 |" in text
+    assert "| DCMHA | 2 |" in text
 
 
 TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-8": Recall(2, values=4)}, 4, 2, 1, 8)
@@ -192,6 +222,6 @@ def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPa
 
     preset = Preset(TINY.size, {"recall-8": Watched(2, values=4)}, 4, 2, 1, 8)
     for arm in ("plain", "full"):
-        job.run_one(Run("recall-8", arm, 1, 0, 1e-3), preset)
+        job.run_one(Run("recall-8", arm, 1, 2, 0, 1e-3), preset)
     assert all(map(torch.equal, seen[:3], seen[3:]))
     assert not torch.equal(seen[1], seen[2])

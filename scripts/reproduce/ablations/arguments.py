@@ -1,0 +1,55 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...common.errors import UserError
+from ...compare.arguments import CompareArguments
+
+
+@dataclass
+class AblationsArguments:
+    """Arguments of the study; `CompareArguments` checks those that it shares.
+
+    Raises:
+        UserError: only one of the two texts is given.
+    """
+
+    size: Literal["small", "medium", "large"] = field(
+        default="small", metadata={"help": "models of about 0.25, 1.2 or 5.6 million parameters"}
+    )
+    output: str | None = field(default=None, metadata={"help": "folder of the study; runs/ablations-SIZE"})
+    variants: list[str] | None = field(
+        default=None, metadata={"help": "names of variants, the baseline first; all if not given"}
+    )
+    seeds: int = field(default=3, metadata={"help": "runs of each variant; their seeds count from 0"})
+    learning_rates: list[float] | None = field(
+        default=None, metadata={"help": "peaks from which each variant gets its best one; the size's if not given"}
+    )
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    dataset: str = field(default="builtin", metadata={"help": "text to train on: builtin, or files such as WikiText-2"})
+    validation_dataset: str | None = field(default=None, metadata={"help": "text to validate on, for other texts"})
+    max_steps: int | None = field(default=None, metadata={"help": "updates of each run; the size's if not given"})
+    max_seconds: float | None = field(
+        default=None,
+        metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
+    )
+    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+
+    def __post_init__(self) -> None:
+        self.output = self.output or f"runs/ablations-{self.size}"
+        if (self.dataset == "builtin") != (self.validation_dataset is None):
+            raise UserError(
+                f"dataset={self.dataset} and validation_dataset={self.validation_dataset}: give both, or neither"
+            )
+
+    def compared(self, names: list[str]) -> CompareArguments:
+        """What `dynattn compare` is told of the same study.
+
+        Raises:
+            UserError: there are fewer than two variants or seeds, or a rate or the tuning seed is wrong.
+        """
+        same = {
+            name: getattr(self, name) for name in ("seeds", "learning_rates", "tuning_seed", "max_seconds", "redraw")
+        }
+        return CompareArguments(variants=names, output=str(self.output), **same)

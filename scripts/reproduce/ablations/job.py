@@ -1,0 +1,101 @@
+"""The variants of the study, and its run by `dynattn compare`."""
+
+from dataclasses import dataclass, fields
+from shlex import join
+from typing import Any
+
+from ...common.errors import UserError
+from ...compare.job import compare_variants
+from ...compare.variants import Variant
+from ..terms import TERMS
+from .arguments import AblationsArguments
+
+# arXiv 2405.08553, abstract: "matching the performance of models with ~1.7x-2.0x compute".
+QUOTED = {
+    "label": "1.7 to 2.0 times the compute",
+    "source": "abstract of arXiv 2405.08553, of models from 405 M to 6.9 B parameters",
+    "interval": [1.7, 2.0],
+}
+WIDER = "plain-wider"
+COMMON: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": 2048, "sequence_length": 128, "batch_size": 8}
+VALIDATIONS = 10
+
+
+@dataclass(frozen=True)
+class Size:
+    """The models of one size and how long they are trained.
+
+    Attributes:
+        wider: the width of the MLP with which plain attention has as many parameters as full composition.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    wider: int
+    learning_rate: float
+    steps: int
+
+    def model(self) -> dict[str, Any]:
+        """Fields of the configuration."""
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        }
+
+
+SIZES = {
+    "small": Size(64, 2, 4, 176, 208, learning_rate=4e-3, steps=400),
+    "medium": Size(128, 4, 8, 352, 416, learning_rate=2e-3, steps=800),
+    "large": Size(256, 6, 8, 704, 763, learning_rate=1e-3, steps=1600),
+}
+
+
+def run_study(arguments: AblationsArguments) -> str:
+    """Trains what is missing, then writes record, table and plot; returns the table and the names of the files.
+
+    Raises:
+        UserError: a variant does not exist, the folder holds another study, a run failed, or time was over before two
+            seeds were complete.
+    """
+    known = variants(arguments)
+    names = arguments.variants or list(known)
+    if unknown := sorted(set(names) - set(known)):
+        raise UserError(f"variants {unknown} do not exist; choose from {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    return compare_variants(arguments.compared(names), chosen, command_of(arguments), QUOTED)
+
+
+def variants(arguments: AblationsArguments) -> dict[str, Variant]:
+    """What each variant trains, by name; the first is the baseline."""
+    size = SIZES[arguments.size]
+    steps = arguments.max_steps or size.steps
+    options = {
+        **COMMON,
+        **({"validation_dataset": arguments.validation_dataset} if arguments.validation_dataset else {}),
+        "dataset": arguments.dataset,
+        "model_type": "dcformer",
+        "learning_rate": size.learning_rate,
+        "max_steps": steps,
+        "warmup_steps": max(1, steps // 20),
+        "eval_every": max(1, steps // VALIDATIONS),
+        "save_every": steps,
+    }
+    changes = {"plain": TERMS["plain"].fields, WIDER: {**TERMS["plain"].fields, "intermediate_size": size.wider}}
+    changes |= {name: term.fields for name, term in TERMS.items()}
+    return {
+        name: Variant(name, {**options, "model_config": {**size.model(), **fields}}) for name, fields in changes.items()
+    }
+
+
+def command_of(arguments: AblationsArguments) -> str:
+    """The command line that repeats the study, wherever its folder and its texts are."""
+    words = ["dynattn", "reproduce", "ablations"]
+    for argument in fields(arguments):
+        value = getattr(arguments, argument.name)
+        if argument.name not in ("output", "max_seconds", "redraw") and value != argument.default:
+            words += [f"--{argument.name}", *map(str, value if isinstance(value, list) else [value])]
+    return join(words)
