@@ -36,9 +36,9 @@ PRESETS = {
 }
 
 
-# What the arms of a study share when they are compared: the task, the layers, and the heads of all but those with twice
-# as many.
-Cell = tuple[str, int, int]
+# What arms share when they are compared: the task, the layers, and the heads of all but those with twice as many.
+Place = tuple[str, int, int]
+Arms = tuple[Place, str]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,14 @@ class Run:
     learning_rate: float
 
     @property
-    def cell(self) -> Cell:
+    def place(self) -> Place:
+        """What it is compared at."""
         return self.task, self.layers, self.heads
+
+    @property
+    def cell(self) -> Arms:
+        """What gets a learning rate of its own."""
+        return self.place, self.arm
 
     @property
     def file_name(self) -> str:
@@ -66,21 +72,22 @@ class Run:
         return asdict(self)
 
 
-def tuning_runs(cells: Sequence[Cell], arms: Sequence[str], seed: int, rates: Sequence[float]) -> Iterator[Run]:
-    """The runs by which each arm gets its learning rate for a cell; none if there is nothing to choose."""
-    for cell in cells if len(rates) > 1 else ():
+def tuning_runs(places: Sequence[Place], arms: Sequence[str], seed: int, rates: Sequence[float]) -> Iterator[Run]:
+    """The runs by which each arm gets its learning rate at a place; none if there is nothing to choose."""
+    for task, layers, heads in places if len(rates) > 1 else ():
         for arm in arms:
-            yield from (Run(cell[0], arm, *cell[1:], seed, rate) for rate in rates)
+            yield from (Run(task, arm, layers, heads, seed, rate) for rate in rates)
 
 
 def measured_runs(
-    cells: Sequence[Cell], arms: Sequence[str], seeds: Sequence[int], rates: Mapping[tuple[Cell, str], float]
+    places: Sequence[Place], arms: Sequence[str], seeds: Sequence[int], rates: Mapping[Arms, float]
 ) -> Iterator[Run]:
     """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced.
 
     Args:
-        rates: learning rates by cell and arm.
+        rates: learning rates by place and arm.
     """
     for seed in seeds:
-        for cell in cells:
-            yield from (Run(cell[0], arm, *cell[1:], seed, rates[cell, arm]) for arm in arms)
+        for place in places:
+            task, layers, heads = place
+            yield from (Run(task, arm, layers, heads, seed, rates[place, arm]) for arm in arms)

@@ -7,7 +7,7 @@ from typing import Any
 from ...common.paired import holm
 from .arms import ARMS, QUESTION
 from .log_rank import log_rank
-from .plan import Cell
+from .plan import Place
 
 Record = dict[str, Any]
 
@@ -19,8 +19,8 @@ def make_record(runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
         runs: the finished runs that count.
         settings: the settings of the study.
     """
-    cells = sorted({_cell(run) for run in runs})
-    tasks = [_task_record(cell, [run for run in runs if _cell(run) == cell], settings) for cell in cells]
+    places = sorted({_place(run) for run in runs})
+    tasks = [_task_record(place, [run for run in runs if _place(run) == place], settings) for place in places]
     _correct(tasks)
     return {
         "settings": dict(settings),
@@ -31,7 +31,7 @@ def make_record(runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     }
 
 
-def _task_record(cell: Cell, runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Record:
+def _task_record(place: Place, runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Record:
     budget = settings["steps"] * settings["batch"]
     arms = {}
     for name in ARMS:
@@ -50,8 +50,8 @@ def _task_record(cell: Cell, runs: Sequence[Mapping[str, Any]], settings: Mappin
         for name in arms
         if baseline in arms and name != baseline and (baseline == QUESTION[0] or name == QUESTION[2])
     }
-    sizes = {"layers": cell[1], "heads": cell[2]}
-    return {"task": cell[0], **sizes, "budget": budget, "arms": arms, "log_rank": pairs}
+    sizes = {"layers": place[1], "heads": place[2]}
+    return {"task": place[0], **sizes, "budget": budget, "arms": arms, "log_rank": pairs}
 
 
 def _over_tasks(tasks: Sequence[Record], other: str) -> dict[str, float | None]:
@@ -68,7 +68,7 @@ def _correct(tasks: Sequence[Record]) -> None:
             test["p_holm"] = p
 
 
-def _cell(run: Mapping[str, Any]) -> Cell:
+def _place(run: Mapping[str, Any]) -> Place:
     return run["run"]["task"], run["run"]["layers"], run["run"]["heads"]
 
 

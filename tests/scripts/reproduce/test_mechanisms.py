@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from dynattn.scripts import cli
-from dynattn.scripts.reproduce.mechanisms import job
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
 from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
@@ -27,7 +27,7 @@ from dynattn.scripts.reproduce.mechanisms.tasks import (
     Task,
     TwoHops,
 )  # fmt: skip
-from dynattn.scripts.reproduce.mechanisms.training import rate_at
+from dynattn.scripts.reproduce.mechanisms.training import rate_at, run_one
 
 
 def draw(task: Task, number: int = 200) -> tuple[list[list[int]], list[list[int]]]:
@@ -206,6 +206,9 @@ def test_a_tiny_study_stops_in_time_and_goes_on(
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert record["tasks"][0]["arms"]["full"]["seeds"] == [0, 1]
     assert (tmp_path / "study" / "survival.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(PRESETS, "cpu", replace(TINY, tasks={"recall-8": Recall(2, values=5)}))
+    assert cli.main(command) == 2
+    assert "is of another version of recall-8 or plain; give another --output" in capsys.readouterr().err
     monkeypatch.setitem(PRESETS, "cpu", Preset(TINY.size, TINY.tasks, 4, steps=3))
     assert cli.main(command) == 2
     assert "holds a study with other steps" in capsys.readouterr().err
@@ -222,6 +225,6 @@ def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPa
 
     preset = Preset(TINY.size, {"recall-8": Watched(2, values=4)}, 4, 2, 1, 8)
     for arm in ("plain", "full"):
-        job.run_one(Run("recall-8", arm, 1, 2, 0, 1e-3), preset)
+        run_one(Run("recall-8", arm, 1, 2, 0, 1e-3), preset)
     assert all(map(torch.equal, seen[:3], seen[3:]))
     assert not torch.equal(seen[1], seen[2])
