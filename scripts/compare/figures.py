@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from .record import Run
@@ -95,6 +96,7 @@ def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
 
 def _label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -10,12 +10,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from .arms import ARMS, QUESTION
 
 COLUMNS = 3
-# The arms of the question stand out; the others are there to be compared with them.
-STYLES = dict(zip(QUESTION, ("#000000", "#d55e00", "#0072b2"), strict=True))
+# The arms of the question stand out; the others are there to be compared with them. Each is thinner than the one
+# before, so that lines that fall together stay visible.
+STYLES = dict(zip(QUESTION, (("#000000", 5.0), ("#d55e00", 3.4), ("#0072b2", 1.8)), strict=True))
 
 
 def draw_survival(record: Mapping[str, Any], path: Path) -> None:
@@ -46,12 +48,16 @@ def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
         total = len(arm["solved_at"])
         x = [0, *solved, task["budget"]]
         y = [1.0, *(1 - rank / total for rank in range(1, len(solved) + 1)), 1 - len(solved) / total]
-        bold = name in STYLES
+        color, width = STYLES.get(name) or (next(others), 0.9)
         axes.step(
-            x, y, where="post", label=ARMS[name].label, color=STYLES.get(name) or next(others),
-            linewidth=2.2 if bold else 0.9, alpha=1 if bold else 0.7, zorder=3 if bold else 2,
+            x, y, where="post", label=ARMS[name].label, color=color, linewidth=width,
+            alpha=1 if name in STYLES else 0.7, zorder=2 if name in STYLES else 3,
         )  # fmt: skip
     axes.set_title(f"{task['task']}, {task['layers']} layers, H = {task['heads']}", fontsize=10)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("sequences read")
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
