@@ -30,22 +30,17 @@ def attend_to_cache(
 ) -> Tensor:
     """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` that sees all keys but those that `mask` hides.
 
-    A bias that is added after the first composition is part of the mask. C code knows no other tables.
-
     Args:
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
-    bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
-    if bias is not None and not tables.compose_bias:
-        mask, bias = _with_bias(mask, bias), None
-    if bias is not None or gain is not None:
-        return _attend_with_operators(query, key, value, pre, post, scaling, mask, bias, gain)
     compiles = torch.compiler.is_compiling()
+    arguments = (query, key, value, pre, post, scaling, mask, tables)
     # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
-    if not (compiles and query.dtype == torch.float32) and serves(query, key, value, pre, post, mask) and _has_c():
-        return (attend_op if compiles else _attend_in_c)(query, key, value, pre, post, scaling, mask)
-    return _attend_with_operators(query, key, value, pre, post, scaling, mask)
+    pays = not (compiles and query.dtype == torch.float32)
+    if pays and serves(query, key, value, pre, post, mask, tables) and _has_c():
+        return (attend_op if compiles else _attend_in_c)(*arguments)
+    return _attend_with_operators(*arguments)
 
 
 def _attend_in_c(
@@ -56,10 +51,11 @@ def _attend_in_c(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    tables: DistanceTables,
 ) -> Tensor:
     """`attend_to_cache` where `serves`: returns `[B, 1, H, D]`, by operators if there is no C code for these sizes."""
-    output = attend(query, key, value, pre, post, scaling, mask)
-    return _attend_with_operators(query, key, value, pre, post, scaling, mask) if output is None else output
+    output = attend(query, key, value, pre, post, scaling, mask, tables)
+    return _attend_with_operators(query, key, value, pre, post, scaling, mask, tables) if output is None else output
 
 
 def attend_op(
@@ -70,11 +66,15 @@ def attend_op(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
     """`_attend_in_c` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
     factors = [*list_tensors(pre), *list_tensors(post)]
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    return _attend_op(query, key, value, factors, mask, [pre is not None, post is not None], groups, scaling)
+    composes = [pre is not None, post is not None]
+    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
+    given = (tables.bias, tables.gain, offset, tables.compose_bias)
+    return _attend_op(query, key, value, factors, mask, composes, groups, scaling, *given)
 
 
 @torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
@@ -87,17 +87,23 @@ def _attend_op(
     composes: Sequence[bool],
     groups: int,
     scaling: float,
+    position_bias: Tensor | None,
+    position_gain: Tensor | None,
+    offset: Tensor | None,
+    compose_bias: bool,
 ) -> Tensor:
     """`_attend_in_c`, which returns `[B, 1, H, D]`.
 
     Args:
         factors: `list_tensors` of both stages, one after the other.
         composes: which of the stages there are.
+        position_bias, position_gain, offset, compose_bias: the fields of `DistanceTables`.
     """
     count = len(TENSORS)
     pre = from_list(factors[:count], groups) if composes[0] else None
     post = from_list(factors[count:], groups) if composes[1] else None
-    return _attend_in_c(query, key, value, pre, post, scaling, mask)
+    tables = DistanceTables(position_bias, position_gain, offset, compose_bias)
+    return _attend_in_c(query, key, value, pre, post, scaling, mask, tables)
 
 
 @_attend_op.register_fake
@@ -114,13 +120,12 @@ def _attend_with_operators(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
-    bias: Tensor | None = None,
-    gain: Tensor | None = None,
+    tables: DistanceTables,
 ) -> Tensor:
-    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`.
-
-    `bias` and `gain` `[H, S]` are added before the first composition and multiply probabilities before the second.
-    """
+    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`."""
+    bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
+    if bias is not None and not tables.compose_bias:
+        mask, bias = _with_bias(mask, bias), None
     batch, heads, _, width = query.shape
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
     probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2), bias, gain)

@@ -7,6 +7,7 @@ from ctypes import CDLL, c_float, c_long, c_void_p
 import torch
 from torch import Tensor
 
+from ...distance_tables import NO_TABLES, DistanceTables
 from ...native_library import lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .csrc.sources import DECODE
@@ -25,10 +26,11 @@ def serves(
     pre: Composition | None,
     post: Composition | None,
     mask: Tensor | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> bool:
     """Whether `attend` takes these arguments.
 
-    It takes plain tensors on a CPU, in one of `DTYPES` and all in the same, whose last dimension is
+    It takes plain tensors on a CPU, in one of `DTYPES` and all but mask and tables in the same, whose last dimension is
     contiguous. No gradient may be needed, and both stages have to have the same head groups. The query is
     `[B, H, 1, D]`, and the other shapes are those of `attend`.
     """
@@ -41,10 +43,10 @@ def serves(
         return False
     if any(one.dtype != dtype or one.stride(-1) != 1 for one in tensors) or len({stage.groups for stage in stages}) > 1:
         return False
-    if mask is not None:
-        if mask.dtype not in (torch.bool, *DTYPES):
-            return False
-        tensors.append(mask)
+    others = [one for one in (mask, tables.bias, tables.gain) if one is not None]
+    if any(one.dtype not in (torch.bool, *DTYPES) for one in others):
+        return False
+    tensors += others
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return False
     return all(type(one) is Tensor and one.is_cpu for one in tensors)
@@ -58,6 +60,7 @@ def attend(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
     """`attend_to_cache` for arguments that `serves` accepts. Maps and sums are float32, whatever the dtype.
 
@@ -78,8 +81,12 @@ def attend(
     if library is None:
         return None
     mask = _readable(mask)
+    bias, gain = (None if one is None else one.float().contiguous() for one in (tables.bias, tables.gain))
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
     members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
+    for table in (bias, gain):
+        members += (0, 0) if table is None else (table.data_ptr(), len(table))
+    members += (int(tables.compose_bias), keys - 1 if tables.offset is None else int(tables.offset))
     output = query.new_empty(batch, 1, heads, width)
     workspace = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
     threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)

@@ -35,8 +35,12 @@ class Step:
     groups: int = 1
     window: int | None = None
     mask: str | None = None
+    tables: tuple[str, ...] = ()  # of "position_bias" and "position_gain"
+    compose_bias: bool = False
+    offset: int | None = None
 
 
+BOTH_TABLES = ("position_bias", "position_gain")
 STEPS = [
     Step(1),
     Step(100),
@@ -53,6 +57,10 @@ STEPS = [
     Step(65, heads=(5, 5), width=33, window=65),
     Step(300, heads=(24, 2), width=200, window=150, groups=3),
     Step(2, heads=(7, 1), width=1, mask="unbatched"),
+    Step(100, heads=(16, 16), groups=2, mask="padding", tables=("position_bias",)),
+    Step(131, heads=(6, 2), window=90, tables=BOTH_TABLES, compose_bias=True),
+    Step(300, width=64, mask="bias of keys", tables=BOTH_TABLES, offset=170),
+    Step(70, stages=(), tables=("position_gain",)),
     Step(1100, heads=(8, 4), width=128, terms=DYNAMIC, mask="pairs of heads"),
 ]
 
@@ -95,6 +103,10 @@ def step_inputs(step: Step, dtype: torch.dtype = torch.float32) -> Inputs:
             in_cache = factor.transpose(1, 2).contiguous().transpose(1, 2) if factor.ndim == 4 else factor
             changed[name] = in_cache[:, : step.keys] if name.startswith("key") else in_cache
         keywords[stage] = replace(factors, **changed)
+    for name in step.tables:
+        keywords[name] = torch.randn(step.keys + 3, heads).to(dtype)
+    if step.tables:
+        keywords |= {"compose_position_bias": step.compose_bias, "offset": step.offset}
     if step.mask is not None:
         mask = MASKS[step.mask](3, heads, 1, step.keys).detach()
         is_bool = mask.dtype == torch.bool
@@ -108,6 +120,8 @@ def changed(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     result = dict(keywords)
     for stage in keywords.keys() & {"pre", "post"}:
         result[stage] = keywords[stage].map(lambda factor: factor.to(dtype))
+    for name in keywords.keys() & set(BOTH_TABLES):
+        result[name] = keywords[name].to(dtype)
     mask = keywords.get("attention_mask")
     if mask is not None and mask.dtype != torch.bool:
         result["attention_mask"] = mask.to(dtype).masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
@@ -301,10 +315,14 @@ def test_a_compiled_step_leaves_its_products_to_the_library_of_products() -> Non
 @needs_compiler
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_compiled_step_in_bfloat16_is_one_call_of_c_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tables", [(), BOTH_TABLES], ids=["", "tables"])
+def test_a_compiled_step_in_bfloat16_is_one_call_of_c_code(
+    tables: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the cache grows, without being compiled again for every length."""
     by_compiler: list[tuple[Any, ...]] = []
-    steps = [Step(keys, heads=(8, 2), groups=2, window=90, mask="padding") for keys in (100, 101, 120, 131)]
+    options: dict[str, Any] = {"mask": "padding", "tables": tables, "compose_bias": bool(tables)}
+    steps = [Step(keys, heads=(8, 2), groups=2, window=90, **options) for keys in (100, 101, 120, 131)]
     given = [step_inputs(step, torch.bfloat16) for step in steps]
     expected = [attend(inputs) for inputs in given]
 

@@ -95,11 +95,20 @@ typedef struct {
     long is_bool, element_bytes, item_stride, head_stride, key_stride;
 } mask;
 
+/* A table by distance [length, HEADS]. */
+typedef struct {
+    const float *data; /* null where there is none */
+    long length;
+} table;
+
 typedef struct {
     heads_tensor query, key, value;
     mask hiding;
     stage pre, post;
     long items, keys;
+    table bias, gain;
+    long composes_bias; /* whether the bias is added before the first composition */
+    long position;      /* of the query among the keys, from which distances are counted */
 } problem;
 
 /* What the three phases of `attend` hand on. A span has `span_length` keys; the last one of an item may have fewer. */
@@ -112,6 +121,7 @@ typedef struct {
 } workspace;
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
+INLINE long larger(long a, long b) { return a > b ? a : b; }
 
 static workspace divide(float *memory, long items, long keys) {
     workspace work;
@@ -238,6 +248,26 @@ static void add_mask(float (*maps)[HEADS], const mask *hiding, long item, long s
     }
 }
 
+/* The row of a table for key `s`. Keys at distances that the table lacks are hidden ones, which read the nearest row. */
+INLINE const vec *table_row(const table *from, const problem *given, long s) {
+    return (const vec *)(from->data + smaller(larger(given->position - s, 0), from->length - 1) * HEADS);
+}
+
+/* Adds the bias to the scores of keys from `start` on if its place is before the first composition (1), or behind it
+   (0). */
+static void add_bias(float (*maps)[HEADS], const problem *given, int is_before, long start, long count) {
+    if (!given->bias.data || given->composes_bias != is_before) return;
+    for (long s = 0; s < count; s++)
+        EACH_HEAD_VECTOR(v) AT(maps[s], v) += table_row(&given->bias, given, start + s)[v];
+}
+
+/* Multiplies the probabilities of keys from `start` on by the gain, if there is one. */
+static void multiply_gain(float (*maps)[HEADS], const problem *given, long start, long count) {
+    if (!given->gain.data) return;
+    for (long s = 0; s < count; s++)
+        EACH_HEAD_VECTOR(v) AT(maps[s], v) *= table_row(&given->gain, given, start + s)[v];
+}
+
 /* Composed and masked scores of `count` keys of an item from `start` on. */
 static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*query)[ROW_VECTORS], long item,
                         long start, long count) {
@@ -250,7 +280,9 @@ static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*
         const element *key = keys.data + item * keys.item_stride + h * keys.head_stride + start * keys.key_stride;
         score_keys(maps[0] + h * REPEATS, query + h * REPEATS, key, keys.key_stride, count);
     }
+    add_bias(maps, given, 1, start, count);
     if (given->pre.composes) compose(maps, &given->pre, item, start, count);
+    add_bias(maps, given, 0, start, count);
     if (given->hiding.data) add_mask(maps, &given->hiding, item, start, count);
 }
 
@@ -314,6 +346,7 @@ static void attend_to_values(workspace work, const problem *given, long item, lo
         long count = smaller(end - start, BLOCK_KEYS);
         if (hides_all(&given->hiding, item, start, count)) continue;
         for (long s = start; s < start + count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
+        multiply_gain(maps + start, given, start, count);
         if (given->post.composes) compose(maps + start, &given->post, item, start, count);
         for (int h = 0; h < KV_HEADS; h++) {
             heads_tensor values = given->value;
