@@ -25,6 +25,8 @@ class ComposeOptions(TypedDict, total=False):
     compose_norm_eps: float
     compose_init_scale: float
     compose_dropout: float
+    differential_heads: bool
+    head_norm_eps: float
 
 
 @strict

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...configuration.multihead_config import ComposeOptions, make_config
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.eager import dcmha_eager
+from .differential_heads import DifferentialHeads, init_differential
 from .head_composition import init_composition
 from .multihead_inputs import check_masks, check_shapes, merge_masks
 from .side_generators import SideGenerators
@@ -40,6 +41,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         out_proj: `[E, E]` and `[E]`.
         composition: a `DynamicComposition` for both sides; in cross-attention for queries, with the static matrices.
         key_composition: a `DynamicComposition` for keys, in cross-attention with key-wise composition only.
+        differential: `DifferentialHeads`, with `differential_heads=True` only.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
@@ -51,8 +53,9 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         q_norm, k_norm: modules that are applied to the queries `[B, T, H, D]` and keys `[B, S, H_kv, D]` of each head,
             such as `nn.LayerNorm(D, eps=1e-6, bias=False)` in the authors' vision transformers.
         implementation: of `dynattn.dcmha_attention`; `None` takes the fastest one that supports the call.
-        compose: the `compose_*` fields of the configurations, with the same meaning and defaults (`CompositionConfig`).
-            `compose_pre=False, compose_post=False` switches composition off.
+        layer_idx: number of the layer, from 0; the first weight of `differential_heads` depends on it.
+        compose: the `compose_*` fields of the configurations, `differential_heads` and `head_norm_eps`, with the same
+            meaning and defaults (`CompositionConfig`). `compose_pre=False, compose_post=False` composes nothing.
 
     Raises:
         ValueError: a number or an option does not fit, or cannot be combined with composition.
@@ -83,6 +86,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         implementation: str | None = None,
+        layer_idx: int = 0,
         **compose: Unpack[ComposeOptions],
     ) -> None:
         config = make_config(embed_dim, num_heads, num_key_value_heads, compose)
@@ -95,6 +99,10 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             self._separate_projections()
         across = cross_attention or kdim is not None
         self.add_generators(config, cross_attention=across, key_size=self.kdim, device=device, dtype=dtype)
+        self.differential: DifferentialHeads | None = None
+        if config.differential_heads:
+            self.differential = DifferentialHeads(config, layer_idx).to(device=device, dtype=dtype)
+            init_differential(self.differential)
         resolve_implementation(implementation, composed=config.composes)
         self._computes_as_torch = (
             not config.composes
@@ -176,6 +184,8 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
                 "give an attn_mask that says which keys a query sees"
             )
         pre, post = self.compose(query, key)
+        if self.differential is not None:
+            post = self.differential.subtract(post)
         heads = self._project(query, key, value)
         options: dict[str, Any] = {
             "pre": pre,
@@ -188,6 +198,8 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             output, probs = dcmha_eager(*heads, scaling=self.head_dim**-0.5, sliding_window=None, **options)
         else:
             output = dcmha_attention(*heads, implementation=self.implementation, **options)
+        if self.differential is not None:
+            output = self.differential(output)
         return self.out_proj(output.flatten(2)), probs
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,6 +262,9 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
                 nn.init.xavier_normal_(bias)
         for generator in self.generators():
             init_composition(generator, self._init_scale)
+        differential = getattr(self, "differential", None)  # the constructor of PyTorch's module calls this too
+        if differential is not None:
+            init_differential(differential)
 
     def _refuse_unsupported(self) -> None:
         """Raises ValueError for what PyTorch's module can do and `dcmha_attention` cannot."""

@@ -9,8 +9,12 @@ from .foreign_attention import ADAPTERS, adapter_of, plan_composition
 from .head_composition import init_composition
 from .multihead_attention import ComposedMultiheadAttention
 
-# Options that would change the projections of a module, or its start as the identity.
-FIXED_OPTIONS = ("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale", "device", "dtype")
+# Options that would change the projections of a module, or its start as the identity: differential attention norms the
+# outputs of its pairs, so that it is never the identity.
+FIXED_OPTIONS = (
+    *("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale", "device", "dtype"),
+    *("differential_heads", "layer_idx"),
+)
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import mixers as authors
 from cases.golden import case_names, flax_attention, read_case, tensors_under
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynattn import ComposedMultiheadAttention
+from dynattn import ComposedMultiheadAttention, mixer_fields
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.configuration.multihead_config import ComposeOptions
 from dynattn.modeling.layers import multihead_attention
@@ -228,6 +229,27 @@ def test_composition_equals_the_definition(switches: dict[str, Any], cross: str)
     assert not [name for name, gradient in found.items() if gradient is None or not gradient.abs().max() > 0]
 
 
+def test_differential_heads_equal_their_authors_formula() -> None:
+    fields = mixer_fields("differential")
+    module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, layer_idx=2, **fields)
+    part = module.differential
+    assert part is not None
+    with torch.no_grad():
+        part.norm.weight.normal_()
+    x = torch.randn(B, T, E, dtype=torch.float64, requires_grad=True)
+    heads = module._project(x, x, x)
+    dots = [(part.lambda_q1 @ part.lambda_k1).exp(), (part.lambda_q2 @ part.lambda_k2).exp()]
+    start = 0.8 - 0.6 * 2.718281828459045 ** (-0.3 * 2)
+    wide = torch.cat(authors.differential(*heads, dots[0] - dots[1] + start).chunk(2, dim=2), dim=-1)  # [B, T, H/2, 2D]
+    normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * part.norm.weight * (1 - start)
+    expected = module.out_proj(normed.flatten(2))
+    wanted = gradients(module, [x], (expected, None))
+    for need_weights in (True, False):
+        output, _ = module(x, x, x, need_weights=need_weights, is_causal=True)
+        assert_close(output, expected)
+        assert_close(gradients(module, [x], (output, None)), wanted)
+
+
 def test_values_may_differ_where_queries_are_keys() -> None:
     module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **STRONG)
     query, _, value = make_inputs(module, cross=True, length=T)
@@ -441,7 +463,7 @@ def test_one_generator_computes_what_two_do() -> None:
 
 
 def test_initial_weights_can_be_drawn_again() -> None:
-    for options in ({}, {"kdim": 10}, {"num_key_value_heads": 2}):
+    for options in ({}, {"kdim": 10}, {"num_key_value_heads": 2}, {"differential_heads": True}):
         module = ComposedMultiheadAttention(E, H, compose_static=True, **options)
         before = copy.deepcopy(module.state_dict())
         module._reset_parameters()
@@ -488,6 +510,8 @@ def test_copies_compiled_modules_and_autocast_work() -> None:
         ({"compose_rank": 7}, r"compose_rank \(7\) must be from 1 to the heads of a group \(6\)"),
         ({"compose_rank": "2"}, "compose_rank.*expected int"),
         ({"compose_groups": 4}, r"compose_groups \(4\) must divide"),
+        ({"differential_heads": True, "compose_post": False}, "differential_heads subtracts probabilities"),
+        ({"differential_heads": True, "num_key_value_heads": 3}, r"num_key_value_heads \(3\) must be even"),
         ({"compose_act": "gelo"}, "compose_act 'gelo' does not exist; choose from"),
         ({"implementation": "sdpa"}, "cannot compose heads"),
         ({"implementation": "flash"}, "cannot compose heads"),
@@ -501,7 +525,7 @@ def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) 
 
 def test_the_options_are_the_fields_of_the_configurations() -> None:
     fields = {name for name in CompositionConfig.__dataclass_fields__ if name.startswith("compose_")}
-    assert fields == ComposeOptions.__annotations__.keys()
+    assert fields | {"differential_heads", "head_norm_eps"} == ComposeOptions.__annotations__.keys()
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -277,6 +277,7 @@ def test_dropout_of_probabilities_is_switched_off_where_asked_for() -> None:
         ({"compose_init_scale": 1.0}, r"options \['compose_init_scale'\] would change what the modules compute"),
         ({"num_key_value_heads": 2}, r"options \['num_key_value_heads'\]"),
         ({"kdim": 2}, r"options \['kdim'\]"),
+        ({"differential_heads": True}, r"options \['differential_heads'\] would change what the modules compute"),
         ({"compose_rank": 5}, r"self_attn: compose_rank \(5\)"),
     ],
     ids=str,
