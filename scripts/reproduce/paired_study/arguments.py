@@ -8,18 +8,21 @@ from ...compare.arguments import check_rates, check_seeds
 
 @dataclass
 class PairedStudyArguments:
-    """Arguments of a study; each study gives its own folder and learning rates.
+    """Arguments of a study; each study gives its own folder.
 
     Raises:
         UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
     """
 
     output: str = field(metadata={"help": "folder of the study"})
-    learning_rates: list[float] = field(metadata={"help": "peaks from which each arm gets its best for each task"})
     tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all if not given"})
     arms: list[str] | None = field(default=None, metadata={"help": "names of arms; all if not given"})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 3e-3, 9e-3],
+        metadata={"help": "peaks from which each arm gets its best for each task"},
+    )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(
         default=None, metadata={"help": "start no run after this time; the same command goes on later"}

@@ -10,9 +10,17 @@ interrupted study goes on.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ...common.arguments import parse_arguments
-from .arguments import Seq2SeqArguments
+from ..paired_study.arguments import PairedStudyArguments
+
+
+@dataclass
+class Seq2SeqArguments(PairedStudyArguments):
+    """Arguments of the study: those of the base, and a folder."""
+
+    output: str = field(default="runs/seq2seq", metadata={"help": "folder of the study"})
 
 
 def main(argv: Sequence[str]) -> int:

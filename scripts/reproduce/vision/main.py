@@ -9,9 +9,17 @@ training. Finished runs are not repeated, so an interrupted study goes on.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ...common.arguments import parse_arguments
-from .arguments import VisionArguments
+from ..paired_study.arguments import PairedStudyArguments
+
+
+@dataclass
+class VisionArguments(PairedStudyArguments):
+    """Arguments of the study: those of the base, and a folder."""
+
+    output: str = field(default="runs/vision", metadata={"help": "folder of the study"})
 
 
 def main(argv: Sequence[str]) -> int:
