@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from ...common.errors import UserError
 from ...compare.arguments import check_rates, check_seeds
 
+RATES = [1e-3, 3e-3, 9e-3]
+# Small models that are trained shortly learn best with larger ones.
+QUICK_RATES = [3e-3, 9e-3, 27e-3]
+
 
 @dataclass
 class PairedStudyArguments:
@@ -19,9 +23,9 @@ class PairedStudyArguments:
     arms: list[str] | None = field(default=None, metadata={"help": "names of arms; all if not given"})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-3, 9e-3],
-        metadata={"help": "peaks from which each arm gets its best for each task"},
+    learning_rates: list[float] | None = field(
+        default=None,
+        metadata={"help": f"peaks from which each arm gets its best for each task; {RATES}, or if quick {QUICK_RATES}"},
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(
@@ -32,6 +36,13 @@ class PairedStudyArguments:
 
     def __post_init__(self) -> None:
         check_seeds(self.seeds, self.tuning_seed)
-        check_rates(self.learning_rates)
+        check_rates(self.rates)
         if self.workers < 1:
             raise UserError(f"workers={self.workers} must be 1 or more")
+
+    @property
+    def rates(self) -> list[float]:
+        """The peaks to choose from."""
+        if self.learning_rates is not None:
+            return self.learning_rates
+        return QUICK_RATES if self.quick else RATES

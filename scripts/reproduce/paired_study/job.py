@@ -108,18 +108,15 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     arms = chosen("arm", arguments.arms, study.arms)
     runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
     plan = Plan(study, arguments, tasks, arms, runs)
-    missing = 0
     if not arguments.redraw:
         sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
         claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
-        missing = runs.make(plan.tuning()) or runs.make(plan.measured())
-    results = runs.results(plan.measured())
+        if not runs.make(plan.tuning()):
+            runs.make(plan.measured())
+    results, missing = runs.results(plan.measured()), plan.missing()
     if not results:
         raise UserError(f"{output} holds no measured run yet; run the study without --redraw, or longer")
-    settings = {"command": command_of(study, arguments), "tuning": plan.choices(), "unfinished_runs": missing}
-    named = ("seeds", "tuning_seed", "learning_rates", "quick")
-    settings |= {name: getattr(arguments, name) for name in named}
-    write_json(output / RECORD, make_record(description(study, tasks, arms), settings, results), indent=1)
+    write_json(output / RECORD, make_record(description(study, tasks, arms), plan.settings(), results), indent=1)
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
     return draw(output, table, draw_arms, PLOT) + rest
 
@@ -136,7 +133,7 @@ class Plan:
 
     def tuning(self) -> list[Run]:
         """The runs by which each arm gets its learning rate; none if there is nothing to choose."""
-        rates, seed = self.arguments.learning_rates, self.arguments.tuning_seed
+        rates, seed = self.arguments.rates, self.arguments.tuning_seed
         if len(rates) == 1:
             return []
         cells = [(task, arm) for task in self.tasks for arm in self.arms]
@@ -148,8 +145,18 @@ class Plan:
         for seed in self.arguments.seeds:
             for task in self.tasks:
                 for arm in self.arms:
-                    rate = rates.get((task, arm), self.arguments.learning_rates[0])
+                    rate = rates.get((task, arm), self.arguments.rates[0])
                     yield self._run(task, arm, seed, rate, tuning=False)
+
+    def missing(self) -> int:
+        """How many runs are not finished."""
+        return sum(not self.runs.has(run) for run in (*self.tuning(), *self.measured()))
+
+    def settings(self) -> dict[str, Any]:
+        """What the record says about how the study was run."""
+        settings = {name: getattr(self.arguments, name) for name in ("seeds", "tuning_seed", "quick")}
+        settings |= {"learning_rates": self.arguments.rates, "tuning": self.choices()}
+        return settings | {"command": command_of(self.study, self.arguments), "unfinished_runs": self.missing()}
 
     def choices(self) -> dict[str, dict[str, dict[str, float]]]:
         """What learning rates were chosen by: numbers by task, arm and rate."""

@@ -93,6 +93,7 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
     with pytest.raises(UserError, match="study with other sizes"):
         run_study(STUDY, arguments(tmp_path, quick=True))
     assert "+0.183" in run_study(STUDY, arguments(tmp_path, redraw=True))
+    assert "4 runs are left" in run_study(STUDY, arguments(tmp_path, redraw=True, seeds=[0, 1, 2, 3, 4]))
 
 
 @pytest.mark.usefixtures("coarse_plots")
