@@ -63,20 +63,18 @@ class Shape:
 
     def config(self, arm: Arm) -> DCViTConfig:
         """The configuration of an arm's model."""
-        own = dict(arm.fields)
-        if arm.is_wide:
-            own["intermediate_size"] = self._widened()
-        return DCViTConfig(
-            image_size=self.image,
-            patch_size=self.patch,
-            num_channels=1,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_labels=self.labels,
-            representation_size=None,
-            **{"intermediate_size": 2 * self.hidden_size, **own},
-        )
+        fields: dict[str, Any] = {
+            "image_size": self.image,
+            "patch_size": self.patch,
+            "num_channels": 1,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self._widened() if arm.is_wide else 2 * self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_labels": self.labels,
+            "representation_size": None,
+        }
+        return DCViTConfig(**fields, **arm.fields)
 
     def _widened(self) -> int:
         """The width of MLPs that gives a plain model as many parameters as the authors' has."""
