@@ -8,7 +8,7 @@ from .portable_config import model_size
 from .relative_config import RelativeConfig
 
 MEMORY_TYPES = ("streaming", "segment")
-POSITION_SCHEMES = ("none", "rope", "alibi", "learned")
+POSITION_SCHEMES = ("none", "rope", "alibi", "learned", "sinusoidal")
 
 
 @strict
@@ -29,7 +29,7 @@ class RCMHAConfig(RelativeConfig):
         max_position_embeddings (`int`, defaults to 2048): tokens that attention may reach over. It is the length of
             the relative position tables and of learned positions; streaming tables are `mem_len + 1` rows long.
         position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have none of their own:
-            `"none"` (the paper's), `"rope"`, `"alibi"` or `"learned"`.
+            `"none"` (the paper's), `"rope"`, `"alibi"`, `"learned"`, or `"sinusoidal"` times `initializer_range`.
         rope_theta (`float`, defaults to 10000.0): base of the angles of `"rope"`.
 
     ```python

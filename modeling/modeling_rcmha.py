@@ -16,7 +16,7 @@ from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassif
 from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
-from .positions.absolute import check_learned_positions
+from .positions.absolute import check_learned_positions, make_absolute
 from .positions.rotary import RotaryEmbedding
 
 
@@ -73,11 +73,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
     def __init__(self, config: RCMHAConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size)
-            if config.position_scheme == "learned"
-            else None
-        )
+        self.embed_positions = make_absolute(config)
         self.layers = nn.ModuleList([RCMHADecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.rotary_emb = RotaryEmbedding(config) if config.position_scheme == "rope" else None
@@ -122,7 +118,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         )
         hidden_states = inputs.inputs_embeds
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
+            hidden_states = hidden_states + self.embed_positions(inputs.position_ids).to(hidden_states.dtype)
         return hidden_states, {layer_type: {"segment": segment} for layer_type in self.config.layer_types}
 
 

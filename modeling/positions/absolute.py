@@ -73,8 +73,8 @@ def make_absolute(config: Any) -> nn.Module | None:
     if config.position_scheme == "learned":
         return nn.Embedding(config.max_position_embeddings, config.hidden_size)
     if config.position_scheme == "sinusoidal":
-        scale = config.initializer_range if config.position_scale is None else config.position_scale
-        return SinusoidalEmbedding(config.hidden_size, scale)
+        scale = getattr(config, "position_scale", None)
+        return SinusoidalEmbedding(config.hidden_size, config.initializer_range if scale is None else scale)
     return None
 
 

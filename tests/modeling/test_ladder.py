@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
             "mdha-alibi": {"attention_type": "mdha", "mem_len": WINDOW - 1, "position_scheme": "alibi"},
             "mha-rope": {"attention_type": "mha", "mem_len": WINDOW - 1, "position_scheme": "rope"},
             "mha-learned": {"attention_type": "mha", "mem_len": None, "position_scheme": "learned"},
+            "mha-sinusoidal": {"attention_type": "mha", "mem_len": None, "position_scheme": "sinusoidal"},
         }.items()
     },
 }

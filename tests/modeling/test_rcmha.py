@@ -148,7 +148,7 @@ def test_right_padding_does_not_leak_into_what_follows() -> None:
 def test_position_schemes_tell_positions_apart() -> None:
     """Without one, a plain decoder gives a token that only repeats itself the same logits everywhere."""
     repeated = torch.full((1, 12), 3)
-    for scheme, blind in (("none", True), ("rope", True), ("alibi", True), ("learned", False)):
+    for scheme, blind in (("none", True), ("rope", True), ("alibi", True), ("learned", False), ("sinusoidal", False)):
         model = make(attention_type="mha", position_scheme=scheme, mem_len=None)
         logits = model(repeated).logits[0]
         assert ((logits - logits[0]).abs().max() < 1e-4) == blind, scheme
