@@ -8,7 +8,7 @@ Models take turns in every round, and ratios are taken within a round. Writes `r
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,40 @@ Milliseconds between two tokens: the median of each answer, then of {rounds} rou
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the record and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
     defaults = {"rounds": 9, "context": 1024, "new": 40, "layers": 6, "heads": 16, "width": 64, "threads": 1}
+    report(argv, __doc__, "generate_report", defaults, measure_all, format_table)
+    return 0
+
+
+def report(
+    argv: Sequence[str] | None,
+    about: str | None,
+    module: str,
+    defaults: Mapping[str, int],
+    measure: Callable[[argparse.Namespace], dict[str, list[float]]],
+    format_table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measures with the options of a command line and writes `record.json` and `table.md` into its folder.
+
+    Args:
+        about: what `--help` says.
+        module: of this folder, which the record names.
+        defaults: of the options, all of which are whole numbers; `threads` is among them.
+        measure: returns milliseconds of each round by what was measured.
+        format_table: the record in Markdown.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     load = os.getloadavg()
-    samples = measure(make_models(options), options)
+    samples = measure(options)
     settings = {name: getattr(options, name) for name in defaults}
     words = " ".join(f"--{name} {value}" for name, value in settings.items())
     record = {
-        "command": f"python -m dynattn.scripts.benchmark.generate_report FOLDER {words}",
+        "command": f"python -m dynattn.scripts.benchmark.{module} FOLDER {words}",
         "commit": source_commit(),
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
@@ -62,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(options.folder / "record.json", record, indent=1)
     write_whole(options.folder / "table.md", format_table(record))
     print(format_table(record))
-    return 0
+
+
+def measure_all(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds per token of all models in each round."""
+    return measure(make_models(options), options)
 
 
 def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:

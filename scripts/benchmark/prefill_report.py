@@ -1,0 +1,102 @@
+"""Time to the first token of prompts of very different lengths: padded on the left, and packed by `prepack`.
+
+    python -m dynattn.scripts.benchmark.prefill_report FOLDER [--rounds 7] [--longest 1024] [--prompts 16]
+
+The lengths of the prompts are drawn log-uniformly from 8 to the longest. Ways take turns in every round, and ratios are
+taken within a round. Writes `record.json` and `table.md`.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from dynattn import prepack
+
+from .generate_report import make_models, report
+
+SHORTEST = 8
+HEADING = """`{command}`
+
+Commit {commit}; {hardware}, {threads} threads; load average {load}.
+
+{layers} layers, {heads} heads of {width}, float32, random weights; {prompts} prompts of 8 to {longest} tokens,
+{tokens} in all, which padding makes {padded}. Milliseconds to the first token of all: the median of {rounds} rounds,
+and the least.
+
+| model | prompts | median ms | minimum ms | ratio to padded, median of rounds | least and largest |
+|---|---|---|---|---|---|
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the record and the table."""
+    defaults = {"rounds": 7, "longest": 1024, "prompts": 16, "layers": 6, "heads": 16, "width": 64, "threads": 1}
+    report(argv, __doc__, "prefill_report", defaults, measure, format_table)
+    return 0
+
+
+def draw_lengths(prompts: int, longest: int) -> list[int]:
+    """The lengths of the prompts, of which the first is the longest."""
+    shares = torch.rand(prompts - 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [longest, *(SHORTEST * (longest / SHORTEST) ** shares).long().tolist()]
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of each model and way in each round, after a round that is not counted and compares the tokens."""
+    models = make_models(argparse.Namespace(**vars(options), context=options.longest, new=1))
+    del models["Llama"]  # whose packed prompts nothing tells apart beside a cache
+    random = torch.Generator().manual_seed(2)
+    lengths = draw_lengths(options.prompts, options.longest)
+    prompts = [torch.randint(1, 8192, (length,), generator=random) for length in lengths]
+    samples: dict[str, list[float]] = {}
+    for _ in range(1 + options.rounds):
+        for name, model in models.items():
+            answers = []
+            for way, inputs in (("padded", pad_left), ("packed", prepack)):
+                started = time.perf_counter()
+                answers.append(first_tokens(model, inputs(model, prompts)))
+                elapsed = 1000 * (time.perf_counter() - started)
+                samples.setdefault(f"{name}, {way}", []).append(elapsed)
+            if not torch.equal(*answers):
+                raise RuntimeError(f"{name} does not go on from packed prompts as from padded ones")
+    return {name: values[1:] for name, values in samples.items()}
+
+
+def pad_left(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any]:
+    """The prompts, each `[T]`, as `input_ids` and `attention_mask` with padding on the left."""
+    longest = max(map(len, prompts))
+    rows = [pad(prompt, (longest - len(prompt), 0)) for prompt in prompts]
+    masks = [pad(torch.ones_like(prompt), (longest - len(prompt), 0)) for prompt in prompts]
+    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks)}
+
+
+def first_tokens(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    """The first token of each answer, `[B]`."""
+    output = model.generate(**inputs, max_new_tokens=1, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    return output[:, -1]
+
+
+def format_table(record: dict[str, Any]) -> str:
+    """The record in Markdown."""
+    lengths = draw_lengths(record["prompts"], record["longest"])
+    load = ", ".join(f"{value:.1f}" for value in record["load"])
+    lines = [HEADING.format(**{**record, "load": load}, tokens=sum(lengths), padded=len(lengths) * record["longest"])]
+    for name, samples in record["milliseconds"].items():
+        model, way = name.rsplit(", ", 1)
+        padded = record["milliseconds"][f"{model}, padded"]
+        ratios = [ours / theirs for ours, theirs in zip(samples, padded, strict=True)]
+        cells = [model, way, f"{statistics.median(samples):.0f}", f"{min(samples):.0f}"]
+        cells += [f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
