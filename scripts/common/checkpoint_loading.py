@@ -1,6 +1,7 @@
 """Loads a checkpoint to be scored, and refuses one whose scores would mean nothing."""
 
 import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model, in evaluation mode, and its tokenizer from a folder or a Hub name.
 
@@ -32,16 +34,17 @@ def load_checkpoint(
         dtype: a torch dtype's name, or "auto" for the one that the checkpoint was saved in.
         device: where to put the model; by default a GPU if there is one.
         trust_remote_code: whether to run model code that comes with the checkpoint.
+        config_changes: fields of the configuration that replace the checkpoint's.
 
     Raises:
-        UserError: either is missing or damaged, or the device is not there.
+        UserError: either is missing or damaged, a field is not valid, or the device is not there.
     """
     target = find_device(device)
     for place in {path, tokenizer or path}:
         _check_place(place)
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
-        model = _load_model(path, dtype, trust_remote_code)
+        model = _load_model(path, dtype, trust_remote_code, config_changes or {})
         loaded_tokenizer = _load_tokenizer(tokenizer or path, trust_remote_code)
     model.to(target)  # type: ignore[arg-type]
     return model.eval(), loaded_tokenizer
@@ -89,9 +92,11 @@ def _check_place(place: str) -> None:
         raise UserError(f"there is no folder {place}")
 
 
-def _load_model(path: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+def _load_model(path: str, dtype: str, trust_remote_code: bool, changes: Mapping[str, Any]) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if changes:
+            config = type(config).from_dict({**config.to_dict(), **changes})
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )

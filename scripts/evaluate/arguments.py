@@ -17,12 +17,17 @@ class EvaluateArguments:
 
     model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name (the model's)."})
-    suite: Literal["builtin", "dcformer", "pythia"] = field(
+    suite: Literal["builtin", "dcformer", "pythia", "long"] = field(
         default="builtin",
         metadata={
             "help": "builtin and dcformer (the DCFormer paper's 74 forms of in-context question): need no download. "
-            "pythia: the papers' downstream tasks, from the Hub."
+            "pythia: the papers' downstream tasks, from the Hub. long: loss by position and pass keys up to 8 times "
+            "--max_length, offline."
         },
+    )
+    rope_parameters: str | None = field(
+        default=None,
+        metadata={"help": "Rotary parameters for --suite long instead of the checkpoint's, as JSON."},
     )
     tasks: list[str] | None = field(
         default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
@@ -78,12 +83,25 @@ class EvaluateArguments:
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
         check_quoted(self.quoted or [])
-        if self.dataset is not None and (self.tasks is not None or self.suite != "builtin"):
+        if self.dataset is not None and (self.tasks is not None or self.suite not in ("builtin", "long")):
             raise UserError(f"dataset={self.dataset} and tasks exclude each other; evaluate them one after the other")
-        if self.others and self.dataset is None:
-            raise UserError(f"others={self.others} are compared on --dataset FILE; give one, or evaluate them apart")
+        if self.others and self.dataset is None and self.suite != "long":
+            raise UserError(
+                f"others={self.others} are compared on --dataset FILE or by --suite long; give one of these"
+            )
+        self._check_long()
         if self.log_samples and self.output is None:
             raise UserError("log_samples needs a folder to write to; give --output DIR")
+
+    def _check_long(self) -> None:
+        """Refuses what the suite long does not have, and what only it has."""
+        if self.rope_parameters is not None and self.suite != "long":
+            raise UserError(f"rope_parameters={self.rope_parameters} is for --suite long; save others in config.json")
+        if self.rope_parameters is not None and self.others:
+            raise UserError("rope_parameters is for a single checkpoint; evaluate the others apart")
+        given = ("tasks", "include_path", "num_fewshot", "truncate", "carry_memory", "log_samples", "quoted")
+        if self.suite == "long" and (unused := [name for name in given if getattr(self, name)]):
+            raise UserError(f"--suite long has no {', '.join(unused)}; leave it out")
 
     def task_names(self) -> Sequence[str]:
         """The named tasks, or the suite's."""

@@ -2,6 +2,7 @@
 
 Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia] [--tasks NAME ...] [--output DIR]`
      `dynattn evaluate CHECKPOINT --dataset FILE [--others CHECKPOINT ...] [--output DIR]`
+     `dynattn evaluate CHECKPOINT --suite long [--rope_parameters JSON | --others CHECKPOINT ...] [--output DIR]`
 """
 
 import logging
@@ -15,6 +16,11 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
     argv = name_first(argv, "model")
     arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__)
+    if arguments.suite == "long":
+        from .long_suite import evaluate_long
+
+        print(evaluate_long(arguments))
+        return 0
     if arguments.dataset is None:
         return run(arguments)
     from .own_text import evaluate_text

@@ -177,7 +177,7 @@ def format_results(results: Mapping[str, Any]) -> str:
         parameters, tokens = f"{one['model']['parameters']:,}", f"{one['tokens']:,}"
         measured = [f"{one['bits_per_byte']:.4f}", f"{one['loss']:.4f}"]
         rows.append([str(one["model"]["path"]), parameters, tokens, *measured, *difference])
-    return "\n".join([_markdown(rows), "", _note(results), "", _markdown(_positions(results["checkpoints"]))])
+    return "\n".join([markdown(rows), "", _note(results), "", markdown(_positions(results["checkpoints"]))])
 
 
 def _difference(comparison: Mapping[str, Any]) -> list[str]:
@@ -209,5 +209,6 @@ def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table; the second is the rule under the head."""
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,39 @@
+"""The plot of the suite `long`, drawn from its results alone: perplexity by position, pass keys by length."""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from .long_context import describe
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Draws both panels; pass keys are means over depths."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130)
+    for one in results["checkpoints"]:
+        ranges, name = one["by_position"], describe(one)
+        places = [(line["from"] + line["to"]) / 2 for line in ranges]
+        left.plot(places, [line["perplexity"] for line in ranges], "o-", lw=1.4, label=name)
+        lengths = sorted({cell["length"] for cell in one["pass_key"]})
+        cells = [[cell["nats"] for cell in one["pass_key"] if cell["length"] == length] for length in lengths]
+        right.plot(lengths, [statistics.mean(nats) for nats in cells], "o-", lw=1.4, label=name)
+        for axes in (left, right):
+            axes.axvline(one["trained_length"], color="black", lw=0.8)
+    for axes, label in ((left, "perplexity"), (right, "nats per pass key, mean over depths")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("position" if axes is left else "tokens")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    left.set_yscale("log")
+    figure.suptitle("vertical line: trained length", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,150 @@
+"""The suite `long`: the measurements of `long_context` for one or several checkpoints, as a table and a plot."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..common.atomic_file import write_json, write_whole
+from ..common.builtin_corpus import builtin_documents
+from ..common.checkpoint_loading import check_pair, load_checkpoint
+from ..common.errors import UserError
+from ..common.paired import paired_difference
+from .arguments import EvaluateArguments
+from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
+from .own_text import markdown, read_documents
+from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
+
+PLOT = "long.png"
+PROMPTS = 10
+
+
+def evaluate_long(arguments: EvaluateArguments) -> str:
+    """Measures the checkpoints, writes results and plot if asked to, and returns the table.
+
+    Raises:
+        UserError: a checkpoint or the text cannot be read, or is too short.
+    """
+    if arguments.output is not None:
+        check_output(arguments.output, arguments.overwrite)
+    checkpoints = [measure_checkpoint(name, arguments) for name in [arguments.model, *arguments.others]]
+    results: dict[str, Any] = {
+        "suite": "long",
+        "text": arguments.dataset or "held-out part of the built-in corpus",
+        "seed": arguments.seed,
+        "checkpoints": checkpoints,
+        "comparison": [compare(one, checkpoints[0]) for one in checkpoints[1:]],
+    }
+    text = format_results(results)
+    if arguments.output is not None:
+        from .long_figure import draw  # slow to import
+
+        folder = Path(arguments.output)
+        write_whole(folder / TABLE, text + "\n")
+        draw(results, folder / PLOT)
+        write_json(folder / RESULTS, results, ensure_ascii=False, allow_nan=False)
+    return text
+
+
+def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:
+    """All measurements of one checkpoint, up to 8 times the trained length or what the model can read."""
+    changes = {} if arguments.rope_parameters is None else {"rope_parameters": parse_rope(arguments.rope_parameters)}
+    model, tokenizer = load_checkpoint(
+        name,
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+        config_changes=changes,
+    )
+    check_pair(model, tokenizer)
+    trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
+    if trained is None:
+        raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
+    longest = longest_readable(model) or trained * MULTIPLES[-1]
+    lengths = [trained * multiple for multiple in MULTIPLES if trained * multiple <= longest]
+    documents = builtin_documents("validation")
+    if arguments.dataset is not None:
+        documents = read_documents(arguments.dataset, arguments.text_column)
+    windows: list[list[int]] = []
+    for length in reversed(lengths):
+        windows = windows or cut_windows(tokenizer, documents, length, arguments.limit)
+    if not windows:
+        raise UserError(f"the text is shorter than {lengths[:1] or trained} tokens; give a longer one with --dataset")
+    return {
+        "model": describe_model(model),
+        "trained_length": trained,
+        "rope_parameters": getattr(model.config, "rope_parameters", None),
+        "position_scheme": getattr(model.config, "position_scheme", None),
+        "by_position": loss_by_position(score_windows(model, windows), trained),
+        "pass_key": find_keys(model, tokenizer, lengths, arguments.limit or PROMPTS, arguments.seed),
+        **describe_environment(model.device),
+    }
+
+
+def compare(one: Mapping[str, Any], first: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Losses by position minus the first checkpoint's, paired by window; both have to have read the same windows."""
+    differences = []
+    for ours, theirs in zip(one["by_position"], first["by_position"], strict=False):
+        if (ours["from"], ours["to"], len(ours["windows"])) == (theirs["from"], theirs["to"], len(theirs["windows"])):
+            difference = paired_difference(ours["windows"], theirs["windows"])
+            del difference["values"]
+            differences.append({"from": ours["from"], "to": ours["to"], **difference})
+    return differences
+
+
+def format_results(results: Mapping[str, Any]) -> str:
+    """The results in Markdown: perplexity by position, differences from the first checkpoint, pass keys."""
+    names = [describe(one) for one in results["checkpoints"]]
+    parts = [_perplexities(results["checkpoints"], names), _note(results), _keys(results["checkpoints"], names)]
+    for name, rows in zip(names[1:], results["comparison"], strict=True):
+        lines = [["positions", f"loss of {name} minus the first checkpoint's", "95 % interval"], ["---"] * 3]
+        for row in rows:
+            interval = "" if row["interval_95"] is None else "{:+.4f} to {:+.4f}".format(*row["interval_95"])
+            lines.append([f"{row['from']:,} to {row['to']:,}", f"{row['mean']:+.4f}", interval])
+        parts.append(markdown(lines))
+    return "\n\n".join(parts)
+
+
+def _perplexities(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    columns = [{(line["from"], line["to"]): line for line in one["by_position"]} for one in checkpoints]
+    rows = [["perplexity at positions", *names], ["---"] * (1 + len(names))]
+    for low, high in sorted({key for column in columns for key in column}):
+        cells = [f"{column[low, high]['perplexity']:.4g}" if (low, high) in column else "" for column in columns]
+        rows.append([f"{low:,} to {high:,}", *cells])
+    return markdown(rows)
+
+
+def _keys(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    rows = [["tokens", "depth of the key", *names], ["---"] * (2 + len(names))]
+    columns = [{(cell["length"], cell["depth"]): cell for cell in one["pass_key"]} for one in checkpoints]
+    for length, depth in sorted({key for column in columns for key in column}):
+        found = [column.get((length, depth)) for column in columns]
+        cells = ["" if cell is None else f"{cell['exact']:.2f} ({cell['nats']:.2f})" for cell in found]
+        rows.append([f"{length:,}", f"{depth:.0%}", *cells])
+    return markdown(rows)
+
+
+def _note(results: Mapping[str, Any]) -> str:
+    first = results["checkpoints"][0]
+    return (
+        f"Text: {Path(results['text']).name}, {len(first['by_position'][0]['windows'])} windows, each read whole. "
+        f"Trained length of the first checkpoint: {first['trained_length']:,} tokens. Below: part of the pass keys "
+        f"that are said again, {first['pass_key'][0]['prompts']} for each cell, and in brackets nats per key (11.51 "
+        "for one who only knows that five digits come)."
+    )
+
+
+def parse_rope(text: str) -> dict[str, Any]:
+    """Rotary parameters that an option gives as JSON.
+
+    Raises:
+        UserError: it is no mapping.
+    """
+    try:
+        rope = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"rope_parameters={text!r} is no JSON: {error}") from error
+    if not isinstance(rope, dict):
+        raise UserError(f"rope_parameters={text!r} must be a mapping such as " + '{"rope_type": "linear", "factor": 4}')
+    return rope

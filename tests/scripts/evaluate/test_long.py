@@ -1,0 +1,176 @@
+"""The suite `long`: prompts of the right length, losses against a plain forward pass, comparisons, refusals."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts.cli import main
+from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.evaluate.arguments import EvaluateArguments
+from dynattn.scripts.evaluate.long_context import (
+    cut_windows,
+    find_keys,
+    longest_readable,
+    loss_by_position,
+    make_prompt,
+    score_windows,
+)
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+
+TRAINED = 96
+FIELDS: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "sliding_window": None,
+    "max_position_embeddings": TRAINED,
+    "initializer_range": 0.3,
+}
+
+
+def make(**fields: Any) -> DCFormerForCausalLM:
+    torch.manual_seed(0)
+    return DCFormerForCausalLM(DCFormerConfig(**FIELDS, **fields)).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_bpe([builtin_documents("validation")], vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    folders = []
+    for scheme in ("rope", "learned"):
+        folders.append(str(tmp_path_factory.mktemp("models") / scheme))
+        make(position_scheme=scheme).save_pretrained(folders[-1])
+        tokenizer.save_pretrained(folders[-1])
+    return folders
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_prompt_has_its_length_and_the_key_at_its_depth(tokenizer: PreTrainedTokenizerFast, depth: float) -> None:
+    prompt = make_prompt(tokenizer, "04711", 400, depth)
+    assert len(prompt.tokens) + len(prompt.answer) == 400
+    text = tokenizer.decode(prompt.tokens[1:])
+    assert text.startswith("Find the pass key. ")
+    assert text.endswith("The pass key is ")
+    assert tokenizer.decode(prompt.answer) == "04711"
+    room = 400 - len("1Find the pass key. The pass key is 04711. The pass key is 04711")
+    assert text.index("The pass key is 04711. ") == len("Find the pass key. ") + round(depth * room)
+
+
+def test_a_prompt_without_room_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="a pass key needs 64 tokens, and max_length is 63"):
+        make_prompt(tokenizer, "04711", 63, 0.5)
+
+
+class Copier(PreTrainedModel):
+    """Says again what followed the last token's latest occurrence before it: finds every key, however far."""
+
+    config_class = DCFormerConfig
+
+    def __init__(self) -> None:
+        super().__init__(DCFormerConfig(**FIELDS))
+        self.place = torch.nn.Parameter(torch.zeros(1))  # tells the device
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **_: Any) -> Any:
+        ids = input_ids[0].tolist()
+        logits = torch.zeros(1, len(ids), 257)
+        for place in range(len(ids)):
+            context = ids[max(0, place - 15) : place + 1]
+            earlier = [p for p in range(15, place) if ids[p - 15 : p + 1] == context]
+            if earlier:
+                logits[0, place, ids[earlier[-1] + 1]] = 50.0
+        return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
+
+
+def test_a_model_that_copies_finds_every_key_and_a_random_one_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    copied = find_keys(Copier(), tokenizer, [TRAINED, 2 * TRAINED], prompts=2, seed=1)
+    assert [cell["exact"] for cell in copied] == [1.0] * 10
+    assert max(cell["nats"] for cell in copied) < 1e-6
+    guessed = find_keys(make(), tokenizer, [TRAINED], prompts=2, seed=1)
+    assert [cell["exact"] for cell in guessed] == [0.0] * 5
+    assert min(cell["nats"] for cell in guessed) > 5 * math.log(10)
+
+
+def test_losses_are_those_of_a_forward_pass_over_each_window(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, windows = make(), cut_windows(tokenizer, builtin_documents("validation"), 4 * TRAINED, 3)
+    assert [len(window) for window in windows] == [4 * TRAINED + 1] * 3
+    assert windows[0][-1] == windows[1][0]
+    found = loss_by_position(score_windows(model, windows), TRAINED)
+    ids = torch.tensor(windows)
+    with torch.no_grad():
+        nats = F.cross_entropy(model(ids[:, :-1]).logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
+    for line, (low, high) in zip(found, [(0, 96), (96, 192), (192, 384)], strict=True):
+        assert (line["from"], line["to"]) == (low + 1, high)
+        np.testing.assert_allclose(line["windows"], nats[:, low:high].mean(1), rtol=1e-5)
+        np.testing.assert_allclose(line["perplexity"], nats[:, low:high].mean().exp(), rtol=1e-4)
+
+
+def test_tables_limit_what_a_model_can_read() -> None:
+    assert longest_readable(make(position_scheme="learned")) == TRAINED
+    assert longest_readable(make()) is None
+    assert longest_readable(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32))) == 32
+
+
+def test_scaling_is_measured_beside_the_model_as_it_is(
+    checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["evaluate", checkpoints[0], "--suite", "long", "--limit", "1"]
+    assert main([*common, "--output", str(tmp_path / "plain")]) == 0
+    rope = '{"rope_type": "linear", "factor": 8.0}'
+    assert main([*common, "--output", str(tmp_path / "linear"), "--rope_parameters", rope]) == 0
+    assert "rope (linear)" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "linear").iterdir()} == {"results.json", "results.md", "long.png"}
+    plain, linear = (
+        json.loads((tmp_path / name / "results.json").read_text())["checkpoints"][0] for name in ("plain", "linear")
+    )
+    assert linear["rope_parameters"]["factor"] == 8.0
+    assert [line["to"] for line in plain["by_position"]] == [96, 192, 384, 768]
+    assert plain["by_position"] != linear["by_position"]
+    assert main([*common, "--output", str(tmp_path / "plain")]) == 2
+
+
+def test_checkpoints_are_compared_at_the_positions_that_both_read(checkpoints: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("One or two words of it. " * 10)  # of 240 bytes: two windows of 96
+    options = ["--suite", "long", "--dataset", str(text), "--others", checkpoints[1], "--output", str(tmp_path / "out")]
+    assert main(["evaluate", checkpoints[1], *options]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [cell["length"] for cell in results["checkpoints"][0]["pass_key"]] == [96] * 5
+    (difference,) = results["comparison"][0]
+    assert (difference["from"], difference["to"], difference["mean"]) == (1, 96, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_parameters": "{}"}, "is for --suite long"),
+        ({"rope_parameters": "{}", "suite": "long", "others": ["x"]}, "for a single checkpoint"),
+        ({"suite": "long", "tasks": ["x"], "truncate": True}, "--suite long has no tasks, truncate"),
+    ],
+)
+def test_options_of_other_suites_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EvaluateArguments("model", **options)
+
+
+@pytest.mark.parametrize("rope", ["{", "3", '{"rope_type": "yarn"}'])
+def test_rotary_parameters_that_are_not_valid_are_refused(
+    checkpoints: list[str], rope: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", checkpoints[0], "--suite", "long", "--rope_parameters", rope]) == 2
+    assert "rope" in capsys.readouterr().err
