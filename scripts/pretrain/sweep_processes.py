@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -56,6 +56,8 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
             if waiting and free and not failures and not requested:
                 name = waiting.pop(0)
                 working.append(start(free[0], at_once, name, jobs[name]))
+                if requested:  # while it was started, so that it did not hear of it
+                    pass_on(requested[0], working[-1:])
                 continue
             ready = wait([place.answers for place in working])
             for place in [place for place in working if place.answers in ready]:
@@ -65,8 +67,8 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
                     yield place.name, answer
                 else:
                     failures.append(failure)
-    if requested and not any(isinstance(failure, StoppedError) for failure in failures):
-        raise StoppedError(requested[0], "the same command goes on with the sweep")
+    if requested:
+        raise StoppedError(requested[0], "what has begun is saved, and the same command goes on with the sweep")
     for kind in (StoppedError, UserError):
         if found := [failure for failure in failures if isinstance(failure, kind)]:
             raise found[0]
@@ -118,16 +120,18 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def passed_on(working: list[Place]) -> Iterator[list[int]]:
-    """Passes signals on to the processes that work while the block runs; yields the list of those that came."""
+    """Passes signals on to the processes that work while the block runs; yields the list of those that came.
+
+    Signals that this process ignores, as under nohup, stay ignored.
+    """
     requested: list[int] = []
 
     def receive(number: int, _: object) -> None:
         requested.append(number)
-        for place in working:
-            if place.process.pid is not None and place.process.is_alive():
-                os.kill(place.process.pid, number)
+        pass_on(number, working)
 
-    earlier = {number: signal.signal(number, receive) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    earlier = {number: signal.signal(number, receive) for number in heard}
     try:
         yield requested
     finally:
@@ -135,19 +139,25 @@ def passed_on(working: list[Place]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def pass_on(number: int, places: list[Place]) -> None:
+    """Sends a signal to the processes of some places."""
+    for place in places:
+        if place.process.pid is not None and place.process.is_alive():
+            os.kill(place.process.pid, number)
+
+
 def outcome(place: Place, log: Path) -> tuple[Any, BaseException | None]:
     """The answer of a job, or how it failed."""
-    try:
-        answer, failure = place.answers.recv()
-    except EOFError:
-        answer, failure = None, None
+    answered = None
+    with suppress(EOFError):  # it died
+        answered = place.answers.recv()
     place.process.join()
+    if answered is not None:
+        return answered
     status = place.process.exitcode
-    if failure is None and status:
-        if status in [-number for number in SIGNALS]:
-            return None, StoppedError(-status, "the same command goes on with the sweep")
-        failure = UserError(f"the run of {place.name:g} ended with status {status}; {log} has what it printed")
-    return answer, failure
+    if status is not None and -status in SIGNALS:
+        return None, StoppedError(-status, "the same command goes on with the sweep")
+    return None, UserError(f"the run of {place.name:g} ended with status {status}; {log} has what it printed")
 
 
 def _work(job: Job[Any], answers: Connection) -> None:

@@ -1,9 +1,11 @@
 """Sweeps: their values, their runs, which survive interruptions, and the line for the recipe."""
 
 import json
+import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from dynattn.scripts.pretrain.options.sweep import Sweep
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.stopping import StoppedError
 from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
-from dynattn.scripts.pretrain.sweep_processes import share_of
+from dynattn.scripts.pretrain.sweep_processes import Job, run_jobs, share_of
 
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
 
@@ -117,6 +119,16 @@ def test_a_signal_stops_all_runs_of_a_sweep_at_checkpoints(tmp_path: Path):
         last = curve(run, "step", split="train")[-1][0]
         assert (run / "checkpoints" / f"step-{last:06d}").exists()
     assert not (output / "learning_rate=0.01").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_told_of_and_no_other_begins(tmp_path: Path):
+    works = {1.0: partial(abs, -4), 2.0: partial(os._exit, 3), 3.0: partial(abs, -5)}
+    answers = run_jobs({name: Job(work, tmp_path / f"{name:g}.log") for name, work in works.items()}, at_once=1)
+    assert next(answers) == (1.0, 4)
+    with pytest.raises(UserError, match=f"the run of 2 ended with status 3; {tmp_path}/2.log has what it printed"):
+        next(answers)
+    assert not (tmp_path / "3.log").exists()
 
 
 def test_each_of_several_processes_has_its_cores_and_its_gpu():
