@@ -92,8 +92,6 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
         ("optimizer", "muon", "makes updates of whole matrices, which lie in shards there"),
         ("ema_decay", arguments.ema_decay, "averages weights, which the optimizer holds apart there"),
         ("freeze_parent_steps", arguments.freeze_parent_steps, "leaves out weights, which are updated together there"),
-        ("on_bad_update", "skip", "drops gradients, which DeepSpeed does in an update alone"),
-        ("on_bad_update", "rollback", "drops gradients, which DeepSpeed does in an update alone"),
         ("compile", True, "was not tried with it"),
     ):
         if value and getattr(arguments, option) == value:

@@ -139,7 +139,12 @@ class ZeroOptimizer(Optimizer):
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: a step drops the gradients, and no update is left out here."""
+        """Drops the gradients of an update that is left out; a step drops them itself."""
+        zero = self.engine.optimizer
+        zero.zero_grad()
+        if not self.engine.zero_optimization_partition_weights():
+            # What stages 1 and 2 have averaged over processes; stage 3 overwrites it.
+            zero.averaged_gradients.clear()
 
 
 def leave_kernels_alone() -> None:

@@ -83,8 +83,6 @@ def test_several_processes_share_weights_if_asked_to(
         ("optimizer", "muon"),
         ("ema_decay", 0.9),
         ("freeze_parent_steps", 3),
-        ("on_bad_update", "skip"),
-        ("on_bad_update", "rollback"),
         ("compile", True),
     ],
 )

@@ -134,8 +134,13 @@ def test_a_bad_batch_of_one_process_ends_all_where_weights_are_shards(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("choice", ["skip", "rollback"])
-def test_runs_in_shards_go_on_after_a_bad_update_as_one_process_does(choice: str, corpus: Path, tmp_path: Path):
+def test_runs_in_shards_go_on_after_a_bad_update_as_one_process_does(
+    engine: str, choice: str, corpus: Path, tmp_path: Path
+):
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the engines zero1 to zero3 need the extra `deepspeed`")
     usual = Trainer._accumulate
 
     def accumulate(trainer: Trainer, micro_batches: Any) -> torch.Tensor:
@@ -146,7 +151,7 @@ def test_runs_in_shards_go_on_after_a_bad_update_as_one_process_does(choice: str
         patch.setattr(Trainer, "_accumulate", accumulate)
         without_dropout = {"model_config": {**LLAMA, "attention_dropout": 0.0}, "on_bad_update": choice}
         alone = run(tmp_path / "alone", corpus, **without_dropout).output
-        run_forked(2, tmp_path / "shards", corpus, **without_dropout, engine="fsdp2", batch_size=2)
+        run_forked(2, tmp_path / "shards", corpus, **without_dropout, engine=engine, batch_size=2)
     one, two = (curve(output, "step", "loss", split="train") for output in (alone, tmp_path / "shards"))
     made = [step for step, loss in one if loss is not None]
     assert made == [step for step, loss in two if loss is not None]
