@@ -32,14 +32,23 @@ CASES = [
     Case(7, 0),
     Case(150, 150, heads=(2, 1), rank=1),
 ]
+# Interpreted kernels take seconds for more queries than these, which their own tests have as well.
+FEW_QUERIES = 17
+NAMED_CASES = [
+    pytest.param(
+        name, case, marks=[pytest.mark.slow] * (name == "triton" and case.queries > FEW_QUERIES), id=f"{name}-{case}"
+    )
+    for name in COMPOSING
+    if name != "eager"
+    for case in CASES
+]
 # A block that is longer than this is never crossed by interpreted kernels, whose own tests make blocks short.
 LONGEST_INTERPRETED = 40
 # Errors may be so many times those that the reference implementation makes in the same precision.
 NOISE_MULTIPLE = 4
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", [name for name in COMPOSING if name != "eager"])
+@pytest.mark.parametrize(("name", "case"), NAMED_CASES)
 def test_output_and_all_gradients_are_as_exact_as_the_reference_is(name: str, case: Case) -> None:
     if name == "triton" and not torch.cuda.is_available() and case.queries > LONGEST_INTERPRETED:
         pytest.skip("too long for Triton's interpreter")

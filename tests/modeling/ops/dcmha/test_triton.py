@@ -222,7 +222,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("heads", [12, 18])
+@pytest.mark.parametrize("heads", [12, pytest.param(18, marks=pytest.mark.slow)])
 def test_the_shipped_tensor_core_patches_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
@@ -293,7 +293,7 @@ def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case, docum
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
     assert_no_noisier_than_the_reference(Case(40, 40, heads=(16, 4), terms=STATIC, batch=2, mask="padding"), dtype)
 

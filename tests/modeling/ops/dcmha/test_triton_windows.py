@@ -90,7 +90,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return record(monkeypatch, run=True)
 
 
-@pytest.fixture(params=["head by head", "tensor cores"])
+@pytest.fixture(params=[pytest.param("head by head", marks=pytest.mark.slow), "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels that compose, whatever the dtype and the number of heads."""
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
