@@ -9,6 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 WARMUP, WEIGHT_DECAY, MAX_GRAD_NORM = 60, 0.05, 1.0
 
 
+def begin_alike(model: nn.Module, other: nn.Module) -> None:
+    """Copies the weights of `other` that `model` has in the same shape, so that runs of a seed can be paired."""
+    own = model.state_dict()
+    shared = {name: weight for name, weight in other.state_dict().items() if name in own}
+    model.load_state_dict({**own, **{name: w for name, w in shared.items() if w.shape == own[name].shape}})
+
+
 def train_steps(model: nn.Module, learning_rate: float, steps: int, loss_of: Callable[[int], Tensor]) -> float:
     """Makes `steps` updates of a model, each on the scalar that `loss_of(step)` returns; returns the last loss."""
     optimizer = make_optimizer(model, learning_rate)

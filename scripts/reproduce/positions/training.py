@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
-from ..model_training import train_steps
+from ..model_training import begin_alike, train_steps
 from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
 
@@ -89,7 +89,7 @@ def make_model(run: Run) -> DCFormerForCausalLM:
         missing = composed.num_parameters() - plain.num_parameters()
         wider = MODEL["intermediate_size"] + round(missing / (3 * MODEL["hidden_size"] * run.layers))
         return DCFormerForCausalLM(config_of(run, composed=False, intermediate_size=wider))
-    composed.load_state_dict(plain.state_dict(), strict=False)
+    begin_alike(composed, plain)
     return composed
 
 

@@ -11,6 +11,7 @@ from ....configuration.configuration_dcbart import DCBartConfig
 from ....configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from ....modeling.modeling_dcbart import DCBartForConditionalGeneration
 from ....modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGeneration
+from ..model_training import begin_alike
 
 PLACES = ("encoder", "decoder", "cross")
 # Norms in front, as RCMHA has them, and embeddings as large as the positions that are added to them.
@@ -89,11 +90,9 @@ class Shape:
 
 
 def make_model(arm: str, shape: Shape, seed: int) -> PreTrainedModel:
-    """A model with fresh weights; all DCBarts of a seed but the wide one share those that they have in common."""
+    """A model with fresh weights; all arms of a seed and a kind share those that they have in common."""
     torch.manual_seed(seed)
-    if ARMS[arm].attention_type is not None or ARMS[arm].is_wide:
-        return shape.make(ARMS[arm])
-    plain = shape.make(ARMS["plain"])
-    model = shape.make(ARMS[arm])
-    model.load_state_dict(plain.state_dict(), strict=False)
+    baseline = "plain" if ARMS[arm].attention_type is None else "mha"
+    plain, model = (shape.make(ARMS[name]) for name in (baseline, arm))
+    begin_alike(model, plain)
     return model

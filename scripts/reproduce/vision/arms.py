@@ -9,6 +9,7 @@ import torch
 from ....configuration.configuration_dcvit import DCViTConfig
 from ....configuration.mixers import mixer_fields
 from ....modeling.modeling_dcvit import DCViTForImageClassification
+from ..model_training import begin_alike
 
 PLAIN = {"compose_pre": False, "compose_post": False}
 
@@ -88,9 +89,6 @@ class Shape:
 def make_model(arm: str, shape: Shape, seed: int) -> DCViTForImageClassification:
     """A model with fresh weights; all arms of a seed share those that they have in common."""
     torch.manual_seed(seed)
-    plain = DCViTForImageClassification(shape.config(ARMS["plain"]))
-    if ARMS[arm].is_wide:
-        return DCViTForImageClassification(shape.config(ARMS[arm]))
-    model = DCViTForImageClassification(shape.config(ARMS[arm]))
-    model.load_state_dict(plain.state_dict(), strict=False)
+    plain, model = (DCViTForImageClassification(shape.config(ARMS[name])) for name in ("plain", arm))
+    begin_alike(model, plain)
     return model

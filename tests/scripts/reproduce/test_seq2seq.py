@@ -44,6 +44,9 @@ def test_arms_of_a_seed_begin_alike_and_the_wide_one_has_as_many_parameters():
     plain, composed = (dict(models[arm].named_parameters()) for arm in ("plain", "all"))
     assert all(torch.equal(weight, composed[name]) for name, weight in plain.items())
     assert abs(models["wide"].num_parameters() / models["all"].num_parameters() - 1) < 0.01
+    relative, content = (dict(models[arm].named_parameters()) for arm in ("rcmha", "mha"))
+    alike = [torch.equal(relative[name], weight) for name, weight in content.items() if name in relative]
+    assert all(alike) and len(alike) > len(content) / 2
     types = {models[arm].config.attention_type for arm in ("mha", "rmha", "mdha", "rcmha")}
     assert types == {"mha", "rmha", "mdha", "rcmha"}
     assert {name for pair in CONTRASTS for name in pair} == set(ARMS) == set(SEQ2SEQ.arms)

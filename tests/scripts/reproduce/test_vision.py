@@ -49,6 +49,8 @@ def test_arms_of_a_seed_begin_alike_and_the_wide_one_has_as_many_parameters():
     plain, official = (dict(models[arm].named_parameters()) for arm in ("plain", "official"))
     assert all(torch.equal(weight, official[name]) for name, weight in plain.items())
     assert not torch.equal(next(make_model("plain", SHAPE, 4).parameters()), next(iter(plain.values())))
+    wide = dict(models["wide"].named_parameters())
+    assert all(torch.equal(weight, wide[name]) for name, weight in plain.items() if ".mlp." not in name)
     sizes = {arm: models[arm].num_parameters() for arm in ("official", "wide")}
     assert abs(sizes["wide"] / sizes["official"] - 1) < 0.01
     assert set(VISION.arms) == set(ARMS) and {name for pair in CONTRASTS for name in pair} == set(ARMS)
