@@ -16,7 +16,7 @@ from .long_context import describe
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draws both panels; pass keys are means over depths."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), dpi=130, layout="constrained")
     for one in results["checkpoints"]:
         ranges, name = one["by_position"], describe(one)
         places = [(line["from"] + line["to"]) / 2 for line in ranges]
@@ -24,16 +24,16 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         lengths = sorted({cell["length"] for cell in one["pass_key"]})
         cells = [[cell["nats"] for cell in one["pass_key"] if cell["length"] == length] for length in lengths]
         right.plot(lengths, [statistics.mean(nats) for nats in cells], "o-", lw=1.4, label=name)
-        for axes in (left, right):
-            axes.axvline(one["trained_length"], color="black", lw=0.8)
+    trained = {one["trained_length"] for one in results["checkpoints"]}
     for axes, label in ((left, "perplexity"), (right, "nats per pass key, mean over depths")):
         axes.set_xscale("log", base=2)
         axes.set_xlabel("position" if axes is left else "tokens")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        for length in trained:
+            axes.axvline(length, color="black", lw=0.8)
     left.set_yscale("log")
     figure.suptitle("vertical line: trained length", fontsize=9)
-    figure.tight_layout()
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=2, loc="outside lower center")
     figure.savefig(path)
     plt.close(figure)
