@@ -8,10 +8,12 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_tokens
+from .packed_documents import starts_by_positions
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
@@ -25,22 +27,41 @@ def layer_types_of(config: PreTrainedConfig) -> list[str]:
 
 
 def bidirectional_masks(
-    config: PreTrainedConfig, inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor | None] | None
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | dict[str, Tensor | None] | None,
+    position_ids: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
     """Transformers' mask for each layer type of an encoder, in the form that its attention implementation takes.
 
     Args:
         inputs_embeds: `[B, T, E]`.
         attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
+        position_ids: `[B, T]`. Without a mask, positions that restart pack documents, which then do not see each other;
+            the masks then have an entry for each pair of tokens.
     """
     if isinstance(attention_mask, dict):
         return attention_mask
+    apart = None
+    if attention_mask is None and position_ids is not None:
+        starts = starts_by_positions(position_ids).expand(inputs_embeds.shape[:2])
+        apart = in_same_document(starts) if is_tracing(starts) or bool(starts.any()) else None
     return {
         layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
-            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
+            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, and_mask_function=apart
         )
         for layer_type in sorted(set(layer_types_of(config)))
     }
+
+
+def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
+    """A mask function for Transformers: tokens see those of one document, whose start is in `starts` `[B, T]`."""
+
+    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
+        return starts[batch, query] == starts[batch, key]
+
+    return mask_function
 
 
 class EncoderLayers:
@@ -54,20 +75,21 @@ class EncoderLayers:
         hidden_states: Tensor,
         attention_mask: Tensor | dict[str, Tensor | None] | None,
         rotations: dict[str, tuple[Tensor, Tensor]] | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Returns the hidden states `[B, T, E]` after the last layer.
 
         Args:
             hidden_states: `[B, T, E]`, the first layer's.
-            attention_mask: as `bidirectional_masks` takes it.
+            attention_mask, position_ids: as `bidirectional_masks` takes them.
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
             ValueError: the mask does not fit, or hides a whole row.
         """
         check_attention_mask(attention_mask, hidden_states, None)
-        masks = bidirectional_masks(self.config, hidden_states, attention_mask)
+        masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in zip(self.layers, layer_types_of(self.config), strict=True):
             hidden_states = layer(
@@ -106,7 +128,8 @@ class EncoderBody(EncoderLayers):
             input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
             attention_mask: `[B, T]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, T]`; or one
                 prepared mask for each layer type.
-            position_ids: `[B, T]`, by default counted from 0.
+            position_ids: `[B, T]`, by default counted from 0. Without an `attention_mask`, positions that restart pack
+                several documents into a row, which then do not see each other.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
@@ -116,7 +139,7 @@ class EncoderBody(EncoderLayers):
             inputs_embeds = self.embed_tokens(input_ids)
         hidden_states = self.embed(inputs_embeds, position_ids)
         rotations = self.rotations(hidden_states, position_ids)
-        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, **kwargs)
+        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, position_ids, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:

@@ -107,6 +107,21 @@ def test_a_window_reaches_half_of_local_attention_to_either_side(implementation:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("implementation", "fields"), [("eager", {}), ("chunked", {}), ("sdpa", OFF)], ids=["eager", "chunked", "sdpa"]
+)
+def test_documents_packed_by_positions_do_not_see_each_other(implementation: str, fields: dict[str, Any]) -> None:
+    model, (ids, _) = make_model(implementation, **fields), inputs(None)
+    borders = [(0, 9), (9, 10), (10, 31), (31, T)]
+    positions = torch.cat([torch.arange(end - start) for start, end in borders])[None]
+    packed = model(ids, position_ids=positions).logits
+    for start, end in borders:
+        torch.testing.assert_close(packed[:, start:end], model(ids[:, start:end]).logits, atol=1e-10, rtol=0)
+    beside_a_mask = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits
+    assert (beside_a_mask - packed).abs().max() > 1e-3
+
+
+@torch.no_grad()
 def test_layers_have_the_rotary_base_of_their_type() -> None:
     ids, _ = inputs(None)
     expected = make_model()(ids).logits
