@@ -15,6 +15,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from ..ops.chunked_loss import IGNORED
+
 
 class PredictionHead(nn.Module):
     """`norm(act(dense(x)))`, in front of every output layer."""
@@ -75,24 +77,34 @@ class MaskedLMHead(EncoderHead):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Returns logits `[B, T, V]` and, with labels, the loss; other arguments are those of the base model.
+        """Returns logits `[B, T, V]`, or `None` with `skip_logits`, and, with labels, the loss.
 
         Args:
             labels: `[B, T]`, the token in each place, -100 where no loss is wanted. With `num_items_in_batch` the loss
                 is the sum over targets divided by it, else the mean.
+            skip_logits: return the loss without logits. They are then made for targets alone, a small part of all.
+
+        The other arguments are those of the base model.
 
         Raises:
-            ValueError: labels do not fit.
+            ValueError: labels do not fit, or there are none with `skip_logits`.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
-        logits = self.lm_head(self.head(outputs.last_hidden_state))
-        loss = None
+        hidden_states = outputs.last_hidden_state
         if labels is not None:
-            check_token_labels(labels, logits)
+            check_token_labels(labels, hidden_states)
+            if skip_logits:
+                is_target = labels != IGNORED
+                hidden_states, labels = hidden_states[is_target], labels[is_target]
+        logits, loss = self.lm_head(self.head(hidden_states)), None
+        if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(loss=loss, logits=logits, **_recorded(outputs))
+        return MaskedLMOutput(loss=loss, logits=None if skip_logits else logits, **_recorded(outputs))
 
 
 class PooledClassificationHead(EncoderHead):
@@ -180,11 +192,11 @@ class QuestionAnsweringHead(EncoderHead):
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 
 
-def check_token_labels(labels: Tensor, logits: Tensor) -> None:
-    """Raises ValueError unless labels are `[B, T]` for logits `[B, T, C]`."""
-    if labels.shape != logits.shape[:-1]:
+def check_token_labels(labels: Tensor, outputs: Tensor) -> None:
+    """Raises ValueError unless labels are `[B, T]` for outputs `[B, T, ...]`."""
+    if labels.shape != outputs.shape[:2]:
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit {logits.shape[0]} rows of {logits.shape[1]} tokens; "
+            f"labels of shape {tuple(labels.shape)} do not fit {outputs.shape[0]} rows of {outputs.shape[1]} tokens; "
             "give one label for each token, -100 where none counts"
         )
 

@@ -3,16 +3,25 @@
 Head composition is counted. Masked pairs, recomputation, norms, activations and the softmax are not.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dynattn.families import FAMILIES
+from dynattn.families import FAMILIES, Family
+from dynattn.modeling.common.encoder import layer_types_of
+from dynattn.modeling.common.encoder_heads import PooledClassificationHead
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.layers.headwise_conv import HeadwiseConv
+from dynattn.modeling.layers.image_embeddings import ImageEmbeddings
+from dynattn.modeling.modeling_dcvit import DCViTForImageClassification
+
+# Where in an encoder-decoder an attention stands.
+Place = Literal["encoder", "decoder", "cross"]
 
 # A backward pass has two products for each one of the forward pass.
 TRAINING = 3
@@ -20,54 +29,140 @@ TRAINING = 3
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a causal language model computes for a token on its way through, and for what the token attends to.
+    """What a decoder or an encoder computes for a token on its way through, and for what the token attends to.
 
     Attributes:
-        token: FLOPs of one token in all projections, composition generators, convolutions and the head.
+        token: FLOPs of one token in all projections, composition generators and convolutions.
+        output: FLOPs of one token in what makes its logits, and in a head that reads every token.
         pair: FLOPs of one visible (query, key) pair of one layer, all heads together.
-        windows: keys that a token of each layer sees at most; None where that is not bounded.
+        windows: keys that a token of each layer sees at most: in a decoder itself and earlier ones, in an encoder on
+            either side; None where that is not bounded.
+        is_causal: whether a token sees no later ones.
+        row: FLOPs of a whole row beside those of its tokens, as of a classifier.
     """
 
     token: int
+    output: int
     pair: int
     windows: tuple[int | None, ...]
+    is_causal: bool = True
+    row: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFlops":
-        """Counts a model.
+        """Counts a decoder, or an encoder of text or images.
 
         Raises:
-            TypeError: the model is no decoder of this package.
+            TypeError: the model is another.
         """
-        config, pair = model.config, pair_flops(model.config)
-        windows = (config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+        config, family = model.config, check_known(model.config, encoder_decoder=False)
+        outputs = projection_flops(model) - projection_flops(model.base_model)
+        images = getattr(model.base_model, "embeddings", None)
+        patch = 2 * images.patch_embeddings.weight.numel() if isinstance(images, ImageEmbeddings) else 0
+        reads_rows = isinstance(model, PooledClassificationHead | DCViTForImageClassification)
         return cls(
-            token=projection_flops(model) + convolution_flops(model),
-            pair=config.num_attention_heads * pair,
-            windows=tuple(windows),
+            token=projection_flops(model.base_model) + convolution_flops(model, config) + patch,
+            output=0 if reads_rows else outputs,
+            pair=config.num_attention_heads * pair_flops(config),
+            windows=windows_of(config),
+            is_causal="AutoModelForCausalLM" in family.heads,
+            # Tokens in front of the patches are no product of pixels.
+            row=outputs * reads_rows - patch * getattr(config, "num_prefix_tokens", 0),
         )
 
-    def forward(self, positions: Tensor) -> int:
-        """FLOPs of a forward pass with all logits.
+    def forward(self, positions: Tensor, outputs: int | None = None) -> int:
+        """FLOPs of a forward pass.
 
         Args:
-            positions: `[..., T]`, how many earlier tokens of its document each token may see. Memory is not counted.
+            positions: `[..., T]`, how many earlier tokens of its document each token has. Memory is not counted.
+            outputs: how many tokens get logits; all by default.
         """
-        reach = positions + 1
-        pairs = sum(int((reach if window is None else reach.clamp(max=window)).sum()) for window in self.windows)
-        return positions.numel() * self.token + pairs * self.pair
+        rows = positions.numel() // positions.shape[-1] if positions.numel() else 0
+        outputs = positions.numel() if outputs is None else outputs
+        pairs = sum(self.pairs(positions, window) for window in self.windows)
+        return positions.numel() * self.token + outputs * self.output + pairs * self.pair + rows * self.row
 
-    def training(self, positions: Tensor) -> int:
+    def pairs(self, positions: Tensor, window: int | None) -> int:
+        """Visible pairs of a layer for `positions` `[..., T]`."""
+        limit = sys.maxsize if window is None else window
+        if self.is_causal:
+            return int((positions + 1).clamp(max=limit).sum())
+        seen = positions.clamp(max=limit) + later_tokens(positions).clamp(max=limit) + 1
+        return int(seen.sum())
+
+    def training(self, positions: Tensor, outputs: int | None = None) -> int:
         """FLOPs of a forward and a backward pass in which every weight learns, for `positions` `[..., T]`."""
-        return TRAINING * self.forward(positions)
+        return TRAINING * self.forward(positions, outputs)
 
 
-def projection_flops(model: nn.Module) -> int:
+@dataclass(frozen=True)
+class Seq2SeqFlops:
+    """What an encoder-decoder computes.
+
+    Attributes:
+        encoder: for the tokens of the source.
+        decoder: for those of the target, with all of cross-attention that reads the target.
+        source: FLOPs of one source token in the cross-attention of all layers.
+        cross_pair: FLOPs of a target token and a source token in the cross-attention of all layers.
+    """
+
+    encoder: ModelFlops
+    decoder: ModelFlops
+    source: int
+    cross_pair: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Seq2SeqFlops":
+        """Counts an encoder-decoder.
+
+        Raises:
+            TypeError: the model is none of this package.
+        """
+        config: Any = model.config
+        body: Any = model.base_model
+        check_known(config, encoder_decoder=True)
+        layers, heads = body.decoder.layers, config.num_attention_heads
+        reading = [part for layer in layers for part in source_modules(layer.cross_attn)]
+        source, encoder, decoder = (
+            projection_flops(parts) + convolution_flops(parts, config)
+            for parts in (nn.ModuleList(reading), body.encoder, body.decoder)
+        )
+        pairs = {place: heads * pair_flops(config, place) for place in get_args(Place)}
+        windows = [(None,) * len(stack.layers) for stack in (body.encoder, body.decoder)]
+        outputs = projection_flops(model) - projection_flops(model.base_model)
+        return cls(
+            encoder=ModelFlops(encoder, 0, pairs["encoder"], windows[0], is_causal=False),
+            decoder=ModelFlops(decoder - source, outputs, pairs["decoder"], windows[1]),
+            source=source,
+            cross_pair=len(layers) * pairs["cross"],
+        )
+
+    def forward(self, sources: Tensor, targets: Tensor) -> int:
+        """FLOPs of a forward pass with all logits, for positions `[B, S]` and `[B, T]`; every row is one document."""
+        cross = sources.numel() * self.source + sources.numel() * targets.shape[-1] * self.cross_pair
+        return self.encoder.forward(sources) + self.decoder.forward(targets) + cross
+
+    def training(self, sources: Tensor, targets: Tensor) -> int:
+        """FLOPs of a forward and a backward pass in which every weight learns, for positions `[B, S]` and `[B, T]`."""
+        return TRAINING * self.forward(sources, targets)
+
+
+def later_tokens(positions: Tensor) -> Tensor:
+    """How many later tokens of its document each token has, from positions `[..., T]`, which count earlier ones."""
+    length = positions.shape[-1]
+    index = torch.arange(length, device=positions.device)
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[..., :-1] = positions[..., 1:] <= positions[..., :-1]
+    ends = torch.where(is_last, index, length).flip(-1).cummin(-1).values.flip(-1)
+    return ends - index
+
+
+def projection_flops(module: nn.Module) -> int:
     """Forward FLOPs of a token in all linear layers and composition generators, without attention and embedding."""
-    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    linear = sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
     generated = sum(
         weight.numel()
-        for part in model.modules()
+        for part in module.modules()
         if isinstance(part, DynamicComposition)
         for weight in (part.hidden_weight, part.factor_weight, part.gate_weight)
         if weight is not None
@@ -75,32 +170,53 @@ def projection_flops(model: nn.Module) -> int:
     return 2 * (linear + generated)
 
 
-def convolution_flops(model: PreTrainedModel) -> int:
+def convolution_flops(module: nn.Module, config: Any) -> int:
     """Forward FLOPs of a token in all convolutions, whose kernels the heads share."""
-    kernels = sum(part.weight.numel() for part in model.modules() if isinstance(part, HeadwiseConv))
-    return 2 * kernels * model.config.num_attention_heads
+    kernels = sum(part.weight.numel() for part in module.modules() if isinstance(part, HeadwiseConv))
+    return 2 * kernels * config.num_attention_heads
 
 
-def pair_flops(config: Any) -> int:
-    """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value.
+def source_modules(cross_attention: nn.Module) -> list[nn.Module]:
+    """The parts of a cross-attention that read the source."""
+    names = ("k_proj", "v_proj", "k_conv", "v_conv", "key_composition")
+    parts = (getattr(cross_attention, name, None) for name in names)
+    return [part for part in parts if part is not None]
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """The window of each layer as the configuration counts it, None where there is none."""
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config))
+
+
+def check_known(config: Any, *, encoder_decoder: bool) -> Family:
+    """The family of a configuration.
+
+    Args:
+        encoder_decoder: whether models of an encoder and a decoder are asked for, or of one of them.
 
     Raises:
-        TypeError: a configuration of no decoder of this package.
+        TypeError: it is none of these.
     """
-    decoders = [name for name, family in FAMILIES.items() if "AutoModelForCausalLM" in family.heads]
-    if config.model_type not in decoders:
-        known = ", ".join(decoders)
-        raise TypeError(f"operations of {config.model_type!r} are not known; they are for {known}")
-    return PAIR_FLOPS[FAMILIES[config.model_type].attention](config)
+    known = {name: one for name, one in FAMILIES.items() if encoder_decoder == ("AutoModelForSeq2SeqLM" in one.heads)}
+    if config.model_type not in known:
+        raise TypeError(f"operations of {config.model_type!r} are not known; they are for {', '.join(known)}")
+    return known[config.model_type]
 
 
-def relative_pair_flops(config: Any) -> int:
-    """Content score, weighted value and, where attention is relative, position score."""
-    return (6 if config.is_relative else 4) * config.head_dim
+def pair_flops(config: Any, place: Place | None = None) -> int:
+    """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value."""
+    return PAIR_FLOPS[FAMILIES[config.model_type].attention](config, place)
 
 
-def composed_pair_flops(config: Any) -> int:
-    """Score, weighted value, and the composition of each stage."""
+def relative_pair_flops(config: Any, place: Place | None) -> int:
+    """Content score, weighted value and, where attention is relative, position score; a source has no positions."""
+    return (6 if config.is_relative and place != "cross" else 4) * config.head_dim
+
+
+def composed_pair_flops(config: Any, place: Place | None) -> int:
+    """Score, weighted value, and the composition of each stage, where heads are composed."""
+    if place is not None and not config.composes_in(place):
+        return 4 * config.head_dim
     difference = 2 * config.num_attention_heads if config.differential_heads else 0  # a static matrix of all heads
     stage = stage_flops(
         sides=len(config.compose_sides),
@@ -121,4 +237,7 @@ def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:
 
 
 # By the attention op that a family's layers call.
-PAIR_FLOPS: Mapping[str, Callable[[Any], int]] = {"dcmha": composed_pair_flops, "relative": relative_pair_flops}
+PAIR_FLOPS: Mapping[str, Callable[[Any, Place | None], int]] = {
+    "dcmha": composed_pair_flops,
+    "relative": relative_pair_flops,
+}

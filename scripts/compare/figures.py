@@ -14,10 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from .record import Run
+from .record import Run, loss_unit
 
 PLOT = "losses.png"
-LOSS = "validation loss, nats per token"
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
@@ -46,11 +45,12 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
             _band(panels[1, 0], (tokens[name] * costs).mean(axis=0), losses[name], arm["label"])
             _band(panels[1, 1], (tokens[name] / speeds).mean(axis=0), losses[name], arm["label"])
     after = "tokens after the parent's training" if start else "tokens"
-    _label(panels[0, 0], after, LOSS)
-    _label(panels[0, 1], after, f"difference from {arms[baseline]['label']}, nats per token")
+    loss = f"validation loss, {loss_unit(record)}"
+    _label(panels[0, 0], after, loss)
+    _label(panels[0, 1], after, f"difference from {arms[baseline]['label']}, {loss_unit(record)}")
     if has_costs:
-        _label(panels[1, 0], "floating point operations of training", LOSS)
-        _label(panels[1, 1], "seconds of training", LOSS)
+        _label(panels[1, 0], "floating point operations of training", loss)
+        _label(panels[1, 1], "seconds of training", loss)
         for axes in panels[2]:
             axes.remove()
         _draw_ratios(figure.add_subplot(panels[2, 0].get_gridspec()[2, :]), record)

@@ -11,6 +11,7 @@ import torch
 
 from ..common.paired import holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
+from ..pretrain.options.model import LOSS_UNITS
 from ..pretrain.outputs.metrics import read_metrics
 
 Run = dict[str, Any]
@@ -24,14 +25,14 @@ def read_run(folder: Path) -> Run:
     """A finished run: its options, its measurements, and its losses by tokens."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     lines = read_metrics(folder / "metrics.jsonl")
-    held_out = TokenStream.open(folder / "data" / "validation")
     flops = result["flops_per_second"]
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
         **{name: result[name] for name in MEASURED},
         **{name: result[name] for name in ("dataset", "hardware", "versions")},
+        "objective": result["arguments"].get("objective", "causal_lm"),
+        "validation_targets": result.get("validation_targets") or _count_targets(folder),
         "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
-        "validation_targets": len(held_out.tokens) - len(held_out.starts),
         "validation": _curve(lines, "validation", ("tokens", "loss", "bits_per_byte")),
         "train": _curve(lines, "train", ("tokens", "loss")),
     }
@@ -52,7 +53,7 @@ def make_record(
         parents: what all arms continue, one run for each seed; none if they start from scratch.
     """
     runs = [*parents, *(run for runs in arms.values() for run in runs)]
-    common = ("dataset", "hardware", "versions", "validation_targets")
+    common = ("objective", "dataset", "hardware", "versions", "validation_targets")
     baseline, *others = arms
     compared = {name: compare(arms[baseline], arms[name]) for name in others}
     for comparison, p in zip(compared.values(), holm([one["p"] for one in compared.values()]), strict=True):
@@ -141,6 +142,12 @@ def tokens_to(run: Run, loss: float) -> float:
     return points[-1][0]
 
 
+def loss_unit(record: Mapping[str, Any]) -> str:
+    """What the losses of a study are measured in; records of earlier versions do not name the objective."""
+    (objective,) = record.get("objective", ["causal_lm"])
+    return LOSS_UNITS[objective]
+
+
 def final(runs: Sequence[Run], name: str) -> list[float]:
     """The last validation measurement `name` of each run."""
     return [run["validation"][-1][name] for run in runs]
@@ -148,6 +155,12 @@ def final(runs: Sequence[Run], name: str) -> list[float]:
 
 def _curve(lines: Sequence[Run], split: str, names: Sequence[str]) -> list[dict[str, float]]:
     return [{name: line[name] for name in names} for line in lines if line["split"] == split]
+
+
+def _count_targets(folder: Path) -> int:
+    """The held-out targets of a run whose result does not say their number, as those of earlier versions."""
+    held_out = TokenStream.open(folder / "data" / "validation")
+    return len(held_out.tokens) - len(held_out.starts)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

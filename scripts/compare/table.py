@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .record import Run, final
+from .record import Run, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
 
@@ -31,11 +31,14 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _sizes(label: str, runs: Sequence[Run]) -> list[str]:
-    cells = [
-        f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
-        for values in (final(runs, name) for name in ("loss", "bits_per_byte"))
-    ]
+    cells = [_spread(final(runs, name)) for name in ("loss", "bits_per_byte")]
     return [label, f"{runs[0]['parameters']:,}", *cells]
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    """Mean and standard deviation, or nothing where nothing was measured."""
+    measured = [value for value in values if value is not None]
+    return f"{statistics.mean(measured):.4f} ± {statistics.stdev(measured):.4f}" if measured else ""
 
 
 def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
@@ -78,7 +81,7 @@ def _reading(record: Mapping[str, Any], timed: bool) -> str:
     line = f" Quoted: {quoted['label']}, {quoted['source']}." if quoted else ""
     return (
         f"Mean ± standard deviation over {len(baseline['runs'])} seeds (initial weights and order of the data); "
-        f"{spent} tokens for each row; loss in nats per token on {targets} held-out tokens. Difference: paired by "
+        f"{spent} tokens for each row; loss in {loss_unit(record)} on {targets} held-out tokens. Difference: paired by "
         f"seed, from {baseline['label']}; p of a two-sided paired t-test, {correction}. {equal_time if timed else ''}"
         f"{_learning_rates(record)} Tokens are equal; parameters and computation are not.{line}"
     )

@@ -14,7 +14,7 @@ from ..pretrain.mappings import parse_mapping
 
 # Where losses come from: variants that differ here were asked different questions.
 SAME = (
-    *("dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
+    *("objective", "dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
 )
 # The comparison sets these for each run.

@@ -62,6 +62,7 @@ class PretrainArguments(RangedOptions):
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
         self._check_data()
+        self._check_objective()
         self._check_sweep()
         if self.carry_memory and self.mask_documents:
             raise UserError(
@@ -77,6 +78,14 @@ class PretrainArguments(RangedOptions):
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
             )
+
+    def _check_objective(self) -> None:
+        """Refuses what needs a next token where hidden ones are predicted."""
+        if self.objective == "causal_lm":
+            return
+        for option in ("carry_memory", "chat_column", "z_loss", "length_warmup_steps", "dry_run"):
+            if getattr(self, option):
+                raise UserError(f"{option} is for objective=causal_lm; leave it out with objective={self.objective}")
 
     def _check_sweep(self) -> None:
         """Refuses a sweep that is malformed, or could lose what earlier commands have made."""

@@ -1,6 +1,7 @@
 """The model card of a final checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .data.documents import is_hub_name
 from .results import Result
 
 LISTED_ARGUMENTS = (
+    "objective",
     "sequence_length",
     "mask_documents",
     "carry_memory",
@@ -29,22 +31,16 @@ LISTED_ARGUMENTS = (
 BODY = """
 # {name}
 
-A `{model_type}` language model that `dynattn pretrain` made from {origin}.
+A `{model_type}` {kind} that `dynattn pretrain` made from {origin}.
 
 ## Use
 
 ```python
-import dynattn  # registers the model types of this package
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")
-inputs = tokenizer("The", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+{use}
 ```
 
-It continues text, as well as its size and data allow. It was not tuned to follow instructions, and it repeats whatever
-errors and biases its training text has.
+{ability}, as well as its size and data allow.
+It was not tuned to follow instructions, and it repeats whatever errors and biases its training text has.
 
 ## Measured
 
@@ -65,12 +61,45 @@ On the held-out part of the data, after the last update:
 {versions}
 """
 
+USE_CAUSAL = """import dynattn  # registers the model types of this package
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
+model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")
+inputs = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"""
+USE_MASKED = """import dynattn  # registers the model types of this package
+from transformers import pipeline
+
+fill = pipeline("fill-mask", model="PATH_OR_NAME")
+print(fill(f"The {fill.tokenizer.mask_token} statement"))"""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a card says of a model by its objective."""
+
+    kind: str
+    pipeline: str
+    use: str
+    ability: str
+
+
+WORDINGS = {
+    "causal_lm": Wording("language model", "text-generation", USE_CAUSAL, "It continues text"),
+    "masked_lm": Wording("encoder", "fill-mask", USE_MASKED, "It says which tokens are hidden in a text"),
+}
+
 
 def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
     """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
+    wording = WORDINGS[result.objective]
     text = BODY.format(
         name=result.output.resolve().name,
         model_type=model_type,
+        kind=wording.kind,
+        use=wording.use,
+        ability=wording.ability,
         origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),
@@ -88,7 +117,7 @@ def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> M
         datasets=[arguments.dataset] if is_hub_name(arguments.dataset) else None,
         base_model=arguments.init_from if is_hub_model else None,
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=WORDINGS[result.objective].pipeline,
         tags=["dynattn", model_type],
         model_name=result.output.resolve().name,
         eval_results=_evaluations(result),
@@ -97,12 +126,14 @@ def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> M
 
 def loss_rows(result: Result) -> dict[str, str]:
     """What was measured on held-out and on training text."""
-    return {
-        "validation loss (nats per token)": f"{result.validation_loss:.4f}",
+    rows = {
+        f"validation loss ({result.loss_unit})": f"{result.validation_loss:.4f}",
         "validation perplexity": f"{result.perplexity:.3f}",
-        "validation bits per byte": f"{result.bits_per_byte:.4f}",
-        "training loss (nats per token)": f"{result.train_loss:.4f}",
+        f"training loss ({result.loss_unit})": f"{result.train_loss:.4f}",
     }
+    if result.bits_per_byte is not None:
+        rows["validation bits per byte"] = f"{result.bits_per_byte:.4f}"
+    return rows
 
 
 def training_rows(result: Result) -> dict[str, Any]:
@@ -137,11 +168,12 @@ def _evaluations(result: Result) -> list[EvalResult]:
     metrics = {"loss": result.validation_loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
     return [
         EvalResult(
-            task_type="text-generation",
+            task_type=WORDINGS[result.objective].pipeline,
             dataset_type=result.dataset,
             dataset_name=f"{result.dataset} (held-out part)",
             metric_type=name,
             metric_value=round(value, 6),
         )
         for name, value in metrics.items()
+        if value is not None
     ]

@@ -101,8 +101,9 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
         UserError: its averages are asked for, and it has none.
     """
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
+    from .model import AUTO_CLASSES
     from .outputs import checkpoint
     from .outputs.earlier_format import is_earlier_format, load_earlier_weights
     from .outputs.training_state import load_weights
@@ -110,7 +111,8 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     fingerprint: dict[str, Any] = checkpoint.read_state(source)["fingerprint"]
     fields = {name.removeprefix("model."): value for name, value in fingerprint.items() if name.startswith("model.")}
     config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto_class = AUTO_CLASSES[fingerprint.get("objective", "causal_lm")]
+    model = auto_class.from_config(config, dtype=torch.float32)
     if averaged and fingerprint.get("ema_decay") is None:
         raise UserError(f"{source} is of a run without ema_decay, which keeps no average; leave out --average")
     if is_earlier_format(source):
@@ -140,9 +142,8 @@ def compare(model: "PreTrainedModel", folder: Path) -> float:
         UserError: a tensor or a logit differs.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    saved = type(model).from_pretrained(folder, dtype="auto").eval()
     read: dict[str, Tensor] = saved.state_dict()
     different = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, read[name])]
     ids = torch.randint(model.config.vocab_size, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))

@@ -229,7 +229,8 @@ def save_final(trainer: Trainer, result: Result) -> None:
 def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], result: Result) -> None:
     """Writes a model with `weights`, its tokenizer, generation settings and card into a folder."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
-    model.generation_config = generation_config(model)
+    if model.can_generate():
+        model.generation_config = generation_config(model)
     model.save_pretrained(folder, state_dict=weights)
     longest = getattr(model.config, "max_position_embeddings", None)
     tokenizer.model_max_length = longest or trainer.arguments.sequence_length

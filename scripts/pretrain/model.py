@@ -1,6 +1,7 @@
 """The model of a run: fresh weights from a configuration, or the weights of a checkpoint."""
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,7 +23,9 @@ from transformers import (
 
 from dynattn import keep_attention_outputs  # the front door registers the package's model types
 from dynattn.configuration.composition_config import CompositionConfig
+from dynattn.families import FAMILIES
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
+from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
@@ -33,8 +38,11 @@ from .data.position_sampling import check_reads_positions
 from .data.tokenizer import required_vocabulary, start_token_id
 from .width_transfer import scale_initial_weights, transfer_config
 
-DEFAULT_MODEL_TYPE = "dcformer"
+# By objective: the Auto class of models that have it, and the model type that is trained if none is named.
+AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
+DEFAULT_MODEL_TYPES = {"causal_lm": "dcformer", "masked_lm": "dcmodernbert"}
 DEFAULT_MODEL_SIZE = "tiny"
+HEAD_NAMES = {"causal_lm": "causal language model", "masked_lm": "masked language model"}
 # Matrix products are fastest when the vocabulary is a multiple of the hardware's tile.
 VOCABULARY_MULTIPLE = 64
 
@@ -54,17 +62,13 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
         UserError: the model type, size, a field or its value is not valid, the vocabulary is too small for the
             tokenizer, the sequences are longer than the model's positions, or it cannot carry memory as it is asked to.
     """
-    tokens = {
-        "bos_token_id": start_token_id(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
     if arguments.init_from:
-        config = _load_config(arguments.init_from)
-        for name, token in tokens.items():
+        config = _load_config(arguments)
+        for name, token in _special_tokens(type(config), tokenizer).items():
             setattr(config, name, token)
     else:
         padded = -(-required_vocabulary(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        tokens = _special_tokens(_config_class(arguments), tokenizer)
         config = _new_config(arguments, {"vocab_size": padded, **tokens, **arguments.config_overrides})
         transfer_config(config, arguments.base_width)
     _check_fit(config, arguments, tokenizer)
@@ -113,7 +117,7 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
         UserError: as `build_config`.
     """
     if arguments.init_from:
-        return _load_config(arguments.init_from)
+        return _load_config(arguments)
     config = _new_config(arguments, dict(arguments.config_overrides))
     transfer_config(config, arguments.base_width)
     return config
@@ -137,7 +141,7 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
 
 def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
     """Options with which a model computes its loss alone: models of this package then never hold all logits at once."""
-    if not isinstance(model, CausalLMHead):
+    if not isinstance(model, CausalLMHead | MaskedLMHead):
         return {}
     return {"skip_logits": True, "z_loss": z_loss} if z_loss else {"skip_logits": True}
 
@@ -167,22 +171,52 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
     options: dict[str, Any] = {"dtype": torch.float32}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
+    auto_class = AUTO_CLASSES[arguments.objective]
     if arguments.init_from and not on_meta:
-        return AutoModelForCausalLM.from_pretrained(arguments.init_from, config=config, **options)
+        return auto_class.from_pretrained(arguments.init_from, config=config, **options)
     with torch.device("meta") if on_meta else nullcontext():
-        return AutoModelForCausalLM.from_config(config, **options)
+        return auto_class.from_config(config, **options)
+
+
+def _config_class(arguments: PretrainArguments) -> Any:
+    """The configuration class of the model type that the arguments name."""
+    default = DEFAULT_MODEL_TYPES[arguments.objective]
+    model_type = arguments.model_type or default
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {default} is")
+    config_class = CONFIG_MAPPING[model_type]
+    _check_objective(config_class, arguments.objective, f"model_type={model_type}")
+    return config_class
+
+
+def _check_objective(config_class: type[PreTrainedConfig], objective: str, source: str) -> None:
+    """Refuses a model that cannot learn the objective, and says how it is trained."""
+    having = [name for name, auto_class in AUTO_CLASSES.items() if config_class in auto_class._model_mapping]
+    if objective in having:
+        return
+    fix = "train it with Transformers' Trainer (docs/guides)"
+    if having:
+        fix = f"give --objective {having[0]}"
+    elif config_class in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        fix = "train it with Transformers' Seq2SeqTrainer (docs/guides/encoder_decoders.md)"
+    elif config_class in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        fix = "train it with Transformers' Trainer (docs/guides/vision.md)"
+    raise UserError(f"{source} has no {HEAD_NAMES[objective]}, which objective={objective} trains; {fix}")
+
+
+def _special_tokens(config_class: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """The tokenizer's special tokens, under those names that a configuration has."""
+    start, end = start_token_id(tokenizer), tokenizer.eos_token_id
+    tokens = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return tokens | {
+        name: token for name, token in {"cls_token_id": start, "sep_token_id": end}.items() if name in fields
+    }
 
 
 def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreTrainedConfig:
-    model_type = arguments.model_type or DEFAULT_MODEL_TYPE
-    if model_type not in CONFIG_MAPPING:
-        raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {DEFAULT_MODEL_TYPE} is")
-    config_class: Any = CONFIG_MAPPING[model_type]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"model_type={model_type} has no causal language model, which is what is pretrained here; train it with "
-            "Transformers' Trainer (docs/guides)"
-        )
+    config_class = _config_class(arguments)
+    model_type = config_class.model_type
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     if issubclass(config_class, CompositionConfig):
         fields.add("mixer")  # which `from_size` replaces by the fields that it stands for
@@ -210,11 +244,14 @@ def _choose_size(config_class: Any, size: str | None) -> str | None:
     return chosen
 
 
-def _load_config(name: str) -> PreTrainedConfig:
+def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
+    name = str(arguments.init_from)
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"cannot load init_from={name}: {_one_line(error)}; give a folder or a Hub name") from error
+    _check_objective(type(config), arguments.objective, f"init_from={name}, a {config.model_type},")
+    return config
 
 
 def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -234,6 +271,11 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
         check_reads_positions(config, "packing=anchor")
     if arguments.carry_memory:
         check_memory(config, arguments.sequence_length)
+    if arguments.objective == "masked_lm" and arguments.mask_documents and config.model_type not in FAMILIES:
+        raise UserError(
+            f"mask_documents keeps documents apart by positions that restart, which a {config.model_type} does not "
+            "read so; give mask_documents: false (--no_mask_documents)"
+        )
 
 
 def _one_line(error: Exception) -> str:

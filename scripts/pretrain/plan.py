@@ -15,6 +15,7 @@ from ..common.segment_memory import CarriedMemory, NoMemory, StreamMemory
 from .arguments import PretrainArguments
 from .data.batch_order import TrainingOrder
 from .data.length_warmup import LengthWarmup
+from .data.objectives import Objective, make_objective
 from .data.opening import open_data
 from .data.position_sampling import PositionSampler
 from .data.preparation import Source
@@ -28,6 +29,7 @@ from .schedule import RateSchedule, build_schedule
 
 # Settings that decide the loss curve: a run resumes only with the ones that it began with.
 FIXED_SETTINGS = (
+    "objective",
     "mixture",
     "streaming",
     "shuffle_buffer",
@@ -64,6 +66,7 @@ class Plan:
 
     source: Source
     tokenizer: PreTrainedTokenizerBase
+    objective: Objective
     model: PreTrainedModel
     train_sequences: Sequences
     validation_sequences: Sequences
@@ -94,6 +97,7 @@ def build_plan(
     """
     folder = run.prepared if run.prepared.exists() else run.path
     tokenizer = load_tokenizer(folder / run.tokenizer.name)
+    objective = make_objective(arguments, tokenizer)
     global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * processes
     train, validation, order = open_data(run, arguments, tokenizer, global_batch)
     set_seed(arguments.seed)
@@ -105,7 +109,9 @@ def build_plan(
     fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
     lengths = LengthWarmup.of(arguments)
     positions = PositionSampler.of(arguments, config)
-    return Plan(source, tokenizer, model, train, validation, order, memory, schedule, lengths, positions, fingerprint)
+    return Plan(
+        source, tokenizer, objective, model, train, validation, order, memory, schedule, lengths, positions, fingerprint
+    )
 
 
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:

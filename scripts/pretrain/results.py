@@ -10,6 +10,7 @@ from ..common.atomic_file import write_json
 from ..common.environment import hardware, versions
 from .arguments import PretrainArguments
 from .model import count_parameters
+from .options.model import LOSS_UNITS
 from .outputs.metrics import Record, read_metrics
 from .trainer import Trainer
 from .validation import Validation
@@ -24,10 +25,12 @@ class Result:
 
     Attributes:
         output, model: the run's folder and the final model in it.
+        objective: what was predicted.
         parameters, non_embedding_parameters: the latter without token embeddings and output head.
         steps, tokens: updates made, and tokens that they read.
-        train_loss: nats per token, the mean over the updates of the last line of the training metrics.
-        validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update.
+        train_loss: nats per target token, the mean over the updates of the last line of the training metrics.
+        validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update, as in `Validation`.
+        validation_targets: the number of tokens that they are about.
         tokens_per_second: median over the training metrics, all processes together, without validation and saving.
         flops_per_second: median of the FLOPs that the model needs, composition included and recomputation not; None for
             a model that is not of this package.
@@ -39,6 +42,7 @@ class Result:
 
     output: Path
     model: Path
+    objective: str
     dataset: str
     parameters: int
     non_embedding_parameters: int
@@ -47,7 +51,8 @@ class Result:
     train_loss: float
     validation_loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+    validation_targets: int
     tokens_per_second: float
     flops_per_second: float | None
     gemm_flops_per_second: float | None
@@ -58,11 +63,17 @@ class Result:
     hardware: str
     versions: dict[str, str]
 
+    @property
+    def loss_unit(self) -> str:
+        """What the losses are measured in."""
+        return LOSS_UNITS[self.objective]
+
     def summary(self) -> str:
         """The result for the terminal."""
         return (
-            f"validation loss {self.validation_loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
-            f"{self.bits_per_byte:.4f} bits per byte after {self.steps} updates\n"
+            f"validation loss {self.validation_loss:.4f} {self.loss_unit}, perplexity {self.perplexity:.2f}"
+            f"{'' if self.bits_per_byte is None else f', {self.bits_per_byte:.4f} bits per byte'} "
+            f"after {self.steps} updates\n"
             f"{self.parameters:,} parameters, {self.tokens_per_second:,.0f} tokens/s, "
             f"{self.train_seconds:.0f} s of training\n"
             f"model, tokenizer and card: {self.model}\n"
@@ -84,11 +95,13 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
         "validation_loss": validation.loss,
         "perplexity": validation.perplexity,
         "bits_per_byte": validation.bits_per_byte,
+        "validation_targets": validation.targets,
         **{rate: median_of(rate, lines) for rate in RATES},
     }
     return Result(
         output=run.path,
         model=run.model,
+        objective=trainer.arguments.objective,
         dataset=trainer.plan.source.name,
         parameters=parameters.total,
         non_embedding_parameters=parameters.non_embedding,

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
+from .data.objectives import Examples
 from .engines.interface import Engine
 from .guard import DivergedError, Guard, RollbackError, find_fault, remember
 from .model import loss_options
@@ -27,7 +28,7 @@ from .outputs.throughput import Throughput
 from .plan import Plan, sharing_of
 from .schedule import group_schedules, prepare_update
 from .stopping import StoppedError, StopSignals, ignore_signals
-from .validation import Validation, count_targets, to_device, validate
+from .validation import Validation, to_device, validate
 from .weight_average import WeightAverage
 
 Batch = dict[str, Tensor]
@@ -147,7 +148,7 @@ class Trainer:
     def _accumulate(self, batches: list[Batch]) -> Tensor:
         """All forward and backward passes over `batches` of `[B, T]`; returns this process's share `[]` of the loss."""
         device = self.accelerator.device
-        counts = [count_targets(batch["labels"], batch.get("shift_labels")) for batch in batches]
+        counts = [self.plan.objective.count(batch) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {
             "num_items_in_batch": targets,
@@ -232,7 +233,7 @@ class Trainer:
     def _log_health(self) -> None:
         """Writes what composition does to the first held-out sequence in each layer, if the model composes heads."""
         model = self.accelerator.unwrap_model(self.model)
-        health = measure_health(model, self._forward, self.plan.validation_sequences[0])
+        health = measure_health(model, self._forward, self._held_out()[0, 0])
         self.engine.end_scoring(model)
         if health:
             self.metrics.write({"step": self.progress.step, "split": "composition", **health})
@@ -244,8 +245,12 @@ class Trainer:
 
     def _measure_validation(self) -> Validation:
         """Scores the held-out text with an empty memory."""
-        sequences, memory = self.plan.validation_sequences, self.plan.memory.empty_copy()
-        return validate(self.engine, self.model, sequences, self.arguments.batch_size, memory)
+        memory = self.plan.memory.empty_copy()
+        return validate(self.engine, self.model, self._held_out(), self.arguments.batch_size, memory)
+
+    def _held_out(self) -> Examples:
+        """The held-out text as it is scored."""
+        return Examples(self.plan.validation_sequences, self.plan.objective.for_validation())
 
     def _save(self) -> None:
         """Writes a checkpoint, or begins to write it in the background."""
@@ -275,7 +280,7 @@ class Trainer:
         steps = range(self.progress.data_step, self.plan.schedule.max_steps + self.progress.skipped)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(
-            self.plan.train_sequences,
+            Examples(self.plan.train_sequences, self.plan.objective),
             batch_sampler=ProcessBatches(self.plan.order, steps, self.arguments.batch_size, process, processes),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",

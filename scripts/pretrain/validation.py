@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of held-out text."""
+"""Loss, perplexity and bits per byte of held-out text, or the loss of its hidden tokens."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..common.segment_memory import CarriedMemory
-from ..common.token_streams import IGNORE_INDEX
-from .data.sequences import Sequences
+from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
 from .model import loss_options
 
@@ -20,34 +19,39 @@ class Validation:
     """Measured on all held-out text.
 
     Attributes:
-        loss: nats per target token. Targets are all tokens of the text and the end token of each document.
+        loss: nats per target token. Targets are all tokens of the text and the end token of each document; in masked
+            language modeling, the tokens that fixed masks hide.
         perplexity: exp(loss).
         bits_per_byte: the nats of all targets, end tokens included, divided by ln 2 and by the UTF-8 bytes of the text,
-            end tokens excluded. It does not depend on the tokenizer's vocabulary.
+            end tokens excluded. It does not depend on the tokenizer's vocabulary. None in masked language modeling,
+            whose targets are a sample of the text.
+        targets: their number.
     """
 
     loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+    targets: int
 
     @classmethod
-    def from_sums(cls, nats: float, targets: int, text_bytes: int) -> "Validation":
-        """From the total negative log-likelihood of `targets` tokens that spell `text_bytes` bytes of text."""
+    def from_sums(cls, nats: float, targets: int, text_bytes: int | None) -> "Validation":
+        """From the total negative log-likelihood of `targets` tokens, which spell `text_bytes` bytes if not None."""
         loss = nats / targets
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        return cls(loss, perplexity, nats / math.log(2) / text_bytes)
+        bits_per_byte = None if text_bytes is None else nats / math.log(2) / text_bytes
+        return cls(loss, perplexity, bits_per_byte, targets)
 
 
 @torch.no_grad()
 def validate(
-    engine: Engine, model: nn.Module, sequences: Sequences, batch_size: int, memory: CarriedMemory
+    engine: Engine, model: nn.Module, examples: Examples, batch_size: int, memory: CarriedMemory
 ) -> Validation:
     """Scores every target once; the model is left in the mode it was in.
 
     Args:
         memory: an empty memory, which reads the held-out text.
     """
-    accelerator = engine.accelerator
+    accelerator, sequences, objective = engine.accelerator, examples.sequences, examples.objective
     unwrapped, scorer = accelerator.unwrap_model(model), engine.scorer(model)
     was_training = unwrapped.training
     unwrapped.eval()
@@ -56,25 +60,20 @@ def validate(
     share = list(sequences.share(accelerator.process_index, accelerator.num_processes, batch_size))
     rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
     for indices in share:
-        batch = default_collate([sequences[index] for index in indices])
-        targets += count_targets(batch["labels"], batch.get("shift_labels"))
+        batch = default_collate([examples[index, index] for index in indices])
+        targets += objective.count(batch)
         nats += memory.loss(scorer, {**to_device(batch, accelerator.device), **options}).item()
     # Processes whose share is smaller run along, or the others would wait for them.
     for _ in range(len(share), rounds):
-        batch = to_device(default_collate([sequences[0]]), accelerator.device)
+        batch = to_device(default_collate([examples[0, 0]]), accelerator.device)
         memory.empty_copy().loss(scorer, {**batch, **options})
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
-    return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), sequences.text_bytes)
+    text_bytes = sequences.text_bytes if isinstance(objective, CausalLM) else None
+    return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), text_bytes)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A batch of `[B, T]` on a device."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def count_targets(labels: Tensor, shift_labels: Tensor | None = None) -> int:
-    """Number of targets in `shift_labels` `[B, T]`, or, without those, in `labels` `[B, T]` after a shift by one."""
-    targets = labels[:, 1:] if shift_labels is None else shift_labels
-    return int((targets != IGNORE_INDEX).sum())

@@ -10,7 +10,7 @@ from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 
 CURVES = (
-    (("train", "validation"), "loss", "Loss (nats per token)", False),
+    (("train", "validation"), "loss", "Loss (nats per target token)", False),
     (("validation",), "bits_per_byte", "Bits per byte of held-out text", False),
     (("train",), "grad_norm", "Gradient norm before clipping", True),
     (("train",), "learning_rate", "Learning rate", False),

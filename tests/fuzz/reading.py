@@ -23,6 +23,7 @@ from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.environment import hardware, versions
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.batch_order import ProcessBatches
+from dynattn.scripts.pretrain.data.objectives import CausalLM, Examples
 from dynattn.scripts.pretrain.data.opening import open_data
 from dynattn.scripts.pretrain.data.preparation import prepare
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
@@ -98,9 +99,9 @@ def measure(output: Path, options: dict[str, Any]) -> float:
         return max(drain(stream_blocks(arguments, run)) for _ in range(ROUNDS))
     prepare(arguments, run)
     sequences, _, order = open_data(run, arguments, load_tokenizer(run.prepared / run.tokenizer.name), BATCH)
-    sampler = ProcessBatches(order, range(UPDATES), BATCH, 0, 1)
+    examples, sampler = Examples(sequences, CausalLM()), ProcessBatches(order, range(UPDATES), BATCH, 0, 1)
     return max(
-        drain(batch["input_ids"].numel() for batch in DataLoader(sequences, batch_sampler=sampler))
+        drain(batch["input_ids"].numel() for batch in DataLoader(examples, batch_sampler=sampler))
         for _ in range(ROUNDS)
     )
 

@@ -24,8 +24,12 @@ class TrainingOrder:
 
     def __getitem__(self, step: int) -> NDArray[np.int64]:
         """The indices `[global_batch]` of the sequences that update `step`, counted from 0, reads."""
+        return self.at(self.places(step))
+
+    def places(self, step: int) -> NDArray[np.int64]:
+        """The places `[global_batch]` that update `step`, counted from 0, reads."""
         begin = self.skip + step * self.global_batch
-        return self.at(np.arange(begin, begin + self.global_batch))
+        return np.arange(begin, begin + self.global_batch)
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
@@ -128,8 +132,10 @@ def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
     return shares
 
 
-class ProcessBatches(Sampler[list[int]]):
-    """The batches of indices that one process reads in its forward passes, in order, for a range of updates.
+class ProcessBatches(Sampler[list[tuple[int, int]]]):
+    """The batches that one process reads in its forward passes, in order, for a range of updates.
+
+    Each sequence comes as its index and the place at which it is read, which no other reading of it has.
 
     An update's sequences are laid out as `[gradient accumulation, processes, batch]`, so that only the product of these
     sizes decides what an update sees.
@@ -139,7 +145,8 @@ class ProcessBatches(Sampler[list[int]]):
         self.order, self.steps = order, steps
         self.batch_size, self.process, self.processes = batch_size, process, processes
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
-            passes = self.order[step].reshape(-1, self.processes, self.batch_size)
-            yield from passes[:, self.process].tolist()
+            reads = np.stack([self.order[step], self.order.places(step)], axis=-1)
+            passes = reads.reshape(-1, self.processes, self.batch_size, 2)
+            yield from ([tuple(read) for read in batch] for batch in passes[:, self.process].tolist())

@@ -19,6 +19,7 @@ from . import digests, documents, tokenizer
 from .chat_template import give_chat_template
 from .encoders import ChatEncoder, Encoder, TextEncoder
 from .indexed import IndexedTokens, is_indexed
+from .objectives import make_objective
 from .streaming import split_stream
 from .token_cache import write_cached
 from .token_stream import TOKENS
@@ -97,18 +98,21 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
     if given is None and not splits.train:
         raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
+    if given is not None:
+        make_objective(arguments, given)  # refuses the tokenizer before it has worked for hours
+    masks = arguments.objective == "masked_lm"
     source = Source(
         name=splits.name,
         training_data=splits.training_data,
         validation_data=splits.validation_data,
-        tokenizer=_fit(given, arguments) if given else f"bpe {arguments.vocab_size}",
+        tokenizer=_fit(given, arguments) if given else f"bpe {arguments.vocab_size}{' with masks' if masks else ''}",
     )
     stored = _read_source(run.data)
     if source == stored:
         _check_undamaged(run, stored)
         return stored
     texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
-    chosen = given or tokenizer.train_bpe(texts, arguments.vocab_size)
+    chosen = given or tokenizer.train_bpe(texts, arguments.vocab_size, masks=masks)
     return _write_prepared(run, chosen, splits, source, arguments)
 
 

@@ -10,32 +10,38 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from ...common.errors import UserError, first_line
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
 
 
-def train_bpe(batches: Iterable[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE whose one special token marks the start and the end of documents, and padding.
+def train_bpe(batches: Iterable[list[str]], vocab_size: int, *, masks: bool = False) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE whose special token marks the start and the end of documents, and padding.
+
+    Args:
+        masks: add tokens for masks and for padding, of which encoders learn no embedding.
 
     Raises:
-        UserError: `vocab_size` cannot hold the 256 bytes and the special token.
+        UserError: `vocab_size` cannot hold the 256 bytes and the special tokens.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 1:
-        raise UserError(f"vocab_size={vocab_size} is too small for a byte-level BPE; give {len(alphabet) + 1} or more")
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT, *([PADDING, MASK] if masks else [])]
+    if vocab_size < (least := len(alphabet) + len(special)):
+        raise UserError(f"vocab_size={vocab_size} is too small for a byte-level BPE; give {least} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(batches, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    names = {"pad_token": END_OF_TEXT}
+    if masks:
+        names = {"pad_token": PADDING, "mask_token": MASK, "cls_token": END_OF_TEXT, "sep_token": END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **names)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Loads a tokenizer from a folder or the Hub; a missing padding token becomes the end-of-text token.
+
+    One without `bos` and `eos` but with `cls` and `sep`, as encoders have it, starts and ends documents with those.
 
     Raises:
         UserError: it cannot be loaded, or has no end-of-text token.
@@ -46,6 +52,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"cannot load the tokenizer {str(name)!r}: {first_line(error)}; give bpe, a folder or a Hub name"
         ) from error
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        tokenizer.eos_token = tokenizer.sep_token
+        tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer {str(name)!r} has no eos_token, which must end each document; add one and save it"

@@ -1,15 +1,24 @@
 """Options of a run that say which model is trained."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+ObjectiveName = Literal["causal_lm", "masked_lm"]
+# What losses are measured in.
+LOSS_UNITS = {"causal_lm": "nats per token", "masked_lm": "nats per masked token"}
 
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model is trained, and from which weights."""
+    """Which model is trained, from which weights, and to predict what."""
 
+    objective: ObjectiveName = field(
+        default="causal_lm",
+        metadata={"help": "what is predicted: causal_lm (the next token) or masked_lm (hidden ones; for encoders)"},
+    )
     model_type: str | None = field(
-        default=None, metadata={"help": "architecture to train from scratch; dcformer when not given"}
+        default=None,
+        metadata={"help": "architecture to train from scratch; when not given dcformer, for masked_lm dcmodernbert"},
     )
     model_size: str | None = field(
         default=None, metadata={"help": "named size of the architecture; tiny when not given and it has sizes"}

@@ -6,7 +6,7 @@ from typing import get_args
 
 from ..mappings import require
 from .data import DataOptions, Packing, PositionSampling
-from .model import ModelOptions
+from .model import ModelOptions, ObjectiveName
 from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
 
@@ -57,6 +57,7 @@ LARGEST_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**32 - 2**16
 MOST_WORKERS = 1024
 CHOICES = {
+    "objective": ObjectiveName,
     "mixed_precision": Precision,
     "packing": Packing,
     "position_sampling": PositionSampling,

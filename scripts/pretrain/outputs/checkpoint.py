@@ -44,6 +44,7 @@ DELETED = ".deleted"
 LENGTH_FIELDS = ("max_steps", "warmup_steps")
 # Settings that earlier versions did not have, as their runs were made.
 EARLIER_SETTINGS = {
+    "objective": "causal_lm",
     "optimizer": "adamw",
     "z_loss": 0.0,
     "ema_decay": None,

@@ -9,11 +9,13 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.common.packed_documents import starts_by_positions
 
 from ...common.flops import ModelFlops
 from ...common.measuring import gemm_rate
+from ...common.token_streams import IGNORE_INDEX
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Throughput:
     @classmethod
     def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Throughput":
         """Measures the rate of matrix products, which draws random numbers."""
-        if not isinstance(model, CausalLMHead):
+        if not isinstance(model, CausalLMHead | MaskedLMHead):
             return cls(accelerator, None, 0.0)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         rate = torch.tensor(gemm_rate(dtype, accelerator.device), device=accelerator.device)
@@ -50,7 +52,10 @@ class Throughput:
         self.tokens += tokens
         self.seconds += seconds
         if self.flops is not None:
-            self.operations += sum(self.flops.training(positions(batch)) for batch in batches)
+            for batch in batches:
+                # An encoder makes logits of targets alone.
+                outputs = None if self.flops.is_causal else int((batch["labels"] != IGNORE_INDEX).sum())
+                self.operations += self.flops.training(positions(batch), outputs)
 
     def report(self) -> dict[str, float]:
         """The rates since the last report; all processes have to call it together."""

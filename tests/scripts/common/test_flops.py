@@ -9,20 +9,30 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dynattn import (
+    DCBartConfig,
+    DCBartForConditionalGeneration,
     DCFormerConfig,
     DCFormerForCausalLM,
+    DCModernBertConfig,
+    DCModernBertForMaskedLM,
+    DCModernBertForSequenceClassification,
+    DCModernBertForTokenClassification,
+    DCModernBertModel,
     DCPythiaConfig,
     DCPythiaForCausalLM,
     DCViTConfig,
+    DCViTForImageClassification,
     DCViTModel,
     RCMHAConfig,
     RCMHAForCausalLM,
+    RCMHASeq2SeqConfig,
+    RCMHASeq2SeqForConditionalGeneration,
     mixer_fields,
 )
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED
 from dynattn.scripts.benchmark.harness.shapes import Shape
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
-from dynattn.scripts.common.flops import ModelFlops
+from dynattn.scripts.common.flops import ModelFlops, Seq2SeqFlops
 
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -115,7 +125,7 @@ def test_without_composition_they_are_those_that_pytorch_counts(
     model = make(**options, attn_implementation="eager")
     flops = ModelFlops.of(model)
     # The reference op computes hidden pairs, too.
-    forward = T * flops.token + len(flops.windows) * T**2 * flops.pair
+    forward = T * (flops.token + flops.output) + len(flops.windows) * T**2 * flops.pair
     assert counted(model, backward=False) == forward
     # The embedding of a token learns without a product, and what it is made of has no gradient.
     assert counted(model, backward=True) == 3 * forward
@@ -125,15 +135,115 @@ def test_a_model_and_the_shape_of_its_attention_agree() -> None:
     model = dcformer(hidden_size=32, num_attention_heads=4)
     flops = ModelFlops.of(model)
     attention = sum(attention_flops(Shape(4, 8, 50), window, COMPOSED) for window in (3, None))
-    assert flops.forward(torch.arange(50)) == 50 * flops.token + attention
+    assert flops.forward(torch.arange(50)) == 50 * (flops.token + flops.output) + attention
+
+
+def forward_of(model: PreTrainedModel, **inputs: Any) -> int:
+    """What PyTorch counts of a forward pass."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+ENCODER = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+}
+IDS = torch.ones(2, T, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        DCModernBertModel,
+        DCModernBertForMaskedLM,
+        DCModernBertForTokenClassification,
+        DCModernBertForSequenceClassification,
+    ],
+)
+def test_an_encoder_of_text_counts_as_pytorch_does(make: Callable[..., PreTrainedModel]) -> None:
+    kinds = ["full_attention"] * 3
+    config = DCModernBertConfig(**ENCODER, layer_types=kinds, pad_token_id=0, **UNCOMPOSED, attn_implementation="eager")
+    model = make(config).eval()
+    assert ModelFlops.of(model).forward(torch.arange(T).expand(2, T)) == forward_of(model, input_ids=IDS)
+
+
+def test_targets_alone_get_logits() -> None:
+    config = DCModernBertConfig(**ENCODER, layer_types=["full_attention"] * 3, pad_token_id=0, **UNCOMPOSED)
+    model = DCModernBertForMaskedLM(config).eval()
+    model.set_attn_implementation("eager")
+    labels = torch.full((2, T), -100)
+    labels[0, 1] = labels[1, 2:4] = 3
+    expected = forward_of(model, input_ids=IDS, labels=labels, skip_logits=True)
+    assert ModelFlops.of(model).forward(torch.arange(T).expand(2, T), outputs=3) == expected
+
+
+def test_pairs_of_an_encoder_are_those_that_its_mask_shows() -> None:
+    config = DCModernBertConfig(**ENCODER, local_attention=4, pad_token_id=0)
+    flops = ModelFlops.of(DCModernBertModel(config))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
+    document = (positions == 0).cumsum(-1)
+    together = document[:, :, None] == document[:, None, :]
+    near = (torch.arange(9)[:, None] - torch.arange(9)).abs() <= 2
+    assert flops.windows == (None, 2, 2) and not flops.is_causal
+    assert flops.pairs(positions, None) == together.sum()
+    assert flops.pairs(positions, 2) == (together & near).sum()
+
+
+@pytest.mark.parametrize("make", [DCViTModel, DCViTForImageClassification])
+def test_a_vision_transformer_counts_as_pytorch_does(make: Callable[..., PreTrainedModel]) -> None:
+    size = {"use_class_token": True, "num_register_tokens": 2, "position_embedding_type": "learned"}
+    config = DCViTConfig.from_size("tiny", **size, **UNCOMPOSED, attn_implementation="eager")
+    model = make(config).eval()
+    tokens = config.num_prefix_tokens + 16
+    counted_flops = forward_of(model, pixel_values=torch.zeros(2, 3, 16, 16))
+    assert ModelFlops.of(model).forward(torch.arange(tokens).expand(2, tokens)) == counted_flops
+
+
+SEQ2SEQ = {**ENCODER, "num_hidden_layers": 2, "decoder_layers": 3, "max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("length", [3, 9])
+def test_an_encoder_decoder_counts_as_pytorch_does(length: int) -> None:
+    config = DCBartConfig(**SEQ2SEQ, **UNCOMPOSED, attn_implementation="eager")
+    plain = RCMHASeq2SeqConfig(**SEQ2SEQ, attention_type="mha", attn_implementation="eager")
+    for model in (DCBartForConditionalGeneration(config), RCMHASeq2SeqForConditionalGeneration(plain)):
+        flops, targets = Seq2SeqFlops.of(model), torch.arange(length).expand(2, length)
+        ids = torch.ones(2, length, dtype=torch.long)
+        # The reference op computes hidden pairs of the target, too.
+        hidden = len(flops.decoder.windows) * 2 * (length * (length - 1) // 2) * flops.decoder.pair
+        observed = forward_of(model.eval(), input_ids=IDS, decoder_input_ids=ids, use_cache=False)
+        assert flops.forward(torch.arange(T).expand(2, T), targets) + hidden == observed
+
+
+def test_each_attention_of_an_encoder_decoder_composes_for_itself() -> None:
+    plain, cross = (
+        Seq2SeqFlops.of(DCBartForConditionalGeneration(DCBartConfig(**SEQ2SEQ, compose_encoder=False, **options)))
+        for options in ({"compose_decoder": False, "compose_cross": False}, {"compose_decoder": False})
+    )
+    stage = 2 * (2 * 2 * 2 + 2)
+    assert plain.encoder == cross.encoder and plain.decoder.pair == cross.decoder.pair
+    assert cross.cross_pair - plain.cross_pair == 3 * 2 * 2 * stage
+    generator = 8 * 2 * 8 + 2 * 8 * 2 * 2 * 2 + 8 * 2 * 2  # one side: two components of width 8, their factors, gates
+    assert cross.source - plain.source == cross.decoder.token - plain.decoder.token == 3 * 2 * generator
+
+
+def test_relative_attention_of_an_encoder_decoder_has_positions_where_there_are_distances() -> None:
+    model = RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**SEQ2SEQ))
+    flops, heads, width = Seq2SeqFlops.of(model), 2, 4
+    assert flops.encoder.pair == flops.decoder.pair == heads * 6 * width
+    assert flops.cross_pair == 3 * heads * 4 * width
+    assert flops.source == 3 * 2 * (2 * 8 * 8 + 2 * 3 * 8)
 
 
 def test_other_families_are_not_known() -> None:
-    with (
-        torch.device("meta"),
-        pytest.raises(TypeError, match="operations of 'dcvit' are not known; they are for dcfor"),
-    ):
-        ModelFlops.of(DCViTModel(DCViTConfig.from_size("tiny")))
+    with pytest.raises(TypeError, match="operations of 'dcbart' are not known; they are for dcformer, dcpythia, dcmod"):
+        ModelFlops.of(DCBartForConditionalGeneration(DCBartConfig(**SEQ2SEQ)))
+    with pytest.raises(TypeError, match="operations of 'dcformer' are not known; they are for dcbart, rcmha_seq2seq"):
+        Seq2SeqFlops.of(dcformer())
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1, layer_types=["full_attention"]))
     with pytest.raises(TypeError, match="operations of 'llama' are not known"):
         ModelFlops.of(llama)

@@ -231,7 +231,6 @@ def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Re
     ("changes", "message"),
     [
         ({"model_type": "lama"}, "model_type=lama is not known"),
-        ({"model_type": "dcvit", "model_config": None}, "model_type=dcvit has no causal language model"),
         ({"model_type": "llama", "model_size": "tiny"}, "llama has no named sizes"),
         (
             {"model_type": "dcformer", "model_size": "huge", "model_config": None},

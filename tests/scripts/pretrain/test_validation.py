@@ -14,3 +14,4 @@ def test_bits_per_byte_by_hand():
     assert validation.bits_per_byte == pytest.approx(10 / 5)
     assert validation.loss == pytest.approx(nats / 6)
     assert validation.perplexity == pytest.approx(2 ** (10 / 6))
+    assert validation.targets == 6

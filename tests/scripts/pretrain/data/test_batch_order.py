@@ -22,8 +22,11 @@ def test_processes_and_accumulation_share_out_the_same_sequences():
     for batch_size, processes in [(8, 1), (4, 1), (2, 2), (1, 4)]:
         passes = 8 // batch_size // processes
         shared: list[Counter[int]] = [Counter() for _ in range(3)]
+        places: list[int] = []
         for process in range(processes):
             batches = list(ProcessBatches(order, range(3), batch_size, process, processes))
             for index, batch in enumerate(batches):
-                shared[index // passes].update(batch)
+                shared[index // passes].update(sequence for sequence, _ in batch)
+                places += [place for _, place in batch]
         assert shared == expected
+        assert sorted(places) == list(range(24))

@@ -7,7 +7,7 @@ from cases.models import make_model
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.length_warmup import LengthWarmup
-from dynattn.scripts.pretrain.validation import count_targets
+from dynattn.scripts.pretrain.data.objectives import CausalLM
 
 
 def test_lengths_double_along_a_line():
@@ -33,7 +33,7 @@ def test_pieces_have_the_tokens_targets_and_documents_of_the_whole():
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions.expand(2, 16)}
     pieces = LengthWarmup((8, 16), 10).cut(batch, 0)
     assert torch.equal(pieces["input_ids"].flatten(), ids.flatten())
-    assert count_targets(pieces["labels"], pieces["shift_labels"]) == count_targets(labels)
+    assert CausalLM().count(pieces) == CausalLM().count({"labels": labels})
     expected = [[*row[1:].tolist(), -100] for row in ids]
     expected[0][4] = -100
     assert pieces["shift_labels"].reshape(2, 16).tolist() == expected

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain.data.encoders import TextEncoder, split_long
+from dynattn.scripts.pretrain.data.objectives import CausalLM
 from dynattn.scripts.pretrain.data.packing import PackedSequences
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenization import write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
-from dynattn.scripts.pretrain.validation import count_targets
 
 # Three documents of 5, 1 and 4 text tokens between a start token 100 and an end token 101.
 TOKENS = [100, 1, 2, 3, 4, 5, 101, 100, 6, 101, 100, 7, 8, 9, 10, 101]
@@ -56,7 +56,7 @@ def test_validation_scores_every_token_exactly_once(length: int):
     targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORE_INDEX]
     assert targets == [token for token in TOKENS if token != 100]
     assert all(len(values) == length for item in sequences for values in item.values())
-    assert sum(count_targets(item["labels"][None]) for item in sequences) == len(targets)
+    assert sum(CausalLM().count({"labels": item["labels"][None]}) for item in sequences) == len(targets)
 
 
 def test_packed_documents_do_not_see_each_other():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCModernBertConfig, DCModernBertForMaskedLM
+from dynattn.scripts.common.composition_measures import head_similarity
 from dynattn.scripts.inspect.measures import measure_layer
 from dynattn.scripts.inspect.observation import observe
 from dynattn.scripts.pretrain.outputs.composition_health import measure_health
@@ -54,6 +55,17 @@ def test_maps_are_those_that_the_model_itself_attends_with(fields: dict[str, Any
         for stage, measured in measure_layer(layer).items():
             for when, expected in zip(("before", "after"), measured["similarity"], strict=True):
                 assert found[f"{index:02}.{stage}.similarity_{when}"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_encoder_is_measured_with_what_its_tokens_see():
+    config = DCModernBertConfig.from_size("tiny", num_hidden_layers=2, local_attention=8, attn_implementation="eager")
+    model, item = DCModernBertForMaskedLM(config).eval(), {"input_ids": torch.randint(3, 2048, (40,))}
+    found = measure_health(model, lambda batch: model(**batch, use_cache=False), item)
+    maps = model(item["input_ids"][None], output_attentions=True).attentions
+    distance = (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    for layer, visible in enumerate((distance >= 0, distance <= 4)):
+        expected = head_similarity(maps[layer][0].detach(), visible)
+        assert abs(found[f"{layer:02}.post.similarity_after"] - expected) < 1e-5
 
 
 def test_a_plain_model_has_no_health():

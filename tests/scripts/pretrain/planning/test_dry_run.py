@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases.training import parse
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from dynattn import (
     DCFormerConfig,
@@ -188,5 +188,4 @@ def test_every_recipe_is_valid_and_names_what_exists(recipe: str):
     arguments = parse(recipe)
     assert arguments.max_steps
     if arguments.model_size and arguments.model_type:
-        sizes = {"dcformer": DCFormerConfig, "dcpythia": DCPythiaConfig}
-        assert arguments.model_type == "rcmha" or arguments.model_size in sizes[arguments.model_type].sizes
+        assert arguments.model_size in CONFIG_MAPPING[arguments.model_type].sizes
