@@ -23,6 +23,10 @@ STUDIES = CommandTable(
             "dynattn.scripts.reproduce.ablations.main",
             "a language model without each term of the composition",
         ),
+        "masked-lm": (
+            "dynattn.scripts.reproduce.masked_lm.main",
+            "an encoder that predicts hidden tokens, with parts of composition and without",
+        ),
         "mechanisms": (
             "dynattn.scripts.reproduce.mechanisms.main",
             "small tasks on which mixing heads is predicted to matter",

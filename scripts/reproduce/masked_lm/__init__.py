@@ -1,0 +1,1 @@
+"""The study of masked language modeling: arms, runs, record."""

@@ -1,0 +1,89 @@
+"""The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import UserError
+from ...compare.arguments import check_rates, check_seeds
+
+# Fields of the configuration of every arm, by the size of the study.
+MODEL: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 192,
+    "local_attention": 32,
+}
+SMALL_MODEL: dict[str, Any] = {**MODEL, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+# What `dynattn pretrain` calls each arm's configuration to have, beside `MODEL`. `wide` gets its MLP when it is built.
+PLAIN: dict[str, Any] = {"compose_pre": False, "compose_post": False}
+NORMED: dict[str, Any] = {"use_qk_norm": True, "qk_norm_type": "layer_norm"}
+STATIC: dict[str, Any] = {"compose_static": True}
+ALL: dict[str, Any] = {**STATIC, **NORMED}
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", PLAIN),
+    "norm": ("plain, query-key norm", {**PLAIN, **NORMED}),
+    "static": ("static mixing only", {**STATIC, "compose_low_rank": False, "compose_gate": False}),
+    "post": ("dynamic after the softmax", {"compose_pre": False}),
+    "dynamic": ("dynamic", {}),
+    "all": ("dynamic, static, query-key norm", ALL),
+    "dropout": ("the same, compose_dropout 0.2", {**ALL, "compose_dropout": 0.2}),
+    "wide": ("plain, wider MLP", PLAIN),
+}
+QUICK: dict[str, Any] = {
+    "seeds": [0, 1, 2],
+    "arms": ["plain", "dynamic", "all", "wide"],
+    "learning_rates": [2e-3, 4e-3, 8e-3],
+    "steps": 150,
+    "validations": 2,
+    "small": True,
+}
+
+
+@dataclass
+class MaskedLMArguments:
+    """Arguments of the study.
+
+    Raises:
+        UserError: a number is out of its range, an arm does not exist, or seeds repeat.
+    """
+
+    output: str | None = field(
+        default=None, metadata={"help": "folder of the study; runs/masked-lm, with --quick runs/masked-lm-quick"}
+    )
+    dataset: str = field(default="builtin", metadata={"help": "text to train on, as dynattn pretrain takes it"})
+    validation_dataset: str | None = field(
+        default=None, metadata={"help": "held-out text; a share of the documents if not given"}
+    )
+    arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": f"plain, and some of {list(ARMS)}"})
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
+    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 2e-3, 4e-3],
+        metadata={"help": "peaks to choose from, each arm for itself; one needs no choice"},
+    )
+    steps: int = field(default=1500, metadata={"help": "updates of each run, 16 sequences of 128 tokens each"})
+    validations: int = field(default=6, metadata={"help": "how often each run is validated"})
+    small: bool = field(default=False, metadata={"help": "models of half the width"})
+    quick: bool = field(
+        default=False, metadata={"help": "fewer arms, small models and few updates, whatever else is given"}
+    )
+    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            vars(self).update(QUICK)
+        self.output = self.output or ("runs/masked-lm-quick" if self.quick else "runs/masked-lm")
+        if unknown := sorted(set(self.arms) - set(ARMS)):
+            raise UserError(f"arms={unknown} must be some of {', '.join(ARMS)}")
+        if self.arms[:1] != ["plain"] or len(set(self.arms)) < len(self.arms) or len(self.arms) < 2:
+            raise UserError(f"arms={self.arms} must begin with plain, which the others, each once, are compared with")
+        check_seeds(self.seeds, self.tuning_seed)
+        check_rates(self.learning_rates)
+        if self.steps < 2 or not 1 <= self.validations <= self.steps:
+            raise UserError(f"steps={self.steps} must be 2 or more, and validations={self.validations} 1 to steps")
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Fields of the configuration of every arm."""
+        return SMALL_MODEL if self.small else MODEL

@@ -1,0 +1,58 @@
+"""The whole study: its missing runs, then record, table and plot."""
+
+from pathlib import Path
+
+from ...common.atomic_file import write_json
+from ...compare.figures import PLOT, draw_arms
+from ...compare.record import Record, compare, make_record, read_run
+from ...compare.study_folder import RECORD, claim, draw
+from ...compare.table import table
+from .arguments import ARMS, MaskedLMArguments
+from .runs import Runs
+
+
+def run_study(arguments: MaskedLMArguments) -> str:
+    """Trains what is missing, then writes record, table and plot; returns the table and the names of the files.
+
+    Raises:
+        UserError: the folder holds a study with other settings, a run failed, or there is no record to redraw.
+    """
+    output = Path(str(arguments.output))
+    if not arguments.redraw:
+        record = make_runs(arguments, output)
+        write_json(output / RECORD, {"command": command_of(arguments), **record}, indent=1)
+    return draw(output, table, draw_arms, PLOT)
+
+
+def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
+    """Trains what is missing and returns the record.
+
+    Raises:
+        UserError: the folder holds a study with other settings, or a run failed.
+    """
+    runs = Runs(output, arguments)
+    claim(output, runs.settings(), "study of masked language modeling")
+    chosen = {arm: runs.choose_rate(arm) for arm in arguments.arms}
+    rates = {arm: rate for arm, (rate, _) in chosen.items()}
+    folders = {seed: {arm: runs.trained(seed, arm, rate) for arm, rate in rates.items()} for seed in arguments.seeds}
+    arms = {arm: [read_run(folders[seed][arm]) for seed in arguments.seeds] for arm in arguments.arms}
+    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates}
+    losses = {arm: found for arm, (_, found) in chosen.items()}
+    settings = {**runs.settings(), **tuning, "tuning_losses": losses, "chosen": rates}
+    record = make_record(settings, arms, {arm: ARMS[arm][0] for arm in arms})
+    if {"wide", "all"} <= set(arms):
+        record["all_against_wide"] = compare(arms["wide"], arms["all"])
+    return record
+
+
+def command_of(arguments: MaskedLMArguments) -> str:
+    """The command line that repeats the study, from a folder that holds the data."""
+    words = ["dynattn", "reproduce", "masked-lm"]
+    numbers = ("seeds", "tuning_seed", "learning_rates", "steps", "validations")
+    for name in ("dataset", "validation_dataset", "arms", *numbers):
+        value = getattr(arguments, name)
+        if name.endswith("dataset") and value is not None:
+            value = Path(value).name
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return " ".join(words + ["--small"] * arguments.small)

@@ -1,0 +1,25 @@
+"""Asks whether composing heads helps a bidirectional encoder to predict hidden tokens, and which part of it does.
+
+    dynattn reproduce masked-lm [--dataset TRAIN.txt --validation_dataset HELD_OUT.txt] [--quick]
+
+Small DCModernBerts are trained on one text: plain, with a norm of queries and keys, with a static mixing of heads, with
+dynamic composition after the softmax, on both sides of it, with all of these, the last with dropout in the generator,
+and plain with an MLP that is wider by as many parameters. For each seed all begin with the same weights where they have
+the same, and read the same masks in the same order. The learning rate of each arm is chosen on a seed that is not
+measured. Held-out text has the same masks in all runs. Finished runs are not repeated, so an interrupted study resumes
+where it stopped.
+"""
+
+from collections.abc import Sequence
+
+from ...common.arguments import parse_arguments
+from .arguments import MaskedLMArguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is missing of the study, then writes and prints the results."""
+    arguments = parse_arguments(MaskedLMArguments, argv, prog="dynattn reproduce masked-lm", description=__doc__)
+    from .job import run_study  # slow to import, so not before the arguments are parsed
+
+    print(run_study(arguments))
+    return 0

@@ -1,0 +1,119 @@
+"""The runs of the study: a tokenizer, initial weights for each seed and arm, and their training.
+
+A run is a folder that `dynattn pretrain` completes by a rename, so it is either whole or goes on.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dynattn import DCModernBertConfig, DCModernBertForMaskedLM
+
+from ...common.atomic_file import partial_path, put_in_place
+from ...compare.job import choose_rate
+from ...pretrain import PretrainArguments, pretrain
+from ...pretrain.data.documents import iterate_texts, load_documents
+from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
+from ...pretrain.model import build_config
+from .arguments import ARMS, MaskedLMArguments
+
+LENGTH, BATCH = 128, 16
+VOCABULARY = 2048
+# One in WARMUP updates is warmup.
+WARMUP = 12
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Makes the runs of a study, each once."""
+
+    output: Path
+    arguments: MaskedLMArguments
+
+    def settings(self) -> dict[str, Any]:
+        """What all runs have in common: for the record, and to recognize the folder by."""
+        arguments = self.arguments
+        data = {name: getattr(arguments, name) for name in ("dataset", "validation_dataset")}
+        shares = {"length": LENGTH, "batch": BATCH, "vocabulary": VOCABULARY, "warmup_share": 1 / WARMUP}
+        names = {name: None if value is None else Path(value).name for name, value in data.items()}
+        lengths = {"steps": arguments.steps, "validations": arguments.validations}
+        return {**lengths, "model": arguments.model, **names, **shares}
+
+    def trained(self, seed: int, arm: str, rate: float) -> Path:
+        """The folder of a finished run; `seed` decides initial weights, masks and the order of the data."""
+        folder, steps = self._folder(seed, f"{arm}-{rate:g}"), self.arguments.steps
+        if not (folder / "model").exists():
+            print(f"\n{folder}", flush=True)
+            every = steps // self.arguments.validations
+            initial = str(self._initial(seed, arm))
+            lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // WARMUP}
+            saves: dict[str, Any] = {"eval_every": every, "save_every": every, "keep_checkpoints": 1}
+            pretrain(
+                self._options(output=str(folder), seed=seed, learning_rate=rate, init_from=initial, **lengths, **saves)
+            )
+        return folder
+
+    def choose_rate(self, arm: str) -> tuple[float, dict[str, float]]:
+        """The learning rate with the lowest last validation loss on the tuning seed, and the losses of all."""
+        seed = self.arguments.tuning_seed
+        return choose_rate(lambda rate: self.trained(seed, arm, rate), self.arguments.learning_rates)
+
+    def _options(self, **options: Any) -> PretrainArguments:
+        return PretrainArguments(
+            objective="masked_lm",
+            dataset=self.arguments.dataset,
+            validation_dataset=self.arguments.validation_dataset,
+            sequence_length=LENGTH,
+            batch_size=BATCH,
+            **options,
+        )
+
+    def _initial(self, seed: int, arm: str) -> Path:
+        """A model before training, with the plain model's weights where it has such weights, and the tokenizer."""
+        folder = self._folder(seed, f"initial-{arm}")
+        if not folder.exists():
+            tokenizer = self._tokenizer()
+            torch.manual_seed(seed)
+            plain = DCModernBertForMaskedLM(self._config("plain", tokenizer)).state_dict()
+            model = DCModernBertForMaskedLM(self._config(arm, tokenizer))
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            shared = {name: tensor for name, tensor in plain.items() if shapes.get(name) == tensor.shape}
+            model.load_state_dict(shared, strict=False)
+            partial = partial_path(folder)
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            put_in_place(partial, folder)
+        return folder
+
+    def _config(self, arm: str, tokenizer: PreTrainedTokenizerBase) -> DCModernBertConfig:
+        fields = {**self.arguments.model, **ARMS[arm][1]}
+        if arm == "wide":
+            fields["intermediate_size"] += self._wider(tokenizer)
+        config: Any = build_config(self._options(output="unused", model_config=fields), tokenizer)
+        return config
+
+    def _wider(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """By how much an MLP is wider that has as many more parameters as everything added to the plain model."""
+        with torch.device("meta"):
+            plain, full = (DCModernBertForMaskedLM(self._config(arm, tokenizer)) for arm in ("plain", "all"))
+        missing = full.num_parameters() - plain.num_parameters()
+        matrices = 3  # of a gated MLP
+        return round(missing / (matrices * plain.config.hidden_size * plain.config.num_hidden_layers))
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """A byte-level BPE of the training text, made once."""
+        folder = self.output / "tokenizer"
+        if not folder.exists():
+            documents = load_documents(self._options(output="unused")).train["train"]
+            partial = partial_path(folder)
+            train_bpe(iterate_texts(documents), VOCABULARY, masks=True).save_pretrained(partial)
+            put_in_place(partial, folder)
+        return load_tokenizer(folder)
+
+    def _folder(self, seed: int, name: str) -> Path:
+        folder = self.output / f"seed-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
