@@ -1,18 +1,21 @@
-"""Compares the logits of two checkpoints: of any decoder, encoder-decoder or vision transformer of Transformers.
+"""Compares the logits of two checkpoints: of any decoder, encoder, encoder-decoder or vision transformer.
 
 Run: `dynattn convert check A B`. Exits with 0 where they are equal up to rounding, with 1 where they differ.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.checkpoint_files import read_config
 from ..common.errors import UserError
 from .common.command_line import parse_with_folders
 
-if TYPE_CHECKING:  # only for the annotation: it needs torch
-    from .common.answers import Comparison
+if TYPE_CHECKING:  # only for annotations: they need torch
+    from transformers import PreTrainedConfig
+
+    from .common.answers import Comparison, Probe
 
 
 @dataclass
@@ -44,18 +47,33 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     """
     from .common.answers import compare_answers
     from .common.hub import locate
-    from .common.image_probe import IMAGES
     from .common.model_loading import load_config, load_for_probe
-    from .common.probe import TEXT
-    from .common.translation_probe import TRANSLATION
 
     folders = [locate(arguments.first, arguments.first_revision), locate(arguments.second, arguments.second_revision)]
     configs = [load_config(folder).get_text_config() for folder in folders]
     rows, others = (getattr(config, "vocab_size", None) for config in configs)
     if rows != others:
         raise UserError(f"vocabularies of {rows} and {others} tokens cannot be compared")
-    reads_text = TRANSLATION if configs[0].is_encoder_decoder else TEXT
-    probe = IMAGES if rows is None else reads_text
+    probe = probe_for(folders[0], configs[0])
     inputs = probe.make(folders[0], *configs)
     models = (load_for_probe(folder, auto_class=probe.auto_class_of(read_config(folder))) for folder in folders)
     return compare_answers(*(probe.ask(model, inputs) for model in models))
+
+
+def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
+    """How the model in `folder` is asked: as what its configuration and its class are."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    from .common.encoder_probe import ENCODER
+    from .common.image_probe import IMAGES
+    from .common.probe import TEXT
+    from .common.translation_probe import TRANSLATION
+
+    if getattr(config, "vocab_size", None) is None:
+        return IMAGES
+    if config.is_encoder_decoder:
+        return TRANSLATION
+    # Some encoders may also be run as decoders, so that only the class tells.
+    only_encodes = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_encoder = only_encodes or "MaskedLM" in str(read_config(folder).get("architectures"))
+    return ENCODER if type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_encoder else TEXT

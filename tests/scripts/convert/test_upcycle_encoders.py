@@ -8,6 +8,7 @@ import torch
 import transformers
 from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
 from cases.encoder_parents import ENCODER_PARENTS, ROWS, make_encoder_parent
+from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
 
 from dynattn.scripts.cli import main
 
@@ -41,3 +42,27 @@ def test_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     edit_config(tmp_path / "parent", architectures=["ModernBertForMultipleChoice"])
     assert main(["convert", "modernbert", str(tmp_path / "parent"), str(tmp_path / "ours")]) != 0
     assert "ModernBertForMultipleChoice has a head that is not known here" in capsys.readouterr().err
+
+
+def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
+    for name, options in {"ours": (), "other": ("--init", "paper")}.items():
+        convert_well("modernbert", tmp_path / "parent", tmp_path / name, *options)
+    capsys.readouterr()
+    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert "tokens, plain, right-padded and left-padded: logits" in capsys.readouterr().out
+    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "other")]) == 1
+    assert "logits change by up to" in capsys.readouterr().out
+
+
+def test_an_encoder_of_a_type_that_also_decodes_is_asked_as_its_class_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**fields, intermediate_size=16, max_position_embeddings=64)
+    for name, kind in {"encoder": BertForMaskedLM, "decoder": BertLMHeadModel}.items():
+        config.is_decoder = name == "decoder"
+        kind(config).save_pretrained(tmp_path / name)
+    for name, asked in {"encoder": "right-padded and left-padded", "decoder": "left-padded and cached"}.items():
+        main(["convert", "check", str(tmp_path / name), str(tmp_path / name)])
+        assert asked in capsys.readouterr().out
