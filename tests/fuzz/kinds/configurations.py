@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 import dynattn
+from dynattn.families import FAMILIES
 
 from ..harness import Case, FindingError, Kind, expect, one_line
 
@@ -30,7 +31,13 @@ SMALL: dict[str, Case] = {
     "DCFormer": {"sliding_window": 5},
     "DCPythia": {"sliding_window": 5, "head_dim": 8},
     "RCMHA": {"mem_len": 5},
+    "DCModernBert": {"local_attention": 6},
+    "DCViT": {"image_size": 12, "patch_size": 4, "num_channels": 2, "representation_size": None},
+    "DCBart": {"pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None},
+    "RCMHASeq2Seq": {"pad_token_id": 0, "decoder_start_token_id": 0},
 }
+ROTATING = ("DCFormer", "DCPythia", "DCModernBert")
+PAIRS = ("image_size", "patch_size")
 # JSON has no other numbers than these; "NaN" and the like are read back by Python's parser.
 NUMBERS: tuple[Any, ...] = (0, -1, -7, 1, 2, 3, 5, 10**12, 2**63, 0.0, 0.5, -0.5, 1.5, 1e-30, 1e30)
 NUMBERS += (float("nan"), float("inf"), -float("inf"))
@@ -69,10 +76,11 @@ ROPE_FIELDS: dict[str, tuple[Any, ...]] = {
 LARGEST = 20_000_000
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 SIZES += ("max_position_embeddings", "mem_len", "conv_kernel_size", "compose_hidden_size", "mgate_dim")
+SIZES += ("decoder_layers", "num_channels", "representation_size", "num_register_tokens", "local_attention")
 
 
 def generate(random: Random) -> Case:
-    family = random.choice(("DCFormer", "DCPythia", "RCMHA"))
+    family = random.choice([name for name in SMALL if name != "shared"])
     own = own_fields(family)
     fields = {}
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -86,13 +94,15 @@ def own_fields(family: str) -> list[str]:
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     tokens = {"pad_token_id", "bos_token_id", "eos_token_id"}
     names = [field.name for field in dataclasses.fields(getattr(dynattn, f"{family}Config"))]
-    return sorted((set(names) - inherited) | (set(names) & tokens)) + ["rope_parameters"] * 4 * (family != "RCMHA")
+    return sorted((set(names) - inherited) | (set(names) & tokens)) + ["rope_parameters"] * 4 * (family in ROTATING)
 
 
 def random_value(random: Random, name: str) -> Any:
     if name == "layer_types":
         kinds = ("sliding_attention", "full_attention", "chunked_attention", None, 1)
         return [random.choice(kinds[: random.choice((2, 5))]) for _ in range(random.choice((0, 1, 2, 2, 3)))]
+    if name in PAIRS and random.random() < 0.4:
+        return [random.choice((*NUMBERS, 4, 8, 12, None)) for _ in range(random.choice((1, 2, 2, 2, 3)))]
     if name.endswith("_act"):
         return random.choice(
             ("relu", "gelu", "silu", "relu2", "gelu_pytorch_tanh", "tanh", "no-such", "", "GELU", 3, None)
@@ -116,7 +126,9 @@ def random_rope(random: Random) -> Any:
 def check(case: Case) -> None:
     config_class = getattr(dynattn, f"{case['class']}Config")
     # Fields that travel to JSON keep their value but not the identity of the case.
-    fields = {**SMALL["shared"], **SMALL[case["class"]], **case["fields"]}
+    known = {field.name for field in dataclasses.fields(config_class)}
+    shared = {name: value for name, value in SMALL["shared"].items() if name in known}
+    fields = {**shared, **SMALL[case["class"]], **case["fields"]}
     changed = ", ".join(f"{name}={value!r}"[:60] for name, value in case["fields"].items())
     try:
         config = config_class(**fields)
@@ -146,21 +158,28 @@ def aliases(name: str, case: Case) -> list[str]:
 def fits(config: PreTrainedConfig) -> bool:
     """Whether a model of this size can be made in a moment."""
     sizes = [abs(size) for name in SIZES if isinstance(size := getattr(config, name, None), int | float)]
+    sizes += [size for name in ("image_shape", "patch_shape") for size in getattr(config, name, ())]
     if not all(math.isfinite(size) for size in sizes) or max(sizes) > 10**5:
         return False
     layers, hidden = config.num_hidden_layers, config.hidden_size
     heads = (config.num_attention_heads or 1) * (getattr(config, "head_dim", None) or 1)
-    wide = max(hidden, heads, config.intermediate_size, config.vocab_size, 1)
+    layers = max(layers, getattr(config, "decoder_layers", None) or 0)
+    wide = max(hidden, heads, config.intermediate_size, getattr(config, "vocab_size", 1), 1)
+    if hasattr(config, "grid"):
+        (rows, columns), pixels = config.grid, math.prod(config.image_shape) * config.num_channels
+        patches = rows * columns + config.num_prefix_tokens
+        # Attention maps are the largest tensors, unless a patch holds many pixels.
+        wide = max(wide, pixels, math.prod(config.patch_shape) * config.num_channels, patches**2 * heads // hidden)
     return max(layers, 1) * wide * max(hidden, 1) * 10 < LARGEST
 
 
 def run(config: PreTrainedConfig, family: str) -> None:
     """A model is made, gives finite logits, and its configuration survives a file."""
     torch.manual_seed(0)
-    model = getattr(dynattn, f"{family}ForCausalLM")(config).eval()
-    ids = torch.randint(0, max(1, min(config.vocab_size, 31)), (2, 7))
+    known = next(one for one in FAMILIES.values() if one.prefix == family)
+    model = known.load_model_class(known.main_auto_class)(config).eval()
     with torch.no_grad():
-        logits = model(ids).logits
+        logits = model(**random_inputs(config)).logits
     expect(logits.isfinite().all(), "logits are not finite")
     with tempfile.TemporaryDirectory(prefix="dynattn-fuzz-") as folder:
         config.save_pretrained(folder)
@@ -170,6 +189,14 @@ def run(config: PreTrainedConfig, family: str) -> None:
     # As text, in which NaN equals NaN; files sort the keys of dictionaries.
     texts = [json.dumps(fields, sort_keys=True, default=repr) for fields in (before, after)]
     expect(texts[0] == texts[1], "the saved configuration is another")
+
+
+def random_inputs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """Images, or tokens, for an encoder-decoder of a source and a target."""
+    if hasattr(config, "image_shape"):
+        return {"pixel_values": torch.randn(2, config.num_channels, *config.image_shape)}
+    source, target = (torch.randint(0, max(1, min(config.vocab_size, 31)), (2, length)) for length in (7, 5))
+    return {"input_ids": source, **({"decoder_input_ids": target} if config.is_encoder_decoder else {})}
 
 
 KIND = Kind("configurations", generate, check, fast=60, seconds=30, batch=150)

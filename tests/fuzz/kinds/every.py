@@ -1,6 +1,28 @@
 """All kinds of fuzzing by name."""
 
-from . import commands, composed_op, configurations, faults, files, models, op_refusals, processes, relative_op
+from . import (
+    bidirectional,
+    commands,
+    composed_op,
+    configurations,
+    faults,
+    files,
+    models,
+    op_refusals,
+    processes,
+    relative_op,
+)
 
-MODULES = (composed_op, relative_op, op_refusals, models, configurations, commands, files, faults, processes)
+MODULES = (
+    composed_op,
+    relative_op,
+    op_refusals,
+    models,
+    bidirectional,
+    configurations,
+    commands,
+    files,
+    faults,
+    processes,
+)
 KINDS = {module.KIND.name: module.KIND for module in MODULES}

@@ -43,19 +43,17 @@ def ways_of(family: str, fields: Case) -> list[str]:
     return list(WAYS)
 
 
-def composed_fields(random: Random, family: str) -> Case:
+def attention_fields(random: Random) -> Case:
+    """Sizes, heads and their composition, as every family with composed heads has them."""
     heads = random.choice((2, 4, 6, 8))
     groups = random.choice([number for number in (1, 1, 2, 3) if heads % number == 0 and heads // number > 1])
-    layers = random.choice((1, 2, 3))
     fields = {
         "num_attention_heads": heads,
         "num_key_value_heads": random.choice([number for number in range(1, heads + 1) if heads % number == 0]),
         "hidden_size": random.choice((16, 24, 48)),
         "head_dim": random.choice((4, 8, 12)),
         "intermediate_size": 24,
-        "num_hidden_layers": layers,
-        "sliding_window": random.choice((2, 3, 7, 100)),
-        "layer_types": [random.choice(("sliding_attention", "full_attention")) for _ in range(layers)],
+        "num_hidden_layers": random.choice((1, 2, 3)),
         "compose_groups": groups,
         "compose_rank": random.choice([rank for rank in (1, 2, 3) if rank <= heads // groups]),
         "compose_hidden_size": random.choice((None, 1, 5)),
@@ -63,15 +61,23 @@ def composed_fields(random: Random, family: str) -> Case:
         "initializer_range": 0.15,
         "tie_word_embeddings": random.random() < 0.3,
         "attention_bias": random.random() < 0.3,
+        "use_qk_norm": random.random() < 0.7,
+    }
+    switches = ("pre", "post", "query_wise", "key_wise", "low_rank", "gate", "static")
+    return fields | {f"compose_{name}": random.random() < 0.75 for name in switches}
+
+
+def composed_fields(random: Random, family: str) -> Case:
+    fields = attention_fields(random)
+    fields |= {
+        "sliding_window": random.choice((2, 3, 7, 100)),
+        "layer_types": random_layers(random, fields["num_hidden_layers"]),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": random.choice((10.0, 1e4)),
             "partial_rotary_factor": random.choice((0.5, 1.0)),
         },
     }
-    switches = ("pre", "post", "query_wise", "key_wise", "low_rank", "gate", "static")
-    fields |= {f"compose_{name}": random.random() < 0.75 for name in switches}
-    fields["use_qk_norm"] = random.random() < 0.7
     if random.random() < 0.5:
         fields |= random_positions(random, sorted(set(fields["layer_types"])))
     if family == "DCFormer":
@@ -79,6 +85,10 @@ def composed_fields(random: Random, family: str) -> Case:
     else:
         fields["use_parallel_residual"] = random.random() < 0.6
     return fields
+
+
+def random_layers(random: Random, layers: int) -> list[str]:
+    return [random.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
 
 
 def random_positions(random: Random, layer_types: list[str]) -> Case:
@@ -133,6 +143,11 @@ def check(case: Case) -> None:
             logits = WAYS[case["way"]](model, ids, case)
         except Exception as error:  # every way is documented to work
             raise FindingError(f"{case['class']}: {one_line(error)}") from error
+    expect_equal(case, logits, plain, truth)
+
+
+def expect_equal(case: Case, logits: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """Finds logits that are further from the `truth` in float64 than rounding takes those of the `plain` pass."""
     expect(logits.shape == truth.shape, f"{case['class']}: logits of shape {tuple(logits.shape)}")
     noise = max(float((plain - truth).abs().max()), float(truth.abs().max()) * torch.finfo(torch.float32).eps)
     error = float((logits - truth).abs().nan_to_num(1e30).max())
