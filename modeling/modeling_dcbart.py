@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import EncoderBody
+from .common.encoder import EncoderBody, check_padding_token
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, init_final_logits_bias
 from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
 from .layers.composed_attention import ComposedAttention
@@ -195,6 +195,7 @@ class DCBartForConditionalGeneration(Seq2SeqLMHead, DCBartPreTrainedModel, Gener
 
 def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
     """Embeddings of tokens, scaled if configured, whose padding row does not learn."""
+    check_padding_token(config)
     scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)
 

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcmodernbert import DCModernBertConfig
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import EncoderBody
+from .common.encoder import EncoderBody, check_padding_token
 from .common.encoder_heads import (
     EncoderTokenClassificationHead,
     MaskedLMHead,
@@ -82,11 +82,7 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
 
     def __init__(self, config: DCModernBertConfig) -> None:
         super().__init__(config)
-        if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
-            raise ValueError(
-                f"pad_token_id ({config.pad_token_id}) must be smaller than vocab_size ({config.vocab_size}); give "
-                "that of the tokenizer"
-            )
+        check_padding_token(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.embed_norm, self.dropout = make_norm(config), nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList([DCModernBertLayer(config, layer) for layer in range(config.num_hidden_layers)])

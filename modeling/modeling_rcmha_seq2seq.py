@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
-from .common.encoder import EncoderBody
+from .common.encoder import EncoderBody, check_padding_token
 from .common.relative_model import RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead
 from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
@@ -98,7 +98,7 @@ class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
 
     def __init__(self, config: RCMHASeq2SeqConfig, layers: list[nn.Module]) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = make_embedding(config)
         learned = config.position_scheme == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(layers)
@@ -188,7 +188,7 @@ class RCMHASeq2SeqModel(Seq2SeqBody, RCMHASeq2SeqPreTrainedModel):
 
     def __init__(self, config: RCMHASeq2SeqConfig) -> None:
         super().__init__(config)
-        self.shared = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.shared = make_embedding(config)
         self.encoder, self.decoder = RCMHASeq2SeqEncoder(config), RCMHASeq2SeqDecoder(config)
         self.post_init()
 
@@ -206,6 +206,12 @@ def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int |
     length = attention_mask.shape[-1] if length is None else length
     mask = attention_mask if attention_mask.ndim == 4 else None
     return find_tokens(attention_mask, mask, length, length, None)
+
+
+def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:
+    """Embeddings of tokens, whose padding row does not learn."""
+    check_padding_token(config)
+    return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
 
 __all__ = [

@@ -64,6 +64,16 @@ def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
     return mask_function
 
 
+def check_padding_token(config: PreTrainedConfig) -> None:
+    """Raises ValueError unless the token whose embedding stays zero is one of the vocabulary, or there is none."""
+    padding, rows = config.pad_token_id, config.vocab_size
+    if padding is not None and not 0 <= padding < rows:
+        raise ValueError(
+            f"pad_token_id ({padding}) must be at least 0 and smaller than vocab_size ({rows}); give that of the "
+            "tokenizer"
+        )
+
+
 class EncoderLayers:
     """The layers of an encoder of any input, mixed in front of a family's `PreTrainedModel`, which makes `layers`."""
 
