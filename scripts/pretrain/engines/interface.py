@@ -28,10 +28,12 @@ class Engine:
         name: as `--engine` names it.
         is_collective: whether a forward pass needs all processes at the same time.
         takes_weights_of_first: whether the first process alone has to have weights before `prepare`, the others shapes.
+        reads_earlier_format: whether checkpoints of earlier versions can be resumed.
     """
 
     is_collective = False
     takes_weights_of_first = False
+    reads_earlier_format = True
 
     def __init__(self, name: str, accelerator: Accelerator) -> None:
         self.name, self.accelerator = name, accelerator

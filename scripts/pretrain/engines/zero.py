@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from ...common.errors import UserError
 from ..arguments import PretrainArguments
 from ..outputs.training_state import WEIGHTS
 from ..weight_average import WeightAverage
@@ -36,6 +37,8 @@ class ZeroEngine(Engine):
         arguments: of the run; DeepSpeed wants to know the batch size and the norm to clip to.
     """
 
+    reads_earlier_format = False
+
     def __init__(self, name: str, accelerator: Accelerator, arguments: PretrainArguments) -> None:
         super().__init__(name, accelerator)
         self.arguments, self.stage = arguments, int(name.removeprefix("zero"))
@@ -45,7 +48,14 @@ class ZeroEngine(Engine):
     def prepare(
         self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
     ) -> tuple[nn.Module, Optimizer]:
-        """Hands the model to DeepSpeed, which shards what its stage shards; compiled models are not for it."""
+        """Hands the model to DeepSpeed, which shards what its stage shards; compiled models are not for it.
+
+        Raises:
+            UserError: weights do not learn, of which stage 3 keeps no float32 shards.
+        """
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if frozen and self.stage == 3:
+            raise UserError(f"engine=zero3 and {frozen[0]}, which does not learn; use zero2 or fsdp2")
         if self.accelerator.mixed_precision == "bf16":
             cast = torch.autocast(self.accelerator.device.type, torch.bfloat16)
             model.forward = convert_outputs_to_fp32(cast(model.forward))

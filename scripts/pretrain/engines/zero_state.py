@@ -124,7 +124,7 @@ class ZeroState:
         weights = dict(self.module.named_parameters())
         # A `state_dict` has tensors that share the weights' memory, and are not those that pieces are known of.
         entries = {WEIGHTS + name: Entry(weights.get(name, held)) for name, held in weights_of(self.module).items()}
-        for name, weight in weights.items():
+        for name, weight in ((name, weight) for name, weight in weights.items() if weight in self.pieces):
             kept = self.state.get(self.pieces[weight].flat, {})
             entries |= {f"{OPTIMIZER}{name}.{what}": Entry(weight, what) for what in kept}
         return entries

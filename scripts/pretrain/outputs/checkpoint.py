@@ -112,8 +112,14 @@ def load(
     Engine and number of processes may be others than those that saved it; a process that is new keeps its random state.
 
     Raises:
-        UserError: a file holds something else than tensors and plain values; nothing in it is run.
+        UserError: a file holds something else than tensors and plain values, nothing of which is run; or the engine
+            does not read checkpoints of earlier versions.
     """
+    if is_earlier_format(path) and not engine.reads_earlier_format:
+        raise UserError(
+            f"the checkpoint {path} is of an earlier version, which engine={engine.name} does not read; resume it with "
+            "engine ddp or fsdp2, save, and go on from there"
+        )
     accelerator = engine.accelerator
     process = accelerator.process_index
     try:

@@ -17,6 +17,7 @@ from dynattn.scripts.pretrain.engines.choice import build_engine, launched_engin
 from dynattn.scripts.pretrain.engines.interface import Engine
 from dynattn.scripts.pretrain.engines.sharded import ShardedEngine
 from dynattn.scripts.pretrain.main import RECIPES
+from dynattn.scripts.pretrain.outputs import checkpoint
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -91,6 +92,14 @@ def test_what_deepspeed_cannot_do_is_refused_by_name(option: str, value: Any, tm
     with pytest.raises(UserError, match=rf"{option}={value} .*\(engine=zero2\); leave it out, or use engine fsdp2"):
         build_engine(given, processes(2), None)
     assert type(build_engine(given, processes(1), None)) is Engine
+
+
+def test_checkpoints_of_earlier_versions_are_refused_where_they_cannot_be_read(tmp_path: Path):
+    (tmp_path / "optimizer.bin").touch()
+    engine: Any = SimpleNamespace(name="zero1", reads_earlier_format=False)
+    unused: Any = None
+    with pytest.raises(UserError, match="is of an earlier version, which engine=zero1 does not read; resume it with"):
+        checkpoint.load(engine, tmp_path, unused, unused, unused)
 
 
 def test_an_engine_without_its_package_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
