@@ -132,8 +132,9 @@ def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: in
     common, element = _head_by_head_arguments(configuration), {"scores": _dtype_of_scores(dtype), "map": dtype}
     compiled = {}
     for name, own in HEAD_BY_HEAD.items():
-        wide_static, has_gain = has_static and dtype == "fp32", configuration.has_gain
-        block_t, block_s, warps = tiles_for(term_counts, wide_static=wide_static, has_gain=has_gain)[name]
+        wide_static = has_static and (dtype == "fp32" or configuration.composes_bias)
+        tiles = tiles_for(term_counts, wide_static=wide_static, has_gain=configuration.has_gain)
+        block_t, block_s, warps = tiles[name]
         kinds = (*(f"*{element.get(kind, kind)}" for kind in own), *common)
         constants = {"heads": heads, "term_counts": term_counts, "block_t": block_t, "block_s": block_s}
         # Lengths of maps are multiples of 16; what is visible starts and ends anywhere, as the columns of tables do.

@@ -101,7 +101,7 @@ def tiles_for(
 
     Args:
         term_counts: the number of terms on each side of each stage.
-        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds.
+        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds, of maps or of a bias.
         has_gain: whether a gain by distance adds the gained probabilities to them.
     """
     if max(term_counts) > 5 or wide_static:

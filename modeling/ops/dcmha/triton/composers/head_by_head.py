@@ -201,8 +201,9 @@ def _term_counts(inputs: MapInputs) -> tuple[int, ...]:
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
     """The patch and the warps of each kernel."""
     has_static = inputs.pre_static is not None or inputs.post_static is not None
-    wide_static, has_gain = has_static and inputs.query.dtype == torch.float32, inputs.position_gain is not None
-    return tiles_for(_term_counts(inputs), wide_static=wide_static, has_gain=has_gain)
+    is_wide = inputs.query.dtype == torch.float32 or inputs.composed_bias is not None
+    has_gain = inputs.position_gain is not None
+    return tiles_for(_term_counts(inputs), wide_static=has_static and is_wide, has_gain=has_gain)
 
 
 def _as_panels(terms: Tensor) -> Tensor:
