@@ -23,20 +23,22 @@ STYLES = dict(zip(QUESTION, (("#000000", 5.0), ("#d55e00", 3.4), ("#0072b2", 1.8
 def draw_survival(record: Mapping[str, Any], path: Path) -> None:
     """Draws one panel for each task: the share of unsolved runs of each arm against the sequences that they read."""
     tasks = record["tasks"]
-    rows = -(-len(tasks) // COLUMNS)
-    figure, panels = plt.subplots(
-        rows, min(COLUMNS, len(tasks)), figsize=(4.6 * min(COLUMNS, len(tasks)), 3.6 * rows + 0.8), dpi=150,
-        squeeze=False, sharey=True,
-    )  # fmt: skip
+    columns = min(COLUMNS, len(tasks))
+    rows, entries = -(-len(tasks) // columns), len({name for task in tasks for name in task["arms"]})
+    legend = 0.25 * -(-entries // (2 * columns)) + 0.2  # inches
+    height = 3.6 * rows + legend
+    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, height), dpi=150, squeeze=False, sharey=True)
     for axes, task in zip(panels.flat, tasks, strict=False):
         _draw_task(axes, task)
     for axes in panels.flat[len(tasks) :]:
         axes.set_visible(False)
     for axes in panels[:, 0]:
         axes.set_ylabel("share of runs not solved")
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.12 if rows == 1 else 0.09, 1, 1))
+    labeled = {
+        label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labeled.values(), labeled, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, legend / height, 1, 1))
     figure.savefig(path)
     plt.close(figure)
 
