@@ -84,6 +84,14 @@ class RCMHASeq2SeqConfig(RelativeConfig):
                 "set encoder_conv_is_causal=True"
             )
 
+    def validate_distances(self) -> None:
+        """Part of the strict validation: the tables of relative attention have a row for a later token."""
+        if self.is_relative and self.max_position_embeddings < 2:
+            raise ValueError(
+                f"max_position_embeddings ({self.max_position_embeddings}) must be at least 2 where attention is "
+                "relative: the encoder's tables need a row for later tokens"
+            )
+
 
 RCMHASeq2SeqConfig.sizes = {
     "tiny": model_size(128, 2, 4, 256, vocab_size=2048, max_position_embeddings=256),

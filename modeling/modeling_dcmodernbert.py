@@ -63,7 +63,7 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
         if isinstance(module, nn.Linear | nn.Embedding):
             std = self._initial_std(module)
             cut = self.config.initializer_cutoff_factor * std
-            init.trunc_normal_(module.weight, std=std, a=-cut, b=cut)
+            init.trunc_normal_(module.weight, std=std, a=-cut, b=cut) if std else init.zeros_(module.weight)
 
     def _initial_std(self, module: nn.Module) -> float:
         if module is getattr(self, "classifier", None):

@@ -74,7 +74,7 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
             if std is not None:
-                init.trunc_normal_(module.weight, std=std)
+                init.trunc_normal_(module.weight, std=std) if std else init.zeros_(module.weight)
             elif isinstance(module, nn.Conv2d) or module is getattr(self, "pre_logits", None):
                 init_by_fan_in(module)
             elif module is getattr(self, "classifier", None):

@@ -121,6 +121,11 @@ def test_documents_packed_by_positions_do_not_see_each_other(implementation: str
     assert (beside_a_mask - packed).abs().max() > 1e-3
 
 
+def test_an_initializer_range_of_zero_makes_zeros() -> None:
+    assert not make_model(initializer_range=0.0).classifier.bias.any()
+    assert not make_model(initializer_range=0.0).model.layers[0].self_attn.q_proj.weight.any()
+
+
 @torch.no_grad()
 def test_layers_have_the_rotary_base_of_their_type() -> None:
     ids, _ = inputs(None)

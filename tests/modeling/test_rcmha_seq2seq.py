@@ -92,6 +92,10 @@ def test_relative_tables_matter_in_both_directions() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            {"max_position_embeddings": 1},
+            r"max_position_embeddings \(1\) must be at least 2 where attention is relative",
+        ),
         ({"conv_kernel_size": 4}, r"conv_kernel_size \(4\) must be odd: the encoder's convolutions are centred"),
         ({"attention_type": "xl"}, "attention_type 'xl' does not exist"),
         ({"attention_type": "mha", "position_scheme": "rope"}, "position_scheme 'rope' does not exist"),

@@ -204,7 +204,9 @@ def random_inputs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """Images, or tokens, for an encoder-decoder of a source and a target."""
     if hasattr(config, "image_shape"):
         return {"pixel_values": torch.randn(2, config.num_channels, *config.image_shape)}
-    source, target = (torch.randint(0, max(1, min(config.vocab_size, 31)), (2, length)) for length in (7, 5))
+    limit = config.max_position_embeddings if config.is_encoder_decoder else 7
+    rows = max(1, min(config.vocab_size, 31))
+    source, target = (torch.randint(0, rows, (2, min(length, limit))) for length in (7, 5))
     return {"input_ids": source, **({"decoder_input_ids": target} if config.is_encoder_decoder else {})}
 
 
