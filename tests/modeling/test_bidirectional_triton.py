@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from dynattn import DCModernBertConfig, DCModernBertForMaskedLM, DCViTConfig, DCViTForImageClassification
 
-STRONG = {"compose_init_scale": 30.0, "initializer_range": 0.2, "compose_static": True}
-SHAPE = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+STRONG: dict[str, Any] = {"compose_init_scale": 30.0, "initializer_range": 0.2, "compose_static": True}
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROWS = 61
 Inputs = dict[str, Tensor]
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")

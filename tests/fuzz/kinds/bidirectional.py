@@ -75,7 +75,7 @@ def encoder_fields(random: Random) -> Case:
 def image_fields(random: Random) -> Case:
     patch = random.choice((1, 2, [2, 3]))
     height, width = (patch, patch) if isinstance(patch, int) else patch
-    prefix = {"use_class_token": True, "use_distillation_token": random.random() < 0.3}
+    prefix: Case = {"use_class_token": True, "use_distillation_token": random.random() < 0.3}
     prefix |= {"classifier_pooling": random.choice(("mean", "cls", "cls_mean"))}
     return {
         **attention_fields(random),
@@ -296,9 +296,10 @@ def with_padded_source(model: PreTrainedModel, inputs: Inputs, case: Case) -> Te
 def beams(model: PreTrainedModel, inputs: Inputs, case: Case) -> Tensor:
     """Beam search gives the same tokens when it is repeated, and without a cache."""
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
-    first = model.generate(inputs["input_ids"], **options)
-    expect(torch.equal(first, model.generate(inputs["input_ids"], **options)), "beam search is another when repeated")
-    plain = model.generate(inputs["input_ids"], use_cache=False, **options)
+    generate: Any = model.generate
+    first = generate(inputs["input_ids"], **options)
+    expect(torch.equal(first, generate(inputs["input_ids"], **options)), "beam search is another when repeated")
+    plain = generate(inputs["input_ids"], use_cache=False, **options)
     expect(torch.equal(first, plain), "beam search needs its cache")
     return logits_of(model, inputs)
 

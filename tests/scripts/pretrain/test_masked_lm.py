@@ -22,9 +22,9 @@ from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.report.page import render
 from dynattn.scripts.report.run import read_runs
 
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASKED = {**RUN, "objective": "masked_lm", "model_type": None, "model_config": {**SMALL, "mlp_dropout": 0.1}}
-BERT = {**SMALL, "max_position_embeddings": 64}
+BERT: dict[str, Any] = {**SMALL, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_card_report_and_summary_speak_of_hidden_tokens(finished: Result) -> Non
     assert "AutoModelForCausalLM" not in card.text and 'pipeline("fill-mask"' in card.text
     page = render(read_runs([finished.output]))
     assert "nats per target token" in page and "masked_lm" in page and "Bits per byte" not in page
-    fill = pipeline("fill-mask", model=str(finished.model), device="cpu")
+    fill: Any = pipeline("fill-mask", model=str(finished.model), device="cpu")
     assert len(fill(f"The number {fill.tokenizer.mask_token} is")) == 5
     assert not (finished.model / "generation_config.json").exists()
 
