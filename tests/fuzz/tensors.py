@@ -156,7 +156,7 @@ def rounding_of(name: str, case: Mapping[str, Any], truth: Mapping[str, Tensor])
     factor = 4 * (-SOFT if is_soft and case["dtype"] in ("float64", "float32") else 1.0)
     sizes, eps = case["sizes"], torch.finfo(DTYPES[case["dtype"]]).eps
     if name != "output":
-        factor *= 1 + (sizes["batch"] * sizes["queries"] * sizes["keys"]) ** 0.5 / 100
+        factor *= 1 + (sizes["batch"] * sizes["queries"] * sizes["keys"]) ** 0.5 / 50
     rows = 0
     if name == "gradient of mask" and case["mask"]["shape"][-1] == 1:
         rows = sizes["batch"] * sizes["heads"] * sizes["queries"]

@@ -79,7 +79,7 @@ def _attend(
     """The maps `[B, H, T, T]` of a layer that has read `[B, T, E]`, and which pairs are visible, `[T, T]`."""
     query, key, value = layer._project(hidden, positions)
     query, key, _ = layer._turn(query, key, hidden)
-    structure = {"is_causal": layer.is_causal, "sliding_window": layer.sliding_window}
+    structure: dict[str, Any] = {"is_causal": layer.is_causal, "sliding_window": layer.sliding_window}
     options = {**stages, **structure, "scaling": layer.scaling, "attention_mask": None, "tables": tables}
     maps: dict[str, Tensor] = {}
     dcmha_eager(query, key, value, **options, hook=maps.setdefault)
