@@ -78,7 +78,7 @@ def without_verb(text: str) -> str:
 
 
 def test_every_form_has_the_shapes_of_the_published_task_of_its_number():
-    published = json.loads((GOLDEN / "dcformer_forms.json").read_text(encoding="utf-8"))
+    published = json.loads((GOLDEN / "in_context_forms.json").read_text(encoding="utf-8"))
     assert len(published) == len(FORMS) == 74
     for number, skeletons in enumerate(published):
         ours = {without_verb(skeleton(item)) for item in generate(number)}
