@@ -198,7 +198,7 @@ def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], messa
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pad_token_id \(97\) must be smaller than vocab_size \(97\)"):
+    with pytest.raises(ValueError, match=r"pad_token_id \(97\) must be at least 0 and smaller than vocab_size \(97\)"):
         make_model(pad_token_id=97)
     model, (ids, mask) = make_model(), inputs(None)
     mask[1] = 0

@@ -14,7 +14,7 @@ from dynattn.scripts.common.errors import UserError
     [
         (
             ["--subjects", "speed"],
-            "unknown subject 'speed'; choose from attention, block, training, prefill, decode, step, relative, long, ",
+            "unknown subject 'speed'; choose from attention, block, training, prefill, decode, step, ",
         ),
         (["--implementations", "magic"], "unknown implementation 'magic'; choose from eager, "),
         (["--shapes", "16x64"], "shape '16x64' is not HEADSxWIDTH@LENGTH"),
