@@ -93,7 +93,7 @@ assert {type(module.__loader__).__name__, type(module.__spec__.loader).__name__}
     "first",
     [
         pytest.param(WITHIN_A_MODULE, id="within a module of Transformers"),
-        pytest.param(THREADS, id="threads"),
+        pytest.param(THREADS, id="threads", marks=pytest.mark.slow),
         pytest.param(BY_PATH, id="configuration by path", marks=pytest.mark.slow),
         pytest.param(TRANSFORMERS_FIRST, id="Transformers first", marks=pytest.mark.slow),
         pytest.param(OP_BY_PATH, id="op by path", marks=pytest.mark.slow),

@@ -248,4 +248,4 @@ def composing(name: str) -> Iterator[str | None]:
             os.environ["DYNATTN_COMPILE"] = before
 
 
-KIND = Kind("composed-op", generate, check, fast=40, batch=60)
+KIND = Kind("composed-op", generate, check, fast=24, batch=60)

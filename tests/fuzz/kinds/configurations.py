@@ -210,4 +210,4 @@ def random_inputs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     return {"input_ids": source, **({"decoder_input_ids": target} if config.is_encoder_decoder else {})}
 
 
-KIND = Kind("configurations", generate, check, fast=60, seconds=30, batch=150)
+KIND = Kind("configurations", generate, check, fast=40, seconds=30, batch=150)

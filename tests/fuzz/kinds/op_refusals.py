@@ -207,4 +207,4 @@ RELATIVE_MISTAKES: dict[str, Callable[[Arguments], None]] = {
     "dropout NaN": put(dropout=lambda _: float("nan")),
     "offset 1.5": put(offset=lambda _: 1.5),
 }
-KIND = Kind("op-refusals", generate, check, fast=60, seconds=60, batch=200)
+KIND = Kind("op-refusals", generate, check, fast=30, seconds=60, batch=200)

@@ -120,4 +120,4 @@ def is_chosen(leaf: str, leaves: str) -> bool:
     return leaves in ("all", leaf) or (leaves == "tables" and leaf in TABLES)
 
 
-KIND = Kind("relative-op", generate, check, fast=50, batch=60)
+KIND = Kind("relative-op", generate, check, fast=30, batch=60)

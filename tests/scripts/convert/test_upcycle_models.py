@@ -79,6 +79,8 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
     "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
 }
+# Parents whose sizes alone differ from those of the fast tests.
+OTHERS = ("neox-8x80", "neox-40x16", "neox-4x128", "llama-12-heads", "llama-8x256", "mistral-full")
 
 
 def kind_of(name: str) -> str:
@@ -114,7 +116,7 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
-@pytest.mark.parametrize("name", PARENTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS)) for name in PARENTS])
 @torch.no_grad()
 def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -174,7 +174,11 @@ def test_streams_hold_every_token_once_and_predict_the_next_one(parts: int, leng
 
 @pytest.mark.parametrize(
     ("attention_type", "memory_type", "precision", "step"),
-    [("rcmha", "streaming", "no", 6), ("rcmha", "segment", "no", 9), ("mha", "streaming", "bf16", 9)],
+    [
+        ("rcmha", "streaming", "no", 6),
+        pytest.param("rcmha", "segment", "no", 9, marks=pytest.mark.slow),
+        pytest.param("mha", "streaming", "bf16", 9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(
     attention_type: str, memory_type: str, precision: str, step: int, corpus: Path, tmp_path: Path

@@ -211,6 +211,7 @@ def test_folder_that_answers_differently_is_not_written(checkpoint: Path, monkey
     assert [path.name for path in checkpoint.parent.iterdir()] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_folder_that_lacks_code_is_not_written_and_the_old_one_stays(
     checkpoint: Path, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

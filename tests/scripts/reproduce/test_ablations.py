@@ -51,6 +51,7 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_quotes_the_paper_beside_its_own_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(job.SIZES, "small", replace(job.SIZES["small"], hidden_size=16, num_hidden_layers=1))

@@ -132,6 +132,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_is_interrupted_continued_and_extended(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

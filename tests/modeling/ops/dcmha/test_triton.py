@@ -80,6 +80,12 @@ CASES = [
     Case(19, 5, is_causal=False),
     Case(19, 5, is_causal=False, mask="pairs", window=9),
 ]
+# The first cases have what kernels that compose head by head have to tell apart; the others take long.
+COMPOSED_CASES = [
+    pytest.param(family, case, marks=marks, id=f"{family}-{case}")
+    for family, others in (("head by head", [pytest.mark.slow]), ("tensor cores", []))
+    for case, marks in zip(CASES, [[]] * 4 + [others] * (len(CASES) - 4), strict=True)
+]
 DECODING = [
     Case(1, 37, heads=(4, 2), batch=2),
     Case(1, 50, heads=(6, 3), window=20, mask="padding", width=80),
@@ -200,7 +206,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
         torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.fixture(params=["head by head", "tensor cores"])
+@pytest.fixture(params=[pytest.param("head by head", marks=pytest.mark.slow), "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels that compose, whatever the dtype and the number of heads."""
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
@@ -209,7 +215,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @interpreted
 @pytest.mark.usefixtures("small", "family")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("family", "case"), COMPOSED_CASES, indirect=["family"])
 def test_output_and_all_gradients_equal_the_reference(case: Case) -> None:
     assert_equal_to_the_reference(case)
 

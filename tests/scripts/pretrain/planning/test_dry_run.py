@@ -124,6 +124,7 @@ def test_checkpointing_and_sharding_need_less():
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
 
 
+@pytest.mark.slow
 def test_recipes_change_memory_and_time():
     """Muon keeps one moment of a matrix, an average is as large as the weights, and a sweep is several runs."""
     cluster = parse_cluster("h100:2")
