@@ -16,7 +16,15 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import dynattn
 
 from ..harness import Case, FindingError, Kind, expect, one_line
-from .models import VOCAB, attention_fields, expect_equal, first_then_one_by_one, random_layers, rcmha_fields
+from .models import (
+    VOCAB,
+    attention_fields,
+    check_beam_search,
+    expect_equal,
+    first_then_one_by_one,
+    random_layers,
+    rcmha_fields,
+)
 
 Inputs = dict[str, Tensor]
 Way = Callable[[PreTrainedModel, Inputs, Case], Tensor]
@@ -294,13 +302,7 @@ def with_padded_source(model: PreTrainedModel, inputs: Inputs, case: Case) -> Te
 
 
 def beams(model: PreTrainedModel, inputs: Inputs, case: Case) -> Tensor:
-    """Beam search gives the same tokens when it is repeated, and without a cache."""
-    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
-    generate: Any = model.generate
-    first = generate(inputs["input_ids"], **options)
-    expect(torch.equal(first, generate(inputs["input_ids"], **options)), "beam search is another when repeated")
-    plain = generate(inputs["input_ids"], use_cache=False, **options)
-    expect(torch.equal(first, plain), "beam search needs its cache")
+    check_beam_search(model, inputs["input_ids"])
     return logits_of(model, inputs)
 
 
