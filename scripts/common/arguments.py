@@ -11,8 +11,9 @@ from argparse import (
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shlex import join
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -71,6 +72,17 @@ def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
             expects_value = False
         rest.append(text)
     return rest
+
+
+def command_line(job: str, options: Mapping[str, Any]) -> str:
+    """The command that runs a job with these options; those that are None, False or empty are left out."""
+    words = ["dynattn", *job.split()]
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False and value != []:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return join(words)
 
 
 def make_parser(cls: type[Any], *, prog: str, description: str | None = None) -> ArgumentParser:

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ..common.atomic_file import write_json, write_whole
 from ..common.builtin_corpus import builtin_documents
-from ..common.checkpoint_loading import check_pair, load_checkpoint
 from ..common.errors import UserError
 from ..common.paired import paired_difference
 from .arguments import EvaluateArguments
+from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
 from .own_text import markdown, read_documents
 from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
@@ -49,26 +51,13 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
 def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:
     """All measurements of one checkpoint, up to 8 times the trained length or what the model can read."""
     changes = {} if arguments.rope_parameters is None else {"rope_parameters": parse_rope(arguments.rope_parameters)}
-    model, tokenizer = load_checkpoint(
-        name,
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-        config_changes=changes,
-    )
-    check_pair(model, tokenizer)
+    model, tokenizer = load_named(name, arguments, **changes)
     trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
     if trained is None:
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
     longest = longest_readable(model) or trained * MULTIPLES[-1]
     lengths = [trained * multiple for multiple in MULTIPLES if trained * multiple <= longest]
-    documents = builtin_documents("validation")
-    if arguments.dataset is not None:
-        documents = read_documents(arguments.dataset, arguments.text_column)
-    windows: list[list[int]] = []
-    for length in reversed(lengths):
-        windows = windows or cut_windows(tokenizer, documents, length, arguments.limit)
+    windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:
         raise UserError(f"the text is shorter than {lengths[:1] or trained} tokens; give a longer one with --dataset")
     return {
@@ -80,6 +69,17 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
         "pass_key": find_keys(model, tokenizer, lengths, arguments.limit or PROMPTS, arguments.seed),
         **describe_environment(model.device),
     }
+
+
+def longest_windows(
+    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], arguments: EvaluateArguments
+) -> list[list[int]]:
+    """Windows of the greatest of these lengths of which the text has any; none if it is shorter than all."""
+    documents = builtin_documents("validation")
+    if arguments.dataset is not None:
+        documents = read_documents(arguments.dataset, arguments.text_column)
+    cuts = (cut_windows(tokenizer, documents, length, arguments.limit) for length in sorted(lengths, reverse=True))
+    return next(filter(None, cuts), [])
 
 
 def compare(one: Mapping[str, Any], first: Mapping[str, Any]) -> list[dict[str, Any]]:

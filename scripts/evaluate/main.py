@@ -31,22 +31,16 @@ def main(argv: Sequence[str]) -> int:
 
 def run(arguments: EvaluateArguments) -> int:
     """Does what `main` is told; torch, Transformers and lm-eval are imported here, once the arguments are sound."""
-    from ..common.checkpoint_loading import load_checkpoint
     from .catalog import TaskCatalog
     from .harness import evaluate_model
+    from .loading import load_named
     from .results import check_output, format_table, write_results
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     catalog = TaskCatalog(arguments.task_names(), arguments.include_path)
     if arguments.output is not None:
         check_output(arguments.output, arguments.overwrite)
-    model, tokenizer = load_checkpoint(
-        arguments.model,
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    model, tokenizer = load_named(arguments.model, arguments)
     results = evaluate_model(
         model,
         tokenizer,

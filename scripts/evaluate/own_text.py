@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.atomic_file import write_json, write_whole
-from ..common.checkpoint_loading import check_pair, load_checkpoint
 from ..common.errors import UserError, first_line
 from ..common.paired import paired_difference
 from .arguments import EvaluateArguments
+from .loading import load_named
 from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
 from .windows import first_token, predict, segments, windows
 
@@ -90,14 +90,7 @@ def read_documents(path: str, column: str) -> list[str]:
 def _evaluate_checkpoint(
     name: str, arguments: EvaluateArguments, documents: Sequence[str]
 ) -> tuple[dict[str, Any], Scores]:
-    model, tokenizer = load_checkpoint(
-        name,
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    check_pair(model, tokenizer)
+    model, tokenizer = load_named(name, arguments)
     limit = getattr(model.config, "max_position_embeddings", None) or WINDOW
     length = min(limit, arguments.max_length or limit)
     scores = score_texts(model, tokenizer, documents, max_length=length, carry_memory=arguments.carry_memory)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Positions whose log-probabilities are worked out at once.
+ROWS = 256
+
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What stands before the first token of a text."""
@@ -35,7 +38,9 @@ def predict(
 ) -> tuple[list[int], list[float]]:
     """The likeliest token at the place of each target, and the target's log-probability."""
     output = model(torch.tensor([inputs], device=model.device), **options)
-    logits = output.logits[0, -len(targets) :].float()  # [T, V]
-    log_probs = logits.log_softmax(-1)
-    truth: Tensor = torch.tensor(targets, device=logits.device)
-    return logits.argmax(-1).tolist(), log_probs.gather(-1, truth[:, None])[:, 0].tolist()
+    logits = output.logits[0, -len(targets) :]  # [T, V]
+    truth: Tensor = torch.tensor(targets, device=logits.device)[:, None]
+    # Logits of a long window are the largest tensor there is. Only a few rows at a time are copied.
+    parts = zip(logits.split(ROWS), truth.split(ROWS), strict=True)
+    log_probs = torch.cat([rows.float().log_softmax(-1).gather(-1, right)[:, 0] for rows, right in parts])
+    return logits.argmax(-1).tolist(), log_probs.tolist()

@@ -2,9 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from transformers import HfArgumentParser
 
 from dynattn import __version__
 from dynattn.scripts import cli
-from dynattn.scripts.common.arguments import make_parser, name_first, parse_arguments
+from dynattn.scripts.common.arguments import command_line, make_parser, name_first, parse_arguments
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import quickstart
@@ -130,6 +131,18 @@ def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
         file.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=message):
         parse_arguments(Arguments, [str(file)], prog="x")
+
+
+@pytest.mark.parametrize("arguments", [Arguments(0), Arguments(5, 1e-4, ["a", "b c"])])
+def test_a_command_line_gives_back_the_arguments_it_was_made_of(arguments: Arguments) -> None:
+    words = shlex.split(command_line("reproduce x", asdict(arguments)))
+    assert words[:3] == ["dynattn", "reproduce", "x"]
+    assert parse_arguments(Arguments, words[3:], prog="x") == arguments
+
+
+def test_a_command_line_names_what_is_switched_on_and_nothing_that_is_not_given() -> None:
+    options = {"quick": True, "small": False, "arms": [], "seed": 0, "path": None}
+    assert command_line("reproduce x", options) == "dynattn reproduce x --quick --seed 0"
 
 
 def test_unknown_options() -> None:

@@ -132,6 +132,7 @@ def dcmha_attention(
 
     ```
     """
+    tables = DistanceTables(position_bias, position_gain, offset, compose_position_bias)
     check_composed_call(
         query,
         key,
@@ -142,7 +143,7 @@ def dcmha_attention(
         attention_mask=attention_mask,
         sliding_window=sliding_window,
         first_keys=first_keys,
-        tables=(tables := DistanceTables(position_bias, position_gain, offset, compose_position_bias)),
+        tables=tables,
     )
     options: dict[str, Any] = {
         "pre": pre,

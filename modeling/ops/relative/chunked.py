@@ -63,8 +63,8 @@ def relative_chunked(
     and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding, where its
     memory is linear too. So do calls without causality that have no more than `FEW_PAIRS` pairs.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    if queries == 1 or offset is not None or (not is_causal and queries * keys <= FEW_PAIRS):
+    structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
+    if offset is not None or _is_small(structure):
         output, _ = relative_eager(
             query,
             key,
@@ -81,12 +81,10 @@ def relative_chunked(
             later_rows=later_rows,
         )
         return output, None
-    unseeing = max(queries - keys, 0) if is_causal else 0
+    unseeing = max(structure.queries - structure.keys, 0) if is_causal else 0
     if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask[..., unseeing:, :]
-    window = keys + queries if sliding_window is None else sliding_window
-    ahead = 0 if is_causal else min(queries, window) - 1
-    rows = slice(max(later_rows - ahead, 0), later_rows + min(keys, window))
+    rows = _reached_rows(structure, later_rows)
     tensors = [
         query[:, :, unseeing:],
         key,
@@ -102,6 +100,20 @@ def relative_chunked(
     later_rows -= rows.start
     output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
+
+
+def _is_small(structure: Structure) -> bool:
+    """Whether the maps of a call are so small that the definition is the better choice."""
+    few = structure.queries * structure.keys <= FEW_PAIRS
+    return structure.queries == 1 or (few and not structure.is_causal)
+
+
+def _reached_rows(structure: Structure, later_rows: int) -> slice:
+    """The rows of the tables whose distance occurs between a query and a key that it may see."""
+    unbounded = structure.keys + structure.queries
+    window = unbounded if structure.sliding_window is None else structure.sliding_window
+    ahead = 0 if structure.is_causal else min(structure.queries, window) - 1
+    return slice(max(later_rows - ahead, 0), later_rows + min(structure.keys, window))
 
 
 @torch.library.custom_op("dynattn::relative_chunked", mutates_args=())

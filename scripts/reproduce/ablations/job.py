@@ -1,9 +1,9 @@
 """The variants of the study, and its run by `dynattn compare`."""
 
 from dataclasses import dataclass, fields
-from shlex import join
 from typing import Any
 
+from ...common.arguments import command_line
 from ...common.errors import UserError
 from ...compare.job import compare_variants
 from ...compare.variants import Variant
@@ -93,9 +93,8 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
 
 def command_of(arguments: AblationsArguments) -> str:
     """The command line that repeats the study, wherever its folder and its texts are."""
-    words = ["dynattn", "reproduce", "ablations"]
-    for argument in fields(arguments):
-        value = getattr(arguments, argument.name)
-        if argument.name not in ("output", "max_seconds", "redraw") and value != argument.default:
-            words += [f"--{argument.name}", *map(str, value if isinstance(value, list) else [value])]
-    return join(words)
+    given = {argument.name: getattr(arguments, argument.name) for argument in fields(arguments)}
+    default = {argument.name: argument.default for argument in fields(arguments)}
+    unsaid = ("output", "max_seconds", "redraw")
+    options = {name: value for name, value in given.items() if name not in unsaid and value != default[name]}
+    return command_line("reproduce ablations", options)

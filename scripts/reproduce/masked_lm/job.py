@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...compare.figures import PLOT, draw_arms
 from ...compare.record import Record, compare, make_record, read_run
@@ -47,12 +48,7 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
 
 def command_of(arguments: MaskedLMArguments) -> str:
     """The command line that repeats the study, from a folder that holds the data."""
-    words = ["dynattn", "reproduce", "masked-lm"]
-    numbers = ("seeds", "tuning_seed", "learning_rates", "steps", "validations")
-    for name in ("dataset", "validation_dataset", "arms", *numbers):
-        value = getattr(arguments, name)
-        if name.endswith("dataset") and value is not None:
-            value = Path(value).name
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return " ".join(words + ["--small"] * arguments.small)
+    names = ("arms", "seeds", "tuning_seed", "learning_rates", "steps", "validations", "small")
+    texts = {name: getattr(arguments, name) for name in ("dataset", "validation_dataset")}
+    options = {name: text and Path(text).name for name, text in texts.items()}
+    return command_line("reproduce masked-lm", {**options, **{name: getattr(arguments, name) for name in names}})

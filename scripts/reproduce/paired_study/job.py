@@ -4,9 +4,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from shlex import join
 from typing import Any, Literal
 
+from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
@@ -194,12 +194,8 @@ def description(study: Study, tasks: list[str], arms: list[str]) -> dict[str, An
 
 def command_of(study: Study, arguments: PairedStudyArguments) -> str:
     """The command line that repeats the study, wherever its folder is."""
-    words = ["dynattn", "reproduce", study.name, *(["--quick"] if arguments.quick else [])]
-    for name in ("tasks", "arms", "seeds", "tuning_seed", "learning_rates"):
-        value = getattr(arguments, name)
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return join(words)
+    names = ("quick", "tasks", "arms", "seeds", "tuning_seed", "learning_rates")
+    return command_line(f"reproduce {study.name}", {name: getattr(arguments, name) for name in names})
 
 
 def _told(study: Study, result: Result) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...common.environment import hardware, versions
 from ...compare.study_folder import RECORD, claim, draw
@@ -83,11 +84,6 @@ def measure(run: Run, output: Path) -> dict[str, Any]:
 
 def command_of(arguments: PositionsArguments) -> str:
     """The command line that repeats the study, wherever its folder is."""
-    words = ["dynattn", "reproduce", "positions"]
-    if arguments.quick:
-        return " ".join([*words, "--quick"])
-    for name in (*COMMON, "tasks", "schemes", "wide", "seeds", "tuning_seed", "learning_rates"):
-        value = getattr(arguments, name)
-        if value != []:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return " ".join(words)
+    names = (*COMMON, "tasks", "schemes", "wide", "seeds", "tuning_seed", "learning_rates")
+    chosen = ("quick",) if arguments.quick else names
+    return command_line("reproduce positions", {name: getattr(arguments, name) for name in chosen})

@@ -99,10 +99,10 @@ def run_sequences(run: Run, sizes: TaskSizes) -> tuple[PreTrainedModel, Outcome]
         return model(**draw_pairs(names, rng, sizes.batch // len(names), length)._asdict()).loss
 
     train_steps(model, run.learning_rate, sizes.steps, loss_of)
-    return model, test_sequences(model, sizes)
+    return model, score_sequences(model, sizes)
 
 
-def test_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
+def score_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
     """Exact match of trained and of longer lengths, and the loss of the former; in detail by transformation, length.
 
     Every token is predicted after the right ones before it. All are right exactly if greedy decoding is.
@@ -111,7 +111,7 @@ def test_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
     exact: dict[str, list[float]] = {}
     losses: list[float] = []
     for name in TRANSFORMATIONS:
-        rows = [read_answers(model, draw_pairs([name], test_rng(length), sizes.tests, length)) for length in lengths]
+        rows = [read_answers(model, draw_pairs([name], scoring_rng(length), sizes.tests, length)) for length in lengths]
         exact[name] = [right.float().mean().item() for right, _ in rows]
         losses += [loss.item() for (_, loss), length in zip(rows, lengths, strict=True) if length <= sizes.longest]
     trained = sizes.longest - sizes.shortest + 1
@@ -123,7 +123,7 @@ def test_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
     return metrics, {"lengths": list(lengths), "exact": exact}
 
 
-def test_rng(length: int) -> Generator:
+def scoring_rng(length: int) -> Generator:
     """The random numbers of the tests of a length, the same for all runs."""
     return np.random.default_rng([length, TESTING])
 
@@ -150,10 +150,10 @@ def run_names(run: Run, sizes: TaskSizes) -> tuple[PreTrainedModel, Outcome]:
         return model(**names.batch([train[row] for row in rows])._asdict()).loss
 
     train_steps(model, run.learning_rate, sizes.steps, loss_of)
-    return model, test_names(model, names, test[: sizes.tests], sizes.longest)
+    return model, score_names(model, names, test[: sizes.tests], sizes.longest)
 
 
-def test_names(model: PreTrainedModel, names: Names, pairs: Sequence[Pair], longest: int) -> Outcome:
+def score_names(model: PreTrainedModel, names: Names, pairs: Sequence[Pair], longest: int) -> Outcome:
     """Character error rate and exact match of greedy decoding, and the cross-entropy of the right characters."""
     translations: list[str] = []
     losses: list[tuple[float, int]] = []

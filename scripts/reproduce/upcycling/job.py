@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...compare.figures import PLOT, draw_arms
 from ...compare.record import Record, make_record, read_run
@@ -27,11 +28,8 @@ def run_study(arguments: UpcyclingArguments) -> str:
 
 def command_of(arguments: UpcyclingArguments) -> str:
     """The command line that repeats the study, wherever its folder is."""
-    words = ["dynattn", "reproduce", "upcycling"]
-    for name in ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps"):
-        value = getattr(arguments, name)
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return " ".join(words)
+    names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps")
+    return command_line("reproduce upcycling", {name: getattr(arguments, name) for name in names})
 
 
 def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:

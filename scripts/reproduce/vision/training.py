@@ -104,10 +104,10 @@ def run_glyphs(run: Run, sizes: TaskSizes) -> Metrics:
     """Trains on some fonts and tests on others."""
     model = make_model(run.arm, sizes.shape, run.seed)
     fit(model, draw_glyphs(SEEN, sizes.schedule.images, run.seed), sizes.schedule, run.learning_rate, run.seed)
-    return test_glyphs(model, sizes)
+    return score_glyphs(model, sizes)
 
 
-def test_glyphs(model: DCViTForImageClassification, sizes: TaskSizes) -> Metrics:
+def score_glyphs(model: DCViTForImageClassification, sizes: TaskSizes) -> Metrics:
     """Accuracy and loss on fonts that were never seen, and accuracy on new drawings of the others."""
     tests = sizes.schedule.tests
     losses, hits = losses_and_hits(model, draw_glyphs(UNSEEN, tests, TEST_SEED))

@@ -1,0 +1,28 @@
+"""The checkpoints that a command line names."""
+
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.checkpoint_loading import check_pair, load_checkpoint
+from .arguments import EvaluateArguments
+
+
+def load_named(
+    name: str, arguments: EvaluateArguments, **config_changes: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a checkpoint and its tokenizer as the arguments ask for.
+
+    Raises:
+        UserError: either cannot be loaded, or they do not fit together.
+    """
+    model, tokenizer = load_checkpoint(
+        name,
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+        config_changes=config_changes,
+    )
+    check_pair(model, tokenizer)
+    return model, tokenizer
