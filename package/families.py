@@ -105,3 +105,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
+
+
+def family_of(config: object) -> Family | None:
+    """The family of a configuration: its own or, of a variant that somebody registered, the one that it is made of.
+
+    None for a configuration of another package.
+    """
+    families = (FAMILIES.get(getattr(base, "model_type", "")) for base in type(config).__mro__)
+    return next(filter(None, families), None)

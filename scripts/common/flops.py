@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dynattn.families import FAMILIES, Family
+from dynattn.families import FAMILIES, Family, family_of
 from dynattn.modeling.common.encoder import layer_types_of
 from dynattn.modeling.common.encoder_heads import PooledClassificationHead
 from dynattn.modeling.layers.head_composition import DynamicComposition
@@ -63,7 +63,7 @@ class ModelFlops:
         return cls(
             token=projection_flops(model.base_model) + convolution_flops(model, config) + patch,
             output=0 if reads_rows else outputs,
-            pair=config.num_attention_heads * pair_flops(config),
+            pair=config.num_attention_heads * pair_flops(family, config),
             windows=windows_of(config),
             is_causal="AutoModelForCausalLM" in family.heads,
             # Tokens in front of the patches are no product of pixels.
@@ -120,14 +120,14 @@ class Seq2SeqFlops:
         """
         config: Any = model.config
         body: Any = model.base_model
-        check_known(config, encoder_decoder=True)
+        family = check_known(config, encoder_decoder=True)
         layers, heads = body.decoder.layers, config.num_attention_heads
         reading = [part for layer in layers for part in source_modules(layer.cross_attn)]
         source, encoder, decoder = (
             projection_flops(parts) + convolution_flops(parts, config)
             for parts in (nn.ModuleList(reading), body.encoder, body.decoder)
         )
-        pairs = {place: heads * pair_flops(config, place) for place in get_args(Place)}
+        pairs = {place: heads * pair_flops(family, config, place) for place in get_args(Place)}
         windows = [(None,) * len(stack.layers) for stack in (body.encoder, body.decoder)]
         outputs = projection_flops(model) - projection_flops(model.base_model)
         return cls(
@@ -198,14 +198,15 @@ def check_known(config: Any, *, encoder_decoder: bool) -> Family:
         TypeError: it is none of these.
     """
     known = {name: one for name, one in FAMILIES.items() if encoder_decoder == ("AutoModelForSeq2SeqLM" in one.heads)}
-    if config.model_type not in known:
+    family = family_of(config)
+    if family is None or family.model_type not in known:
         raise TypeError(f"operations of {config.model_type!r} are not known; they are for {', '.join(known)}")
-    return known[config.model_type]
+    return family
 
 
-def pair_flops(config: Any, place: Place | None = None) -> int:
+def pair_flops(family: Family, config: Any, place: Place | None = None) -> int:
     """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value."""
-    return PAIR_FLOPS[FAMILIES[config.model_type].attention](config, place)
+    return PAIR_FLOPS[family.attention](config, place)
 
 
 def relative_pair_flops(config: Any, place: Place | None) -> int:

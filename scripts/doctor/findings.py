@@ -30,7 +30,7 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.state:<9}{self.subject:<16}{self.text}"
+        return f"{self.state:<9}{self.subject:<23}{self.text}"
 
 
 def examine() -> list[Finding]:
@@ -59,13 +59,31 @@ def _package(requirement: Requirement, extra: str | None) -> Finding:
     target = "dynattn" if extra is None else f"dynattn[{extra}]"
     fix = f"pip install '{target}'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
     absent: Literal["missing", "fails"] = "missing" if extra else "fails"
+    subject = requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
-        return Finding(absent, requirement.name, f"not installed; {fix}")
+        return Finding(absent, subject, f"not installed; {fix}")
     if not requirement.specifier.contains(found, prereleases=True):
-        return Finding(absent, requirement.name, f"{found}, needs {requirement.specifier}; {fix}")
-    return Finding("ok", requirement.name, found)
+        return Finding(absent, subject, f"{found}, needs {requirement.specifier}; {fix}")
+    if lacking := [name for name in _brought_by_extras(requirement) if not _is_installed(name)]:
+        return Finding(absent, subject, f"{found}, without {', '.join(lacking)}; {fix}")
+    return Finding("ok", subject, found)
+
+
+def _brought_by_extras(requirement: Requirement) -> Iterator[str]:
+    """What the extras of a requirement ask for, such as the web server of `transformers[serving]`."""
+    for line in (requires(requirement.name) or ()) if requirement.extras else ():
+        part = Requirement(line)
+        if part.marker and any(part.marker.evaluate({"extra": extra}) for extra in requirement.extras):
+            yield part.name
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def _devices() -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from transformers import (
 
 from dynattn import keep_attention_outputs  # the front door registers the package's model types
 from dynattn.configuration.composition_config import CompositionConfig
-from dynattn.families import FAMILIES
+from dynattn.families import family_of
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.common.heads import CausalLMHead
@@ -271,7 +271,7 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
         check_reads_positions(config, "packing=anchor")
     if arguments.carry_memory:
         check_memory(config, arguments.sequence_length)
-    if arguments.objective == "masked_lm" and arguments.mask_documents and config.model_type not in FAMILIES:
+    if arguments.objective == "masked_lm" and arguments.mask_documents and family_of(config) is None:
         raise UserError(
             f"mask_documents keeps documents apart by positions that restart, which a {config.model_type} does not "
             "read so; give mask_documents: false (--no_mask_documents)"

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dynattn.families import FAMILIES, Family
+from dynattn.families import FAMILIES, Family, family_of
 from dynattn.remote_code import registered_classes, travels
 
 from ..common.checkpoint_files import (
@@ -44,8 +44,11 @@ class Checkpoint:
     @property
     def family(self) -> Family:
         """The family of its configuration or, of a variant that somebody registered, the family that it is made of."""
-        names = {f"{base.__module__}.{base.__qualname__}" for base in type(self.config).__mro__}
-        return next(family for family in FAMILIES.values() if f"{family.configuration}.{family.config_name}" in names)
+        family = family_of(self.config)
+        if family is None:
+            made_of = ", ".join(FAMILIES)
+            raise UserError(f"{type(self.config).__name__} is a variant of none of {made_of}; only these are published")
+        return family
 
 
 def read_checkpoint(path: str) -> Checkpoint:

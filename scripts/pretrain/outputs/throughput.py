@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dynattn.families import family_of
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.common.packed_documents import starts_by_positions
@@ -41,7 +42,7 @@ class Throughput:
     @classmethod
     def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Throughput":
         """Measures the rate of matrix products, which draws random numbers."""
-        if not isinstance(model, CausalLMHead | MaskedLMHead):
+        if not isinstance(model, CausalLMHead | MaskedLMHead) or family_of(model.config) is None:
             return cls(accelerator, None, 0.0)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         rate = torch.tensor(gemm_rate(dtype, accelerator.device), device=accelerator.device)

@@ -239,6 +239,16 @@ def test_relative_attention_of_an_encoder_decoder_has_positions_where_there_are_
     assert flops.source == 3 * 2 * (2 * 8 * 8 + 2 * 3 * 8)
 
 
+def test_a_variant_counts_as_the_family_that_it_is_made_of() -> None:
+    class VariantConfig(DCFormerConfig):
+        model_type = "variant"
+
+    class Variant(DCFormerForCausalLM):
+        config_class = VariantConfig
+
+    assert ModelFlops.of(Variant(VariantConfig(**SIZES | WINDOWS))) == ModelFlops.of(dcformer())
+
+
 def test_other_families_are_not_known() -> None:
     with pytest.raises(TypeError, match="operations of 'dcbart' are not known; they are for dcformer, dcpythia, dcmod"):
         ModelFlops.of(DCBartForConditionalGeneration(DCBartConfig(**SEQ2SEQ)))

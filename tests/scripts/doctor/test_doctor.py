@@ -14,7 +14,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
 def test_a_sound_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 0
     shown = lines(capsys)
-    assert {"dynattn", "torch", "transformers", "lm-eval", "triton", "cpu", "C", "attention"} <= shown.keys()
+    assert {"dynattn", "torch", "transformers", "lm-eval[hf]", "triton", "cpu", "C", "attention"} <= shown.keys()
     assert "fails" not in {state for state, _ in shown.values()}
     assert "'chunked' for composed heads" in shown["attention"][1]
 
@@ -36,6 +36,18 @@ def test_what_is_missing_is_told_with_its_fix(
     found = lines(capsys)[requirement.partition(">")[0]]
     assert found[0] == state
     assert text in found[1]
+
+
+def test_an_extra_of_a_requirement_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {
+        "dynattn": ['torch[server]; extra == "serving"', 'torch[there]; extra == "serving"'],
+        "torch": ['no-such-package; extra == "server"', 'numpy; extra == "there"', "never-asked-for; extra == 'x'"],
+    }
+    monkeypatch.setattr(findings, "requires", asked.get)
+    found = {finding.subject: finding for finding in findings.examine()}
+    assert found["torch[there]"].state == "ok"
+    assert found["torch[server]"].state == "missing"
+    assert "without no-such-package; pip install 'dynattn[serving]'" in found["torch[server]"].text
 
 
 def test_requirements_for_development_and_other_systems_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
