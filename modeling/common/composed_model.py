@@ -72,13 +72,14 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
 
     @property
     def supports_paged_cache(self) -> bool:
-        """Whether the rows tell layers all they need: factors are more channels, but distances are not known."""
-        return not self.config.has_distance_tables and "carope" not in self.config.schemes
+        """Whether the rows tell layers all they need: factors are more channels, but the phases of CARoPE are not."""
+        return "carope" not in self.config.schemes
 
     @property
     def attends_to_rows(self) -> bool:
-        """True for a model that composes heads, and for a plain one that runs with an implementation of ours."""
-        return self.config.composes or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
+        """True for a model that composes heads or has tables, and for one that runs with an implementation of ours."""
+        needs_ours = self.config.composes or self.config.has_distance_tables
+        return needs_ours or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
 
 
 class ComposedDecoderBody(DecoderBody):
@@ -116,7 +117,10 @@ class ComposedDecoderBody(DecoderBody):
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }
         firsts = {layer_type: self.config.layer_types.index(layer_type) for layer_type in set(self.config.layer_types)}
-        keys = max(key_count(cache, layer, length) for layer in firsts.values())
+        counts = (key_count(cache, layer, length) for layer in firsts.values())
+        if given.paged is not None:
+            counts = (given.paged.key_count(layer) for layer in firsts.values())
+        keys = max(counts)
         tables = self._distance_tables(keys, hidden_states.device)
         arguments = {}
         for layer_type, layer in firsts.items():

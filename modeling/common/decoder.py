@@ -69,6 +69,7 @@ class DecoderBody:
             inputs_embeds,
             use_cache,
             kwargs.get("cu_seq_lens_q"),
+            kwargs.get("paged"),
         )
         inputs = self.prepare_inputs(given)
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)

@@ -32,6 +32,7 @@ class DecoderArguments(NamedTuple):
         use_cache: whether to make and return a cache where none is given.
         cu_seq_lens: `[documents + 1]` borders of the documents packed into a single row; `position_ids` are then only
             positions, and by default restart at each border. A mask `[B, S]` that hides nothing is then ignored.
+        paged: a serving engine's `PagedAttention`, which has the earlier tokens.
     """
 
     input_ids: Tensor | None
@@ -41,6 +42,7 @@ class DecoderArguments(NamedTuple):
     inputs_embeds: Tensor | None
     use_cache: bool | None
     cu_seq_lens: Tensor | None = None
+    paged: Any = None
 
 
 class DecoderInputs(NamedTuple):

@@ -92,10 +92,8 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
                 "attn_implementation='sdpa', or attention_dropout=0"
             )
         if paged is not None:
-            if tables.has_any:
-                raise ValueError("a paged cache takes no tables by distance; use generate() with a dynamic cache")
-            stages = (pre, post)
-            return paged.attend(module.layer_idx, query, key, value, *stages, scaling, sliding_window, attend), None
+            given = (query, key, value, pre, post, scaling, sliding_window, attend, tables)
+            return paged.attend(module.layer_idx, *given), None
         masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
         check_composed_call(
             query,

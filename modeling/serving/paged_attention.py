@@ -16,6 +16,7 @@ from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.pages import Pages, without_keys
 from ..ops.dcmha.triton.paged_decode import decode_pages
+from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
 from .paged_rows import RowLayout
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -71,11 +72,14 @@ class RequestRows:
 
     @cached_property
     def step_index(self) -> tuple[Tensor, Tensor]:
-        """Rows `[N, S]` of `steps`, filled up to the longest with any, and a mask `[N, 1, 1, S]` that hides those."""
+        """Rows `[N, S]` of `steps`, and a mask `[N, 1, 1, S]` that hides those which stand in for missing ones.
+
+        All end with the newest row, so that distances are counted from there.
+        """
         starts, _, counts = (bound.to(self.table.device) for bound in self.step_bounds)
-        places = torch.arange(int(counts.max()), device=self.table.device)
-        visible = places < counts[:, None]
-        return self.step_table[torch.where(visible, starts[:, None] + places, starts[:, None])], visible[:, None, None]
+        places = counts[:, None] - 1 - torch.arange(int(counts.max()), device=self.table.device).flip(0)
+        visible = places >= 0
+        return self.step_table[starts[:, None] + places.clamp(min=0)], visible[:, None, None]
 
 
 class LayerRows(NamedTuple):
@@ -95,6 +99,11 @@ class PagedAttention:
     layer_rows: Callable[[int], LayerRows]
     implementation: str
 
+    def key_count(self, layer: int) -> int:
+        """The most keys that any of the requests attends to in a layer, new ones included."""
+        spans = self.layer_rows(layer).requests.spans
+        return max((span.rows.stop - span.rows.start for span in spans), default=0)
+
     @torch.compiler.disable  # what it does depends on the lengths of requests, and it writes into the engine's memory
     def attend(
         self,
@@ -107,6 +116,7 @@ class PagedAttention:
         scaling: float,
         sliding_window: int | None,
         attend: Attend,
+        tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
         """Writes the rows of the new tokens, and returns the output `[1, T, H, D]`; padding behind them gets zeros.
 
@@ -115,21 +125,26 @@ class PagedAttention:
             key, value: `[1, H_kv, T, D]`.
             pre, post: the composition of both stages, with the factors of the `T` tokens on both sides.
             attend: the implementation of attention, for chunks.
+            tables: by distance, with a row for each of `key_count` keys; queries end where the keys of a request end.
+
+        Raises:
+            ValueError: `attend` takes no tables, and there are some.
         """
+        options: dict[str, Any] = {"scaling": scaling, **table_options(self.implementation, attend, tables)}
         rows = self.layer_rows(layer)
         new = [self.layout.pack(states.transpose(1, 2), stage) for states, stage in ((key, pre), (value, post))]
         output = query.new_zeros(query.transpose(1, 2).shape)
         # Where a window slides, new rows take the place of old ones, which the first tokens of a chunk still see.
         for span in rows.requests.chunks:
             output[:, span.tokens] = self._attend_chunk(
-                rows, span, query, new, (pre, post), attend, scaling=scaling, sliding_window=sliding_window
+                rows, span, query, new, (pre, post), attend, sliding_window=sliding_window, **options
             )
         rows.write(new[0][0], new[1][0])
         if rows.requests.steps:
             places = rows.requests.step_tokens
             stages = [None if stage is None else tokens_as_items(stage, places) for stage in (pre, post)]
             output[0, places] = self._decode(
-                rows, query[0, :, places].transpose(0, 1).unsqueeze(2), stages, attend, scaling
+                rows, query[0, :, places].transpose(0, 1).unsqueeze(2), stages, attend, **options
             ).squeeze(1)
         return output
 
@@ -159,22 +174,28 @@ class PagedAttention:
         return attend(query[:, :, span.tokens], *states, pre=pre, post=post, **plain)[0]
 
     def _decode(
-        self, rows: LayerRows, query: Tensor, stages: list[Composition | None], attend: Attend, scaling: float
+        self,
+        rows: LayerRows,
+        query: Tensor,
+        stages: list[Composition | None],
+        attend: Attend,
+        **options: Any,
     ) -> Tensor:
         """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
         read = PAGED_DECODING.get(self.implementation)
         if read is not None:
             pages = Pages(rows.key[:, None], rows.value[:, None], rows.requests.step_table, *rows.requests.step_bounds)
             pre, post = (without_keys(stage) for stage in stages)
-            output = read(query, pages, pre, post, scaling, self.layout.terms)
+            output = read(query, pages, pre, post, terms=self.layout.terms, **options)
             if output is not None:
                 return output
         index, visible = rows.requests.step_index
         (key, pre), (value, post) = (
             self.layout.unpack(kept[index], stage) for kept, stage in zip((rows.key, rows.value), stages, strict=True)
         )
-        plain = {"attention_mask": visible, "is_causal": False, "sliding_window": None, "scaling": scaling}
-        return attend(query, key.transpose(1, 2), value.transpose(1, 2), pre=pre, post=post, **plain)[0]
+        states = (key.transpose(1, 2), value.transpose(1, 2))
+        plain = {"attention_mask": visible, "is_causal": False, "sliding_window": None, **options}
+        return attend(query, *states, pre=pre, post=post, **plain)[0]
 
 
 def tokens_as_items(stage: Composition, places: Tensor) -> Composition:

@@ -40,11 +40,10 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
 
 def check_model(config: Any) -> None:
     """Raises ValueError if rows of keys do not tell positions, or requests of a batch change each other's angles."""
-    if config.has_distance_tables or "carope" in config.schemes:
+    if "carope" in config.schemes:
         raise ValueError(
-            f"position_scheme={config.position_scheme!r} with position_gain={config.position_gain!r} needs more of "
-            "earlier tokens than a paged cache keeps, their distances or phases; use generate() with a batch padded on "
-            "the left"
+            f"position_scheme={config.position_scheme!r} needs more of earlier tokens than a paged cache keeps, their "
+            "phases; use generate() with a batch padded on the left"
         )
     rotating = [layer_type for layer_type in set(config.layer_types) if config.scheme_of(layer_type) == "rope"]
     if "longrope" in [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]:

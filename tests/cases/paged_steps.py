@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.pages import Pages, without_keys
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
 
 
 @dataclass(frozen=True)
 class Step:
-    """One decoding step of requests with these numbers of keys, in pages of `page_length` rows."""
+    """One decoding step of requests with these numbers of keys, in pages of `page_length` rows.
+
+    Tables by distance come with it if `compose_bias` says where the bias is added.
+    """
 
     keys: tuple[int, ...]
     page_length: int = 16
@@ -26,10 +31,19 @@ class Step:
     groups: int = 1
     first: int = 0
     padding: int = 0
+    compose_bias: bool | None = None
 
     @property
     def key_terms(self) -> int:
         return 2 * self.rank * ("key_low_rank" in self.terms) + ("key_gate" in self.terms)
+
+    @cached_property
+    def tables(self) -> DistanceTables:
+        """Tables for the longest request."""
+        if self.compose_bias is None:
+            return NO_TABLES
+        bias, gain = torch.randn(2, max(self.keys), self.heads[0])
+        return DistanceTables(bias, gain, None, self.compose_bias)
 
 
 STEPS = [
@@ -43,6 +57,9 @@ STEPS = [
     Step((90, 17), terms=frozenset({"query_low_rank", "static"})),
     Step((70, 5), stages=(), width=64),
     Step((1100, 200), page_length=256, heads=(8, 4), width=80, terms=DYNAMIC),
+    Step((100, 3, 64, 65), heads=(16, 16), terms=DYNAMIC, compose_bias=True),
+    Step((70, 5), stages=(), width=64, compose_bias=False),
+    Step((40, 41), first=9, heads=(12, 4), groups=3, rank=1, compose_bias=False),
 ]
 
 
@@ -78,6 +95,8 @@ def random_step(step: Step, dtype: torch.dtype) -> tuple[Tensor, Pages, dict[str
             "key": states[0][request][None, :keys].transpose(1, 2),
             "value": states[1][request][None, :keys].transpose(1, 2),
             **{name: one_of(stage, request, keys) for name, stage in stages.items()},
+            **step.tables.present,
+            "compose_position_bias": step.tables.compose_bias,
         }
         for request, keys in enumerate(step.keys)
     ]
@@ -112,7 +131,7 @@ def run(
 ) -> Tensor:
     """The output `[N, 1, H, D]` of one of the implementations."""
     pre, post = (without_keys(stages.get(name)) for name in ("pre", "post"))
-    output = decode(query, pages, pre, post, step.width**-0.5, step.key_terms)
+    output = decode(query, pages, pre, post, step.width**-0.5, step.key_terms, step.tables)
     assert output is not None
     return output
 
@@ -127,7 +146,8 @@ def assert_as_exact_as_the_reference(output: Tensor, alone: list[dict[str, Any]]
 
 
 def in_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        name: one.to(dtype) if isinstance(one, Tensor) else one.map(lambda factor: factor.to(dtype))
-        for name, one in arguments.items()
+    casts: dict[type, Callable[[Any], Any]] = {
+        Tensor: lambda one: one.to(dtype),
+        Composition: lambda one: one.map(lambda factor: factor.to(dtype)),
     }
+    return {name: casts.get(type(one), lambda one: one)(one) for name, one in arguments.items()}

@@ -441,13 +441,13 @@ def test_attention_that_would_ignore_tables_is_refused(name: str, fields: dict[s
         DCFormerForCausalLM(config)
 
 
-def test_paged_caches_are_refused_where_distances_matter() -> None:
-    assert not DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="t5")).supports_paged_cache
-    assert DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="none")).supports_paged_cache
-    check_model(DCFormerConfig(**SMALL, position_scheme="none"))
-    for fields in ({"position_scheme": "alibi"}, {"position_scheme": "carope"}, {"position_gain": "bucket"}):
-        with pytest.raises(ValueError, match="needs more of earlier tokens than a paged cache keeps"):
-            check_model(DCFormerConfig(**SMALL, **fields))
+def test_paged_caches_are_refused_where_phases_or_the_longest_request_matter() -> None:
+    assert not DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="carope")).supports_paged_cache
+    with pytest.raises(ValueError, match="needs more of earlier tokens than a paged cache keeps"):
+        check_model(DCFormerConfig(**SMALL, position_scheme="carope"))
+    for scheme in ("none", "alibi", "t5", "learned"):
+        assert DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme=scheme)).supports_paged_cache
+        check_model(DCFormerConfig(**SMALL, position_scheme=scheme, position_gain="bucket"))
     nested = {"full_attention": dict(ROPES[5]), "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(ValueError, match="rope_type 'longrope' turns all tokens of a batch"):
         check_model(DCFormerConfig(**SMALL, rope_parameters=nested))

@@ -41,6 +41,10 @@ MODELS: dict[str, Any] = {
     "dcformer-static": lambda: make_model(compose_key_wise=False, compose_query_wise=False, compose_static=True),
     "dcformer-odd-sizes": lambda: make_model(num_attention_heads=5, num_key_value_heads=1, head_dim=6),
     "dcformer-post-groups": lambda: make_model(compose_pre=False, compose_groups=3, compose_static=True),
+    "dcformer-alibi": lambda: make_model(position_scheme="alibi", position_gain="bucket", compose_position_bias=True),
+    "dcformer-t5-eager": lambda: make_model(position_scheme="t5", attn_implementation="eager"),
+    "dcformer-learned": lambda: make_model(position_scheme="learned", max_position_embeddings=128),
+    "plain-alibi": lambda: make_model(position_scheme="alibi", compose_pre=False, compose_post=False),
     "plain-chunked": lambda: make_model(compose_pre=False, compose_post=False, attn_implementation="chunked"),
     "dcpythia": make_pythia,
 }
@@ -96,7 +100,7 @@ def results(manager: ContinuousBatchingManager, count: int, seconds: float = 120
     return finished
 
 
-FAST = ("dcformer", "dcformer-float64", "dcpythia")
+FAST = ("dcformer", "dcformer-float64", "dcformer-alibi", "dcpythia")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +121,8 @@ def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> N
     """No rows are gathered for requests that decode."""
     steps = []
 
-    def recorded(*args: Any) -> Any:
-        output = paged_attention_op(*args)
+    def recorded(*args: Any, **options: Any) -> Any:
+        output = paged_attention_op(*args, **options)
         steps.append(output)
         return output
 

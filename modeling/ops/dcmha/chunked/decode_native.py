@@ -81,12 +81,10 @@ def attend(
     if library is None:
         return None
     mask = _readable(mask)
-    bias, gain = (None if one is None else one.float().contiguous() for one in (tables.bias, tables.gain))
+    tables = readable_tables(tables)
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
     members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
-    for table in (bias, gain):
-        members += (0, 0) if table is None else (table.data_ptr(), len(table))
-    members += (int(tables.compose_bias), keys - 1 if tables.offset is None else int(tables.offset))
+    members += (*table_members(tables), keys - 1 if tables.offset is None else int(tables.offset))
     output = query.new_empty(batch, 1, heads, width)
     workspace = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
     threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
@@ -109,6 +107,20 @@ def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
         return (0,) * 6
     item, head, key = (0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 1, 3))
     return mask.data_ptr(), mask.dtype == torch.bool, mask.dtype.itemsize, item, head, key
+
+
+def readable_tables(tables: DistanceTables) -> DistanceTables:
+    """Tables as C code reads them, rows of float32 side by side."""
+    bias, gain = (None if table is None else table.float().contiguous() for table in (tables.bias, tables.gain))
+    return tables._replace(bias=bias, gain=gain)
+
+
+def table_members(tables: DistanceTables) -> list[int]:
+    """The members of the C struct `tables`, for `readable_tables`."""
+    members = []
+    for table in (tables.bias, tables.gain):
+        members += [0, 0] if table is None else [table.data_ptr(), len(table)]
+    return [*members, int(tables.compose_bias)]
 
 
 def stage_members(composition: Composition | None) -> list[int]:

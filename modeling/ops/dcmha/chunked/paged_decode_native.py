@@ -10,15 +10,29 @@ from ctypes import CDLL, c_float, c_long, c_void_p
 import torch
 from torch import Tensor
 
+from ...distance_tables import NO_TABLES, DistanceTables
 from ...native_library import load_or_warn, usable_threads
 from ..composition import Composition
 from ..pages import Pages
 from .csrc.sources import PAGED_DECODE
-from .decode_native import ELEMENTS_PER_THREAD, decode_macros, serves, stage_members
+from .decode_native import (
+    ELEMENTS_PER_THREAD,
+    decode_macros,
+    readable_tables,
+    serves,
+    stage_members,
+    table_members,
+)
 
 
 def attend_to_pages(
-    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, scaling: float, terms: int
+    query: Tensor,
+    pages: Pages,
+    pre: Composition | None,
+    post: Composition | None,
+    scaling: float,
+    terms: int,
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
     """Attention of one query of each of `N` requests. Maps and sums are float32, whatever the dtype.
 
@@ -28,11 +42,12 @@ def attend_to_pages(
         query: `[N, H, 1, D]`.
         pre, post: the composition of both stages without factors of keys, which the rows hold.
         terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
+        tables: two tables `[L, H]` for the distances from each query, which is on its request's last key.
 
     Returns:
         `[N, 1, H, D]`; None where there is no C code for these arguments.
     """
-    library = _load_for(query, pages, pre, post, terms)
+    library = _load_for(query, pages, pre, post, terms, tables)
     if library is None:
         return None
     items, heads, _, width = query.shape
@@ -40,7 +55,8 @@ def attend_to_pages(
     for rows in (pages.key, pages.value):
         members += [rows.data_ptr(), *rows.stride()[:3]]
     members += [tensor.data_ptr() for tensor in pages[2:]]
-    members += [pages.key.shape[1], *stage_members(pre), *stage_members(post), items]
+    tables = readable_tables(tables)
+    members += [pages.key.shape[1], *stage_members(pre), *stage_members(post), items, *table_members(tables)]
     problem = array("l", members)  # the struct `paged_problem` of paged_decode.c
     address = problem.buffer_info()[0]
     output = query.new_empty(items, 1, heads, width)
@@ -52,10 +68,15 @@ def attend_to_pages(
 
 
 def _load_for(
-    query: Tensor, pages: Pages, pre: Composition | None, post: Composition | None, terms: int
+    query: Tensor,
+    pages: Pages,
+    pre: Composition | None,
+    post: Composition | None,
+    terms: int,
+    tables: DistanceTables,
 ) -> CDLL | None:
     """The library for the arguments of `attend_to_pages`; None where there is none."""
-    if not serves(query, pages.key, pages.value, pre, post, None):
+    if not serves(query, pages.key, pages.value, pre, post, None, tables):
         return None
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype, terms)

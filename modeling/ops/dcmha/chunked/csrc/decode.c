@@ -102,13 +102,17 @@ typedef struct {
 } table;
 
 typedef struct {
+    table bias, gain;
+    long composes_bias; /* whether the bias is added before the first composition */
+} tables;
+
+typedef struct {
     heads_tensor query, key, value;
     mask hiding;
     stage pre, post;
     long items, keys;
-    table bias, gain;
-    long composes_bias; /* whether the bias is added before the first composition */
-    long position;      /* of the query among the keys, from which distances are counted */
+    tables by_distance;
+    long position; /* of the query among the keys, from which distances are counted */
 } problem;
 
 /* What the three phases of `attend` hand on. A span has `span_length` keys; the last one of an item may have fewer. */
@@ -248,24 +252,24 @@ static void add_mask(float (*maps)[HEADS], const mask *hiding, long item, long s
     }
 }
 
-/* The row of a table for key `s`. Keys at distances that the table lacks are hidden ones, which read the nearest row. */
-INLINE const vec *table_row(const table *from, const problem *given, long s) {
-    return (const vec *)(from->data + smaller(larger(given->position - s, 0), from->length - 1) * HEADS);
+/* The row of a table for a distance. Keys at distances that the table lacks are hidden ones, which read the nearest
+   row. */
+INLINE const vec *table_row(const table *from, long distance) {
+    return (const vec *)(from->data + smaller(larger(distance, 0), from->length - 1) * HEADS);
 }
 
-/* Adds the bias to the scores of keys from `start` on if its place is before the first composition (1), or behind it
-   (0). */
-static void add_bias(float (*maps)[HEADS], const problem *given, int is_before, long start, long count) {
-    if (!given->bias.data || given->composes_bias != is_before) return;
-    for (long s = 0; s < count; s++)
-        EACH_HEAD_VECTOR(v) AT(maps[s], v) += table_row(&given->bias, given, start + s)[v];
+/* Adds the bias to the scores of `count` keys, the first of which is `distance` before the query, if its place is before
+   the first composition (1), or behind it (0). */
+static void add_bias(float (*maps)[HEADS], const tables *by, int is_before, long distance, long count) {
+    if (!by->bias.data || by->composes_bias != is_before) return;
+    for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) += table_row(&by->bias, distance - s)[v];
 }
 
-/* Multiplies the probabilities of keys from `start` on by the gain, if there is one. */
-static void multiply_gain(float (*maps)[HEADS], const problem *given, long start, long count) {
-    if (!given->gain.data) return;
-    for (long s = 0; s < count; s++)
-        EACH_HEAD_VECTOR(v) AT(maps[s], v) *= table_row(&given->gain, given, start + s)[v];
+/* Multiplies the probabilities of `count` keys, the first of which is `distance` before the query, by the gain, if there
+   is one. */
+static void multiply_gain(float (*maps)[HEADS], const tables *by, long distance, long count) {
+    if (!by->gain.data) return;
+    for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= table_row(&by->gain, distance - s)[v];
 }
 
 /* Composed and masked scores of `count` keys of an item from `start` on. */
@@ -280,9 +284,9 @@ static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*
         const element *key = keys.data + item * keys.item_stride + h * keys.head_stride + start * keys.key_stride;
         score_keys(maps[0] + h * REPEATS, query + h * REPEATS, key, keys.key_stride, count);
     }
-    add_bias(maps, given, 1, start, count);
+    add_bias(maps, &given->by_distance, 1, given->position - start, count);
     if (given->pre.composes) compose(maps, &given->pre, item, start, count);
-    add_bias(maps, given, 0, start, count);
+    add_bias(maps, &given->by_distance, 0, given->position - start, count);
     if (given->hiding.data) add_mask(maps, &given->hiding, item, start, count);
 }
 
@@ -346,7 +350,7 @@ static void attend_to_values(workspace work, const problem *given, long item, lo
         long count = smaller(end - start, BLOCK_KEYS);
         if (hides_all(&given->hiding, item, start, count)) continue;
         for (long s = start; s < start + count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
-        multiply_gain(maps + start, given, start, count);
+        multiply_gain(maps + start, &given->by_distance, given->position - start, count);
         if (given->post.composes) compose(maps + start, &given->post, item, start, count);
         for (int h = 0; h < KV_HEADS; h++) {
             heads_tensor values = given->value;

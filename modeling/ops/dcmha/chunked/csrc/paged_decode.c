@@ -32,7 +32,11 @@ typedef struct {
     long page_length;         /* rows of a page */
     stage pre, post;          /* without factors of keys, which the rows hold */
     long items;
+    tables by_distance;
 } paged_problem;
+
+/* How far key `s` of an item, counted from its first visible key, is before the query, which stands on the last key. */
+INLINE long distance_of(const paged_problem *given, long item, long s) { return given->key_counts[item] - 1 - s; }
 
 /* How many keys an item has room for in its workspace: one where its query sees none. */
 INLINE long room_of(const paged_problem *given, long item) {
@@ -89,10 +93,12 @@ static void score_rows(float (*maps)[HEADS], const paged_problem *given, width_v
                        given->key.row_stride, rows);
         if (TERMS && given->pre.composes) read_terms(terms + s, row, &given->key, rows);
     }
+    add_bias(maps, &given->by_distance, 1, distance_of(given, item, start), count);
     if (given->pre.composes) {
         stage pre = stage_of(&given->pre, item, terms);
         compose(maps, &pre, 0, 0, count);
     }
+    add_bias(maps, &given->by_distance, 0, distance_of(given, item, start), count);
 }
 
 /* First phase, as `attend_to_keys`. */
@@ -126,6 +132,7 @@ static void attend_to_value_rows(workspace work, const paged_problem *given, lon
         float(*maps)[HEADS] = work.maps + start;
         const element *row;
         for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
+        multiply_gain(maps, &given->by_distance, distance_of(given, item, start), count);
         if (TERMS && post.composes)
             for (long s = 0, rows; s < count; s += rows) {
                 rows = find_rows(&row, given, &given->value, item, start + s, start + count);
