@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynattn import relative_attention
+from dynattn.modeling.ops.relative import chunk as chunk_module
 from dynattn.modeling.ops.relative import chunked as chunked_module
 from dynattn.modeling.ops.relative.attention import RELATIVE
 
@@ -74,7 +75,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     memory: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunked_module, "CHUNK", 16)
+    monkeypatch.setattr(chunk_module, "CHUNK", 16)
     keys = queries + memory
     given = inputs(queries, keys, TERMS[terms])
     options: dict[str, Any] = {"sliding_window": window}
@@ -134,7 +135,7 @@ def test_nan_stays_in_its_row_of_the_batch(implementation: str) -> None:
 def test_queries_before_the_first_key_see_nothing(
     implementation: str, queries: int, keys: int, mask: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_module, "CHUNK", 16)
+    monkeypatch.setattr(chunk_module, "CHUNK", 16)
     given = inputs(queries, keys)
     shape = (BATCH, 1, queries if mask == "queries" else 1, keys)
     options = {} if mask is None else {"attention_mask": torch.rand(shape) > 0.3}
@@ -223,7 +224,7 @@ def test_chunked_allocates_nothing_of_queries_times_keys(monkeypatch: pytest.Mon
             self.numel = max([self.numel, *(t.untyped_storage().size() // 8 for t in tensors if isinstance(t, Tensor))])
             return result
 
-    monkeypatch.setattr(chunked_module, "CHUNK", 16)
+    monkeypatch.setattr(chunk_module, "CHUNK", 16)
     given = inputs(512, 512)
     row, operand = 16 * BATCH * HEADS, 512 * WIDTH * BATCH * HEADS
     for window, limit in ((None, 512 * row), (32, operand)):
@@ -275,7 +276,7 @@ def test_tables_of_both_directions_give_the_outputs_and_gradients_of_the_definit
     keys: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunked_module, "CHUNK", 8)
+    monkeypatch.setattr(chunk_module, "CHUNK", 8)
     monkeypatch.setattr(chunked_module, "FEW_PAIRS", 0)
     given = inputs(queries, keys) | {
         "position_embeddings": random(keys + queries, HEADS, WIDTH),

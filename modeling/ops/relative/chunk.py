@@ -1,0 +1,194 @@
+"""One chunk of the queries of relative attention: its scores, its gradients and the rows of the tables it reaches.
+
+A chunk has `c` queries and the `n` keys that any of them sees. Its scores against the position tables come from one
+matrix product `[c, x]` of the queries with the rows of the table that they reach, from the farthest distance to the
+nearest. The score of query `t` and key `j` then stands in row `t` and column `c - 1 - t + j`: each row is shifted by
+one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix B) is therefore a view
+of the product whose row stride is shorter by one, and copies nothing. There are `x = n + c - 1` distances between the
+queries and the keys of a chunk; under causality the first `n` of them are enough, since no query sees the others.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masking import Structure
+
+# Queries of a chunk.
+CHUNK = 64
+
+
+class Operands(NamedTuple):
+    """The tensors that all chunks read, or their gradients; heads are first, as the batch of every matrix product."""
+
+    query: Tensor  # [H, B, T, D]
+    key: Tensor  # [H, B, S, D]
+    value: Tensor  # [H, B, S, D]
+    embeddings: Tensor | None  # [H, L, D], the farthest distance first
+    bias: Tensor | None  # [H, L], the farthest distance first
+    content_bias: Tensor | None  # [H, 1, 1, D]
+    visible: Tensor | None  # broadcastable to [H, B, T, S]
+    added: Tensor | None  # additive mask, broadcastable to [H, B, T, S]
+
+
+class QueryChunk(NamedTuple):
+    """`c` consecutive queries and the `n` keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    structure: Structure
+    later_rows: int  # rows of the tables that belong to later keys
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(c, n)`, the numbers of queries and keys."""
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+    @property
+    def distances(self) -> range:
+        """The distances of the `x` columns of products with tables, from the farthest to the nearest."""
+        num_queries, num_keys = self.shape
+        farthest = self.queries.stop - 1 + self.structure.first_query - self.keys.start
+        columns = num_keys if self.structure.is_causal else num_keys + num_queries - 1
+        return range(farthest, farthest - columns, -1)
+
+    def probabilities(self, operands: Operands, scaling: float) -> Tensor:
+        """Softmax of the scores, `[H, B, c, n]`, in at least float32."""
+        query = operands.query[:, :, self.queries]
+        content = query if operands.content_bias is None else query + operands.content_bias
+        key = operands.key[:, :, self.keys].transpose(-1, -2)
+        positions = self._position_scores(operands, query)
+        if positions is None or scaling == 0:  # some kernels of `baddbmm` leave their result unwritten if both are 0
+            scores = (content @ key).mul_(scaling)
+        else:
+            batched = torch.baddbmm(
+                positions.reshape(-1, *self.shape),
+                content.flatten(0, 1),
+                key.flatten(0, 1),
+                beta=scaling,
+                alpha=scaling,
+            )
+            scores = batched.unflatten(0, query.shape[:2])
+        return self._softmax(scores, operands)
+
+    def accumulate(self, operands: Operands, grads: Operands, grad_scores: Tensor) -> None:
+        """Adds to `grads` what the gradient of the scores `[H, B, c, n]` contributes to each operand but the values."""
+        query = operands.query[:, :, self.queries]
+        content = query if operands.content_bias is None else query + operands.content_bias
+        grad_query = grad_scores @ operands.key[:, :, self.keys]
+        grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
+        if grads.content_bias is not None:
+            grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
+        if operands.embeddings is not None or operands.bias is not None:
+            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
+            unshifted = unshifted[..., self._real_columns(operands)]
+            if grads.bias is not None:
+                self._table_rows(grads.bias).add_(unshifted.sum(1))
+            if operands.embeddings is not None and grads.embeddings is not None:
+                self._table_rows(grads.embeddings).add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
+                grad_query += (unshifted @ self._table_rows(operands.embeddings)).view_as(grad_query)
+        grads.query[:, :, self.queries] = grad_query
+
+    def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
+        """The factors `[H, B, c, n]` that dropout multiplies probabilities by; equal in both passes for a seed `[]`."""
+        if seed is None:
+            return None
+        generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
+        kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
+        return kept.to(probs.dtype).div_((1 - dropout) or 1.0)
+
+    def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:
+        """Scores of `query` `[H, B, c, D]` with the tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
+        if operands.embeddings is None and operands.bias is None:
+            return None
+        heads, batch = query.shape[:2]
+        (num_queries, num_keys), columns = self.shape, len(self.distances)
+        real = self._real_columns(operands)
+        by_distance = query.new_empty(heads, batch * num_queries, columns)
+        by_distance[..., : real.start] = 0
+        by_distance[..., real.stop :] = 0
+        reachable = by_distance[..., real]
+        if operands.embeddings is None:
+            reachable.copy_(self._table_rows(operands.bias)[:, None])  # type: ignore[arg-type]
+        else:
+            table = self._table_rows(operands.embeddings).transpose(-1, -2)
+            if operands.bias is None:
+                torch.bmm(query.flatten(1, 2), table, out=reachable)
+            else:
+                torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+        return by_distance.as_strided(
+            (heads * batch, num_queries, num_keys),
+            (num_queries * columns, columns - 1, 1),
+            storage_offset=num_queries - 1,
+        )
+
+    def _unshift(self, grad_scores: Tensor) -> Tensor:
+        """Undoes the relative shift of `grad_scores` `[H, B, c, n]`: gradients by distance `[H, B, c, x]`, else 0."""
+        (num_queries, num_keys), columns = self.shape, len(self.distances)
+        by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], columns)
+        flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
+        # Under causality the last key of a query shares its element of the shifted view with the first key of the next
+        # query. The last key is visible to the last query only, so the view leaves it out, and that one gradient is
+        # copied by itself.
+        copied = num_keys - 1 if self.structure.is_causal else num_keys
+        shifted = flat.as_strided(
+            (flat.shape[0], num_queries, copied),
+            (num_queries * columns, columns - 1, 1),
+            storage_offset=num_queries - 1,
+        )
+        shifted.copy_(source[..., :copied])
+        flat[:, -1, num_keys - 1] = source[:, -1, -1]
+        return by_distance
+
+    def _table_rows(self, table: Tensor) -> Tensor:
+        """The rows of a farthest-first table `[H, L, ...]` that queries of this chunk reach."""
+        farthest = table.shape[1] - 1 - self.later_rows
+        first, last = farthest - self.distances[0], farthest - self.distances[-1]
+        return table[:, max(first, 0) : max(last + 1, 0)]
+
+    def _real_columns(self, operands: Operands) -> slice:
+        """The columns whose distance has a row in the tables; the window hides the others from every query."""
+        table = operands.bias if operands.embeddings is None else operands.embeddings
+        length = 0 if table is None else self._table_rows(table).shape[1]
+        farthest = 0 if table is None else table.shape[1] - 1 - self.later_rows
+        first = min(max(self.distances[0] - farthest, 0), len(self.distances) - length)
+        return slice(first, first + length)
+
+    def _softmax(self, scores: Tensor, operands: Operands) -> Tensor:
+        """Softmax of `scores` `[H, B, c, n]` over the visible keys, 0 for queries without any; overwrites `scores`."""
+        (num_queries, num_keys), window, hidden = self.shape, self.structure.sliding_window, None
+        if not self.structure.is_causal:
+            if window is not None:
+                hidden = ~self.structure.visible(self.queries, self.keys, scores.device)
+                scores.masked_fill_(hidden, -torch.inf)
+        else:
+            later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
+            scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
+            if window is not None and num_keys > window:
+                # Query `t` stands at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
+                outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+                outside.tril_(num_keys - num_queries - window)
+                scores.masked_fill_(outside, -torch.inf)
+        if operands.added is not None:
+            scores = scores + self._of_chunk(operands.added)
+        if operands.visible is not None:
+            hidden = ~self._of_chunk(operands.visible)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        probs = torch.softmax(scores, dim=-1, dtype=dtype)
+        if hidden is None:
+            return probs
+        return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
+
+    def _of_chunk(self, mask: Tensor) -> Tensor:
+        """The part of a mask, broadcastable to `[H, B, T, S]`, that belongs to this chunk."""
+        mask = mask[:, :, self.queries] if mask.shape[2] > 1 else mask
+        return mask[..., self.keys] if mask.shape[3] > 1 else mask
+
+
+def query_chunks(structure: Structure, later_rows: int) -> list[QueryChunk]:
+    """Divides the queries, which end where the keys end, into chunks of `CHUNK`; those that see no key are left out."""
+    spans = [slice(start, min(start + CHUNK, structure.queries)) for start in range(0, structure.queries, CHUNK)]
+    chunks = [QueryChunk(span, structure.reach(span), structure, later_rows) for span in spans]
+    return [chunk for chunk in chunks if chunk.keys.stop > chunk.keys.start]
