@@ -66,11 +66,13 @@ class Task:
     Attributes:
         metrics: the first is the one that the plot shows.
         chosen_by: the metric by which learning rates are chosen.
+        arms: those that it asks about; None for all.
     """
 
     label: str
     metrics: tuple[Metric, ...]
     chosen_by: Metric
+    arms: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,17 +138,14 @@ class Plan:
         rates, seed = self.arguments.rates, self.arguments.tuning_seed
         if len(rates) == 1:
             return []
-        cells = [(task, arm) for task in self.tasks for arm in self.arms]
-        return [self._run(*cell, seed, rate, tuning=True) for cell in cells for rate in rates]
+        return [self._run(*cell, seed, rate, tuning=True) for cell in self._cells() for rate in rates]
 
     def measured(self) -> Iterator[Run]:
         """The runs that count: a seed in all arms of all tasks before the next, so that unfinished studies are fair."""
         rates = self._rates()
         for seed in self.arguments.seeds:
-            for task in self.tasks:
-                for arm in self.arms:
-                    rate = rates.get((task, arm), self.arguments.rates[0])
-                    yield self._run(task, arm, seed, rate, tuning=False)
+            for cell in self._cells():
+                yield self._run(*cell, seed, rates.get(cell, self.arguments.rates[0]), tuning=False)
 
     def missing(self) -> int:
         """How many runs are not finished."""
@@ -166,6 +165,11 @@ class Plan:
                 value = self.runs.read(run)["metrics"][self.study.tasks[run.task].chosen_by.name]
                 found.setdefault(run.task, {}).setdefault(run.arm, {})[f"{run.learning_rate:g}"] = value
         return found
+
+    def _cells(self) -> list[tuple[str, str]]:
+        """The arms of each task."""
+        known = self.study.tasks
+        return [(task, arm) for task in self.tasks for arm in self.arms if arm in (known[task].arms or self.arms)]
 
     def _rates(self) -> dict[Hashable, float]:
         return self.runs.best_rates(self.tuning(), partial(merit, self.study))

@@ -38,6 +38,10 @@ ARMS = {
     "dropout": Arm("norm, dynamic and static, dropout 0.2", {"compose_dropout": 0.2}),
     "wide": Arm("norm, wider MLP", PLAIN, is_wide=True),
 }
+# The arm that a parent is trained as, and those that have nothing to unlearn of it: they are given its weights, and
+# start with its outputs.
+PARENT = "norm"
+CONTINUED = ("norm", "static", "post", "dynamic", "official", "dropout")
 # One thing at a time, then the official comparison, then the model beside a plain one of its size.
 CONTRASTS = (
     ("norm", "plain"),
@@ -62,8 +66,8 @@ class Shape:
     heads: int
     labels: int
 
-    def config(self, arm: Arm) -> DCViTConfig:
-        """The configuration of an arm's model."""
+    def config(self, arm: Arm, **changes: Any) -> DCViTConfig:
+        """The configuration of an arm's model, with some fields changed."""
         fields: dict[str, Any] = {
             "image_size": self.image,
             "patch_size": self.patch,
@@ -75,7 +79,7 @@ class Shape:
             "num_labels": self.labels,
             "representation_size": None,
         }
-        return DCViTConfig(**fields, **arm.fields)
+        return DCViTConfig(**fields | arm.fields | changes)
 
     def _widened(self) -> int:
         """The width of MLPs that gives a plain model as many parameters as the authors' has."""
@@ -91,4 +95,14 @@ def make_model(arm: str, shape: Shape, seed: int) -> DCViTForImageClassification
     torch.manual_seed(seed)
     plain, model = (DCViTForImageClassification(shape.config(ARMS[name])) for name in ("plain", arm))
     begin_alike(model, plain)
+    return model
+
+
+def continue_parent(
+    arm: str, shape: Shape, seed: int, parent: DCViTForImageClassification
+) -> DCViTForImageClassification:
+    """A model with the weights of `parent`, of the arm `PARENT`, whose composition starts as the identity."""
+    torch.manual_seed(seed)
+    model = DCViTForImageClassification(shape.config(ARMS[arm], compose_init_scale=0.0))
+    begin_alike(model, parent)
     return model

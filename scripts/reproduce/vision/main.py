@@ -4,8 +4,9 @@
 
 The authors' DCViT differs from its plain twin by dynamic composition, by a static matrix that mixes heads, and by a
 norm of queries and keys. Here each is an arm of its own, and one plain arm is as large as the composed. The tasks:
-scikit-learn's handwritten digits by cross-validation, and letters and digits in fonts that were never seen in
-training. Finished runs are not repeated, so an interrupted study goes on.
+scikit-learn's handwritten digits by cross-validation, letters and digits in fonts that were never seen in training,
+and the same for what a trained model without composition becomes when it is trained on with it. Finished runs are not
+repeated, so an interrupted study goes on.
 """
 
 from collections.abc import Sequence

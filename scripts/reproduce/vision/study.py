@@ -1,7 +1,7 @@
 """The study of DCViT on small images."""
 
 from ..paired_study.job import Metric, Study, Task
-from .arms import ARMS, CONTRASTS
+from .arms import ARMS, CONTINUED, CONTRASTS
 from .training import SIZES, run_one
 
 ACCURACY, LOSS = Metric("accuracy", "accuracy", "higher"), Metric("loss", "loss", "lower")
@@ -14,6 +14,12 @@ VISION = Study(
     tasks={
         "digits": Task("handwritten digits, 5-fold cross-validation", (ACCURACY, LOSS), chosen_by=LOSS),
         "glyphs": Task("letters and digits in unseen fonts", (UNSEEN, UNSEEN_LOSS, SEEN), chosen_by=SEEN),
+        "upcycled": Task(
+            "the same, trained on from a model without composition",
+            (UNSEEN, UNSEEN_LOSS, SEEN),
+            chosen_by=SEEN,
+            arms=CONTINUED,
+        ),
     },
     arms={name: arm.label for name, arm in ARMS.items()},
     contrasts=CONTRASTS,
@@ -23,7 +29,9 @@ VISION = Study(
         "A seed decides initial weights, the order of images, the folds of digits and the drawings of glyphs. Digits: "
         "scikit-learn's 1,797 images; each is tested on once for each seed; rates are chosen by the loss on one fold. "
         "Glyphs: fonts that matplotlib ships, 15 to train on and 6 of other designs to test on; rates are chosen by "
-        "new drawings of the former. Some characters look alike (O, o and 0; l, I and 1), so no model can name all. "
+        "new drawings of the former. Models that are trained on get the weights of one with the norm and nothing "
+        "else, which was trained as long; composition then starts as the identity. Some characters look alike (O, o "
+        "and 0; l, I and 1), so no model can name all. "
         "Nothing here says anything about ImageNet."
     ),
 )

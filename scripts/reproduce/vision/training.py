@@ -1,5 +1,6 @@
 """One run of the study: models are trained on images of a task and tested on others."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,13 +14,15 @@ from ....modeling.modeling_dcvit import DCViTForImageClassification
 from ...common.environment import hardware, versions
 from ..model_training import count_flops, train_steps
 from ..paired_study.job import Run
-from .arms import Shape, make_model
+from .arms import PARENT, Shape, continue_parent, make_model
 from .digits import folds, load_digits
 from .glyphs import CHARACTERS, SEEN, UNSEEN, draw_glyphs
 from .images import Images
 
 # Of the drawings that models are tested on; no run is trained with it.
 TEST_SEED = 2**31
+# Added to a seed for the drawings with which a parent is trained on.
+MORE_DRAWINGS = 2**30
 TEST_BATCH = 256
 
 Metrics = dict[str, float]
@@ -27,12 +30,17 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a model is trained, on how many images of how many there are."""
+    """How long a model is trained, on how many images of how many there are.
+
+    Attributes:
+        parent_rate: the peak learning rate of a parent, which is trained as long.
+    """
 
     steps: int
     batch: int = 64
     images: int = 0
     tests: int = 0
+    parent_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ QUICK = {
         Schedule(600, batch=32, images=6000, tests=1488),
     ),
 }
+for sizes, rate in ((FULL, 1e-3), (QUICK, 3e-3)):
+    sizes["upcycled"] = replace(sizes["glyphs"], schedule=replace(sizes["glyphs"].schedule, parent_rate=rate))
 # By whether the study is the quick one.
 SIZES = {False: FULL, True: QUICK}
 
@@ -107,6 +117,23 @@ def run_glyphs(run: Run, sizes: TaskSizes) -> Metrics:
     return score_glyphs(model, sizes)
 
 
+def run_upcycled(run: Run, sizes: TaskSizes) -> Metrics:
+    """Trains on, with other drawings of the same fonts, what was trained as `PARENT`."""
+    shape, schedule = sizes.shape, sizes.schedule
+    model = continue_parent(run.arm, shape, run.seed, trained_parent(shape, schedule, run.seed))
+    seed = run.seed + MORE_DRAWINGS
+    fit(model, draw_glyphs(SEEN, schedule.images, seed), schedule, run.learning_rate, seed)
+    return score_glyphs(model, sizes)
+
+
+@functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
+def trained_parent(shape: Shape, schedule: Schedule, seed: int) -> DCViTForImageClassification:
+    """A model that has learned letters and digits without composition, the same for all arms of a seed."""
+    model = make_model(PARENT, shape, seed)
+    fit(model, draw_glyphs(SEEN, schedule.images, seed), schedule, schedule.parent_rate or 0.0, seed)
+    return model
+
+
 def score_glyphs(model: DCViTForImageClassification, sizes: TaskSizes) -> Metrics:
     """Accuracy and loss on fonts that were never seen, and accuracy on new drawings of the others."""
     tests = sizes.schedule.tests
@@ -136,4 +163,8 @@ def losses_and_hits(model: DCViTForImageClassification, images: Images) -> tuple
     return losses, (logits.argmax(dim=-1) == images.labels).float()
 
 
-TASKS: dict[str, Callable[[Run, TaskSizes], Metrics]] = {"digits": run_digits, "glyphs": run_glyphs}
+TASKS: dict[str, Callable[[Run, TaskSizes], Metrics]] = {
+    "digits": run_digits,
+    "glyphs": run_glyphs,
+    "upcycled": run_upcycled,
+}

@@ -10,11 +10,11 @@ import torch
 from dynattn.scripts import cli
 from dynattn.scripts.reproduce.paired_study.job import Run
 from dynattn.scripts.reproduce.vision import training
-from dynattn.scripts.reproduce.vision.arms import ARMS, CONTRASTS, make_model
+from dynattn.scripts.reproduce.vision.arms import ARMS, CONTINUED, CONTRASTS, PARENT, continue_parent, make_model
 from dynattn.scripts.reproduce.vision.digits import FOLDS, folds, load_digits
 from dynattn.scripts.reproduce.vision.glyphs import CHARACTERS, SEEN, UNSEEN, Distortions, draw_glyphs, draw_one
 from dynattn.scripts.reproduce.vision.study import VISION
-from dynattn.scripts.reproduce.vision.training import SIZES, Schedule, run_one
+from dynattn.scripts.reproduce.vision.training import SIZES, run_one
 
 SHAPE = SIZES[True]["digits"].shape
 STILL = Distortions(points=(20, 20), shift=0, degrees=0, noise=0)
@@ -88,10 +88,31 @@ def test_drawings_are_repeatable_and_balanced():
     assert first.labels.bincount().tolist() == [6] * len(CHARACTERS)
 
 
-@pytest.mark.parametrize("task", ["digits", "glyphs"])
+@pytest.mark.parametrize("arm", CONTINUED)
+def test_what_is_trained_on_starts_with_the_outputs_of_its_parent(arm: str):
+    parent = make_model(PARENT, SHAPE, 0).eval()
+    model = continue_parent(arm, SHAPE, 1, parent).eval()
+    pixels = torch.randn(3, 1, SHAPE.image, SHAPE.image)
+    torch.testing.assert_close(model(pixels).logits, parent(pixels).logits, rtol=0, atol=1e-6)
+    assert model.config.composes == (arm != PARENT)
+
+
+def test_a_parent_is_trained_once_for_the_arms_of_a_seed(monkeypatch: pytest.MonkeyPatch):
+    sizes = SIZES[True]["upcycled"]
+    schedule = replace(sizes.schedule, steps=2, batch=8, images=16, tests=62)
+    monkeypatch.setitem(SIZES[True], "upcycled", replace(sizes, schedule=schedule))
+    trained: list[tuple[int, float]] = []
+    monkeypatch.setattr(training, "fit", lambda model, images, schedule, rate, seed: trained.append((seed, rate)))
+    for arm in ("norm", "official"):
+        run_one(Run("upcycled", arm, 7, 1e-2, tuning=False, quick=True))
+    assert trained == [(7, 3e-3), (7 + training.MORE_DRAWINGS, 1e-2), (7 + training.MORE_DRAWINGS, 1e-2)]
+
+
+@pytest.mark.parametrize("task", ["digits", "glyphs", "upcycled"])
 def test_a_run_tells_costs_and_metrics(task: str, monkeypatch: pytest.MonkeyPatch):
     sizes = SIZES[True][task]
-    monkeypatch.setitem(SIZES[True], task, replace(sizes, schedule=Schedule(2, batch=8, images=16, tests=62)))
+    schedule = replace(sizes.schedule, steps=2, batch=8, images=16, tests=62)
+    monkeypatch.setitem(SIZES[True], task, replace(sizes, schedule=schedule))
     results = {arm: run_one(Run(task, arm, 0, 1e-3, tuning=True, quick=True)) for arm in ("norm", "official")}
     for result in results.values():
         assert set(result["metrics"]) == {metric.name for metric in VISION.tasks[task].metrics}
@@ -110,4 +131,4 @@ def test_products_of_the_plain_model_are_counted_by_hand():
 
 def test_the_study_is_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert cli.main(["reproduce", "vision", "--output", str(tmp_path / "new"), "--tasks", "chess"]) == 2
-    assert "tasks ['chess'] do not exist; choose from digits, glyphs" in capsys.readouterr().err
+    assert "tasks ['chess'] do not exist; choose from digits, glyphs, upcycled" in capsys.readouterr().err
