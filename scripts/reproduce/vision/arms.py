@@ -79,7 +79,7 @@ class Shape:
             "num_labels": self.labels,
             "representation_size": None,
         }
-        return DCViTConfig(**fields | arm.fields | changes)
+        return DCViTConfig(**{**fields, **arm.fields, **changes})
 
     def _widened(self) -> int:
         """The width of MLPs that gives a plain model as many parameters as the authors' has."""
