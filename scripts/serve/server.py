@@ -1,12 +1,14 @@
 """Transformers' own server, able to load our models and to tell what was wrong with a request."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
 import transformers
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
+from huggingface_hub.errors import CacheNotFound
 from transformers.cli.serving import server
 from transformers.cli.transformers import app
 
@@ -47,11 +49,32 @@ def show_models_to_server() -> None:
             setattr(transformers, family.model_names[CAUSAL_LM], family.load_model_class(CAUSAL_LM))
 
 
-def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
-    """Transformers' application, which answers a request that cannot be served with the reason, as a fault of its own.
+def build_telling_server(manager: Any, *args: Any, **kwargs: Any) -> FastAPI:
+    """Transformers' application, which tells a client what it serves, and why it cannot serve a request.
 
     Without this a client would get an internal error without a message, and the message would be in the log.
+
+    Args:
+        manager: Transformers' `ModelManager`.
     """
-    application = build_server(*args, **kwargs)
-    application.add_exception_handler(ValueError, lambda _, error: JSONResponse({"detail": str(error)}, 400))
+    manager.get_gen_models = partial(list_models, manager)
+    application = build_server(manager, *args, **kwargs)
+    application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
+    application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
+
+
+def list_models(manager: Any) -> list[dict[str, Any]]:
+    """The model that the server was started with, or else those of the Hub's cache, which need not be there."""
+    if manager.force_model is not None:
+        return [{"id": manager.force_model, "object": "model", "created": 0, "owned_by": ""}]
+    try:
+        return type(manager).get_gen_models()
+    except CacheNotFound:
+        return []
+
+
+def refusal(status: int, reason: str) -> JSONResponse:
+    """An answer in the form of OpenAI's interface, whose clients raise an error with the `message`."""
+    error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)

@@ -1,8 +1,10 @@
 """The guide on serving: its Python blocks run in their order, and its commands serve a client."""
 
+import json
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -38,4 +40,6 @@ def test_commands_serve_a_client(tmp_path: Path) -> None:
     with running_server([sys.executable, "-m", "dynattn.scripts.cli", *words.split(), str(port)], port, tmp_path):
         asked = ask.replace(":8000/", f":{port}/")
         answer = subprocess.run(["bash", "-c", asked], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as models:
+            assert [model["id"] for model in json.loads(models.read())["data"]] == ["my-dcformer"]
     assert answer.count('"content":') == 10 and '"finish_reason":"length"' in answer

@@ -31,14 +31,16 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
 
 
 @pytest.fixture(scope="module")
-def port(composed: tuple[PreTrainedModel, str]) -> Iterator[int]:
+def port(composed: tuple[PreTrainedModel, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that runs, with continuous batching."""
     pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     number = free_port()
     command = [sys.executable, "-m", "dynattn.scripts.cli", "serve"]
     command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(number), "--cb-num-blocks", "64"]
-    with running_server(command, number, Path.cwd()):
-        yield number
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("home") / "no-cache"))
+        with running_server(command, number, Path.cwd()):
+            yield number
 
 
 def ask(port: int, model: str, content: str, **options: Any) -> str:
@@ -88,8 +90,15 @@ def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(port, composed[1], "hello", max_tokens=5000, **options)
     assert refused.value.code == 400
-    assert "needs more than max_position_embeddings (2048) positions" in refused.value.read().decode()
+    error = json.loads(refused.value.read())["error"]  # of which OpenAI's client reads the message
+    assert "needs more than max_position_embeddings (2048) positions" in error["message"]
     assert ask(port, composed[1], "hello", **options)
+
+
+@pytest.mark.slow
+def test_models_are_listed_where_the_hub_has_no_cache(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
+        assert json.loads(answer.read()) == {"object": "list", "data": []}
 
 
 @pytest.mark.slow
