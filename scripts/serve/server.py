@@ -49,16 +49,14 @@ def show_models_to_server() -> None:
             setattr(transformers, family.model_names[CAUSAL_LM], family.load_model_class(CAUSAL_LM))
 
 
-def build_telling_server(manager: Any, *args: Any, **kwargs: Any) -> FastAPI:
+def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
     """Transformers' application, which tells a client what it serves, and why it cannot serve a request.
 
-    Without this a client would get an internal error without a message, and the message would be in the log.
-
-    Args:
-        manager: Transformers' `ModelManager`.
+    Without this a client would get an internal error without a message, and the message would be in the log. The first
+    argument is Transformers' `ModelManager`.
     """
-    manager.get_gen_models = partial(list_models, manager)
-    application = build_server(manager, *args, **kwargs)
+    args[0].get_gen_models = partial(list_models, args[0])
+    application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
