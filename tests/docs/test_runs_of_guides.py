@@ -17,7 +17,9 @@ RUN = sorted(page.name for page in GUIDES.glob("*.md") if page.name not in WITH_
 BLOCK = re.compile(r"(?:^<!-- not run: (.+?) -->\n+)?^```(bash|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))$", re.MULTILINE)
 # What a page needs beyond the packages of the tests.
-NEEDED = re.compile(r"^(?:from|import) (trl|torchao|bitsandbytes|onnxruntime|openvino|timm|nnsight)\b", re.MULTILINE)
+NEEDED = re.compile(
+    r"^(?:from|import|dynattn export) (trl|torchao|bitsandbytes|onnx|openvino|executorch|timm|nnsight)\b", re.MULTILINE
+)
 INSTALL = re.compile(r"^pip install .*$", re.MULTILINE)
 
 
