@@ -5,6 +5,7 @@ repository alike.
 """
 
 import sys
+from inspect import signature
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -32,6 +33,8 @@ napoleon_google_docstring = True
 
 html_theme = "furo"
 html_title = f"dynattn {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 # Files that lie beside the pages as they are.
 EXTRA = Path(__file__).parents[1] / "build" / "extra"
 html_extra_path = [str(EXTRA)]
@@ -48,6 +51,12 @@ def without_fences(app: Sphinx, what: str, name: str, obj: object, options: obje
     lines[:] = [line for line in lines if not line.strip().startswith("```")]
 
 
+def without_constructors(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+    """Leaves out a `__new__` of any arguments, and an `__init__` that is Python's own: neither says what to give."""
+    takes_anything = name == "__new__" and callable(obj) and "kwargs" in signature(obj).parameters
+    return True if takes_anything or obj is object.__init__ else None
+
+
 def link_notebook(app: Sphinx, page: str, source: list[str]) -> None:
     """Guides that are notebooks, too, offer it below their title."""
     name = Path(page).name
@@ -62,3 +71,4 @@ def setup(app: Sphinx) -> None:
     notebooks.main(EXTRA / "notebooks")
     app.connect("source-read", link_notebook)
     app.connect("autodoc-process-docstring", without_fences)
+    app.connect("autodoc-skip-member", without_constructors)
