@@ -9,15 +9,14 @@ import transformers
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
+from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
 from transformers.cli.transformers import app
 
-from dynattn.families import FAMILIES
 from dynattn.modeling.serving.requirements import TRANSFORMERS, check_engine
 
 from ..common.errors import UserError
 
-CAUSAL_LM = "AutoModelForCausalLM"
 build_server = server.build_server
 
 
@@ -40,13 +39,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show_models_to_server() -> None:
-    """Makes our language models attributes of the module `transformers`, in this process alone.
+    """Makes registered language models attributes of the module `transformers`, in this process alone.
 
-    There its server looks for the class that a configuration names. It does not ask the Auto classes, which know ours.
+    There its server looks for the class that a configuration names. It does not ask the Auto classes, which know ours
+    and those of modules that `--import` names.
     """
-    for family in FAMILIES.values():
-        if CAUSAL_LM in family.model_names:
-            setattr(transformers, family.model_names[CAUSAL_LM], family.load_model_class(CAUSAL_LM))
+    for model_class in AutoModelForCausalLM._model_mapping._extra_content.values():
+        setattr(transformers, model_class.__name__, model_class)
 
 
 def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from cases.models import SMALL, make_model
 from cases.serving import free_port, make_tokenizer, running_server, save_with_tokenizer
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.serve import main as serve
 
@@ -111,6 +111,24 @@ def test_rcmha_is_refused_with_our_message(port: int, tmp_path: Path) -> None:
         ask(port, folder, "hello")
     assert refused.value.code == 400
     assert "continuous batching keeps only keys and values of earlier tokens" in refused.value.read().decode()
+
+
+def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from dynattn.scripts.serve import server
+
+    class OwnConfig(DCFormerConfig):
+        model_type = "own_dcformer"
+
+    class OwnForCausalLM(DCFormerForCausalLM):
+        config_class = OwnConfig
+
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, OwnConfig, OwnForCausalLM)
+    for model_class in (OwnForCausalLM, DCFormerForCausalLM, RCMHAForCausalLM):
+        monkeypatch.setattr(server.transformers, model_class.__name__, None, raising=False)
+    server.show_models_to_server()
+    for model_class in (OwnForCausalLM, DCFormerForCausalLM, RCMHAForCausalLM):
+        assert vars(server.transformers)[model_class.__name__] is model_class
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
