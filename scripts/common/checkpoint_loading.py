@@ -103,10 +103,16 @@ def _load_model(path: str, dtype: str, trust_remote_code: bool, changes: Mapping
         model, info = loaded
     except (OSError, ValueError, SafetensorError, RuntimeError) as error:
         place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
-        raise UserError(f"cannot load a causal language model from {place}: {first_line(error)}") from error
+        hint = "; a module of yours that registers it goes with --import" if _is_unknown(error) else ""
+        raise UserError(f"cannot load a causal language model from {place}: {first_line(error)}{hint}") from error
     if absent := sorted(info["missing_keys"]):
         raise UserError(f"the checkpoint {path} lacks {len(absent)} of the model's weights, such as {absent[0]}")
     return model
+
+
+def _is_unknown(error: Exception) -> bool:
+    """Whether the model type is one that Transformers does not know."""
+    return isinstance(error, ValueError) and isinstance(error.__context__, KeyError)
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -379,6 +379,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("NaN weights", "the model's logits are NaN"),
         ("small embedding", "the tokenizer has ids up to 383 but the model embeds 300 (0 ... 299)"),
         ("unknown type", "`unheard_of`"),
+        ("unknown type", "goes with --import"),
         ("no config", "cannot load a causal language model from"),
     ],
 )
