@@ -48,7 +48,7 @@ def _draw_differences(axes: Axes, record: Mapping[str, Any], task: str) -> None:
         axes.plot([row["mean"]], [place], "|", color="black", ms=14, mew=2)
     axes.axvline(0, color="black", lw=0.8)
     labels = [f"{record['arms'][row['arm']]}\nminus {record['arms'][row['other']]}" for row in rows]
-    _finish(axes, labels, f"difference in {metric['label']}, paired by seed, 95 % t interval")
+    _finish(axes, labels, f"difference in {metric['label']},\npaired by seed, 95 % t interval")
 
 
 def _finish(axes: Axes, labels: list[str], x: str) -> None:
