@@ -50,6 +50,10 @@ class TaskSizes:
     shape: Shape
     schedule: Schedule
 
+    def with_parent(self, rate: float) -> "TaskSizes":
+        """The same sizes for models that continue one that was trained at this learning rate."""
+        return replace(self, schedule=replace(self.schedule, parent_rate=rate))
+
 
 FULL = {
     "digits": TaskSizes(Shape(8, patch=2, hidden_size=64, layers=4, heads=4, labels=10), Schedule(630)),
@@ -65,8 +69,8 @@ QUICK = {
         Schedule(600, batch=32, images=6000, tests=1488),
     ),
 }
-for sizes, rate in ((FULL, 1e-3), (QUICK, 3e-3)):
-    sizes["upcycled"] = replace(sizes["glyphs"], schedule=replace(sizes["glyphs"].schedule, parent_rate=rate))
+FULL["upcycled"] = FULL["glyphs"].with_parent(1e-3)
+QUICK["upcycled"] = QUICK["glyphs"].with_parent(3e-3)
 # By whether the study is the quick one.
 SIZES = {False: FULL, True: QUICK}
 
