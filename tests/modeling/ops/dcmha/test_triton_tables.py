@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, dcmha_attention
-from dynattn.modeling.ops.distance_tables import DistanceTables
 
 pytest.importorskip("triton")
 from dynattn.modeling.ops.dcmha.pages import without_keys
@@ -159,15 +158,14 @@ def test_half_precision_tells_far_distances_apart(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("compose_bias", [False, True])
 def test_a_step_over_pages_counts_distances_in_each_request(compose_bias: bool) -> None:
-    step = Step((20, 3), heads=(4, 2), first=2, rank=1)
+    step = Step((20, 3), heads=(4, 2), first=2, rank=1, compose_bias=compose_bias)
     query, pages, stages, alone = random_step(step, torch.float32)
-    tables = DistanceTables(torch.randn(20, 4), torch.rand(20, 4), None, compose_bias)
     pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
-    output = decode_pages(query, pages, pre, post, step.width**-0.5, step.key_terms, tables)
+    output = decode_pages(query, pages, pre, post, step.width**-0.5, step.key_terms, step.tables)
     assert output is not None
-    options = {**tables.present, "compose_position_bias": compose_bias, "implementation": "eager"}
     for found, request in zip(output, alone, strict=True):
-        torch.testing.assert_close(found[None], dcmha_attention(**request, **options), atol=1e-5, rtol=1e-5)
+        expected = dcmha_attention(**request, implementation="eager")
+        torch.testing.assert_close(found[None], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small")
