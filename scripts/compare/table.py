@@ -72,7 +72,8 @@ def _reading(record: Mapping[str, Any], timed: bool) -> str:
     spent = f"{record['parents'][0]['tokens']:,} tokens for each parent, then {tokens}" if record["parents"] else tokens
     count = len(record["comparison"])
     corrected = any("p_holm" in comparison for comparison in record["comparison"].values())
-    correction = f"corrected for {count} comparisons (Holm)" if corrected else f"not corrected for {count} comparisons"
+    comparisons = f"{count} comparison{'s' * (count > 1)}"
+    correction = f"corrected for {comparisons} (Holm)" if corrected else f"not corrected for {comparisons}"
     equal_time = (
         "At equal time: when the faster of the two has ended, by the median speed of training. Tokens (and operations) "
         "the baseline needs, as a multiple of the arm's, for the worse of their last losses. "
