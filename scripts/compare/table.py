@@ -7,32 +7,37 @@ from typing import Any
 from .record import Run, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
+METRICS = {"loss": "validation loss", "bits_per_byte": "bits per byte"}
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on reading them.
 
-    Losses at equal time and the ratios of tokens and operations have columns where the record holds them.
+    Bits per byte, losses at equal time, and the ratios of tokens and operations have columns where they were measured.
     """
     compared = record["comparison"]
     timed = all("equal_seconds" in comparison for comparison in compared.values())
-    head = ["", "parameters", "validation loss", "bits per byte", "difference", "95 % interval", "p"]
+    arms = record["arms"].values()
+    measured = [
+        name for name in METRICS if any(value is not None for arm in arms for value in final(arm["runs"], name))
+    ]
+    head = ["", "parameters", *(METRICS[name] for name in measured), "difference", "95 % interval", "p"]
     head += ["difference at equal time", "tokens the baseline needs"] if timed else []
     counted = timed and all(comparison.get("operations_ratio") for comparison in compared.values())
     head += ["operations the baseline needs"] if counted else []
     rows = [[*head, "tokens/s"], ["---"] * (len(head) + 1)]
     if record["parents"]:
-        rows.append([*_sizes("parent, before", record["parents"]), *[""] * (len(head) - 3)])
+        sizes = _sizes("parent, before", record["parents"], measured)
+        rows.append([*sizes, *[""] * (len(head) + 1 - len(sizes))])
     for name, arm in record["arms"].items():
         speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
         cells = _difference(compared.get(name)) + (_efficiency(compared.get(name), counted) if timed else [])
-        rows.append([*_sizes(arm["label"], arm["runs"]), *cells, f"{speed:,.0f}"])
+        rows.append([*_sizes(arm["label"], arm["runs"], measured), *cells, f"{speed:,.0f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{_reading(record, timed)}"
 
 
-def _sizes(label: str, runs: Sequence[Run]) -> list[str]:
-    cells = [_spread(final(runs, name)) for name in ("loss", "bits_per_byte")]
-    return [label, f"{runs[0]['parameters']:,}", *cells]
+def _sizes(label: str, runs: Sequence[Run], measured: Sequence[str]) -> list[str]:
+    return [label, f"{runs[0]['parameters']:,}", *(_spread(final(runs, name)) for name in measured)]
 
 
 def _spread(values: Sequence[float | None]) -> str:
