@@ -182,11 +182,13 @@ def run_forked(processes: int, output: Path, corpus: Path, **changes: Any) -> No
         place = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
         environment = {name: str(value) for name, value in {**place, **address}.items()}
-        members.append(fork.Process(target=_run_as, args=(environment, error, output, corpus, changes), daemon=True))
+        members.append(fork.Process(target=_run_as, args=(environment, error, output, corpus, changes)))
     for member in members:
         member.start()
     for member in members:
         member.join(120)
+        member.kill()  # one that waits for another that failed; daemons would not need it, but may have no children
+        member.join()
     told = "\n".join(error.read_text() for error in errors)
     assert [member.exitcode for member in members] == [0] * processes, told
 
