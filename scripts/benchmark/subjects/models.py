@@ -28,10 +28,11 @@ UNCOMPOSED = {"compose_pre": False, "compose_post": False}
 FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: UNCOMPOSED})
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
-# For the backward pass the reference op keeps dozens of maps of all pairs for each layer. If one map of a layer has
-# more elements than this, the reference is `chunked`, which is tested against the reference op. If one map of every
-# layer together have more, layers are recomputed in the backward pass.
-REFERENCE, REFERENCE_ELEMENTS, LARGE_REFERENCE = "eager", 1 << 25, "chunked"
+# The reference op has a few maps of all pairs in memory at a time, and keeps dozens of them for the backward pass of a
+# layer. If one map of a layer has more elements than these, the reference is `chunked`, which is tested against the
+# reference op. If one map of every layer together have more, the backward pass recomputes layers.
+REFERENCE, LARGE_REFERENCE = "eager", "chunked"
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 1 << 28, 1 << 25
 
 
 class ModelProblem(NamedTuple):
@@ -67,9 +68,10 @@ class ModelProblem(NamedTuple):
     def reference(self, function: str, dtype: torch.dtype) -> Results:
         """Results of the model with the reference op in a dtype."""
         batch, length = self.tokens.shape
-        kept = batch * self.config["num_attention_heads"] * length**2 if self.backward else 0
-        model = self.model(function, LARGE_REFERENCE if kept > REFERENCE_ELEMENTS else REFERENCE, dtype)
-        if kept * self.config["num_hidden_layers"] > REFERENCE_ELEMENTS:
+        elements = batch * self.config["num_attention_heads"] * length**2
+        limit = BACKWARD_ELEMENTS if self.backward else FORWARD_ELEMENTS
+        model = self.model(function, LARGE_REFERENCE if elements > limit else REFERENCE, dtype)
+        if self.backward and elements * self.config["num_hidden_layers"] > limit:
             checkpoint_activations(model)
         return self.step(model, self.tokens)()
 

@@ -1,0 +1,32 @@
+"""Benchmarks of models."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases.benchmark import run_benchmark
+
+from dynattn.scripts.benchmark.subjects import models
+
+
+def test_a_reference_whose_maps_would_not_fit_is_computed_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "FORWARD_ELEMENTS", 2 * 64**2 - 1)
+    monkeypatch.setattr(models, "BACKWARD_ELEMENTS", 2 * 64**2)
+    references = []
+
+    def model(problem: models.ModelProblem, function: str, implementation: str | None, *dtype: torch.dtype) -> object:
+        references.extend(implementation for _ in dtype)  # only references are asked for in a dtype
+        return original(problem, function, implementation, *dtype)
+
+    original = models.ModelProblem.model
+    monkeypatch.setattr(models.ModelProblem, "model", model)
+    status, record = run_benchmark(
+        tmp_path, "--subjects", "positions", "--shapes", "2x8@64", "--implementations", "rope,plain-alibi,plain-rope"
+    )
+    assert status == 0
+    forward, backward = record["cases"]
+    assert all(row["verdict"]["correct"] for case in (forward, backward) for row in case["rows"])
+    twice = 2 * len(forward["rows"])  # in float64, and in the dtype that is measured
+    assert references == ["chunked"] * twice + ["eager"] * twice
