@@ -28,7 +28,8 @@ class MechanismsArguments:
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-3], metadata={"help": "peaks from which each arm gets its best for each task"}
+        default_factory=lambda: [3e-4, 1e-3, 3e-3],
+        metadata={"help": "peaks from which each arm gets its best for each task"},
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(

@@ -63,7 +63,7 @@ def train(model: PreTrainedModel, task: Task, run: Run, preset: Preset, device: 
     """
     fresh = Generator().manual_seed(crc32(f"{run.task} {run.seed}".encode()))
     held_out = task.sample(preset.held_out, Generator().manual_seed(HELD_OUT_SEED))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, preset.steps))
     curve: list[tuple[int, float]] = []
     for step in range(1, preset.steps + 1):

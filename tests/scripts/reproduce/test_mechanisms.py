@@ -67,19 +67,24 @@ def test_find_block_has_one_answer_that_no_single_letter_tells():
     task = FindBlock(4)
     for tokens, targets in zip(*draw(task), strict=True):
         blocks = [tokens[start : start + 4] for start in range(0, 20, 5)]
-        asked = set(tokens[20:22])
-        holding = [block for block in blocks if asked <= set(block)]
-        assert [targets[-1]] == [block[0] for block in holding]
-        assert all(sum(letter in block for block in blocks) >= 2 for letter in asked)
-        assert set(targets[:-1]) == {IGNORED}
+        found = []
+        for mark in range(22, 32, 3):
+            asked = set(tokens[mark - 2 : mark])
+            found += [block for block in blocks if asked <= set(block)]
+            assert targets[mark] == found[-1][0]
+            assert all(sum(letter in block for block in blocks) >= 2 for letter in asked)
+        assert sorted(found) == sorted(blocks)
+        assert {targets[at] for at in range(32) if at not in range(22, 32, 3)} == {IGNORED}
 
 
 def test_an_ordered_match_has_its_reverse_beside_it():
     for tokens, targets in zip(*draw(OrderedMatch(3)), strict=True):
         facts = {(tokens[at], tokens[at + 1]): tokens[at + 2] for at in range(0, 18, 3)}
-        question = tuple(tokens[18:])
-        assert targets[-1] == facts[question] != facts[question[::-1]]
-        assert len(facts) == 6
+        questions = [(tokens[at], tokens[at + 1]) for at in range(18, 30, 2)]
+        assert sorted(questions) == sorted(facts) and len(facts) == 6
+        assert targets == [IGNORED] * 18 + [
+            each for question in questions for each in (IGNORED, facts[question]) if facts[question[::-1]] != each
+        ]
 
 
 def test_selective_copy_asks_for_the_letters_in_their_order():
@@ -97,7 +102,7 @@ def test_no_constant_answer_is_often_right(task: Task):
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_learns_from_every_answer(name: str):
-    task = TASKS["recall-8"]
+    task = TASKS["recall-12"]
     model = ARMS[name].make(Size(16, heads=4, head_dim=4, layers=1), task.vocabulary, task.length)
     tokens, _ = task.sample(2, Generator().manual_seed(0))
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -148,12 +153,12 @@ def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4)
 
 
 def test_the_table_answers_the_question():
-    runs = [finished("recall-8", "plain", seed, None) for seed in range(5)]
-    runs += [finished("recall-8", arm, seed, 100 + seed) for arm in ("plain-2h", "full") for seed in range(5)]
+    runs = [finished("recall-12", "plain", seed, None) for seed in range(5)]
+    runs += [finished("recall-12", arm, seed, 100 + seed) for arm in ("plain-2h", "full") for seed in range(5)]
     settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
     record = make_record(runs, settings)
     text = table(record)
-    assert "| recall-8, 2 layers, H = 4 | 0 of 5 | 5 of 5 | 5 of 5 |" in text
+    assert "| recall-12, 2 layers, H = 4 | 0 of 5 | 5 of 5 | 5 of 5 |" in text
     assert "against plain p = " in text and "against plain, twice the heads p = 1 (+0.0 runs)" in text
     assert "heads to solve" not in text
     assert "| plain | 1,234 | 0 of 5 | 500 | 0.500 |  |" in text
@@ -162,23 +167,23 @@ def test_the_table_answers_the_question():
 
 
 def test_heads_to_solve_counts_the_heads_of_each_side():
-    runs = [finished("recall-8", arm, seed, None, heads=2) for arm in ("plain", "plain-2h") for seed in range(3)]
-    runs += [finished("recall-8", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
-    runs += [finished("recall-8", "plain-2h", seed, 100 if seed else None, heads=4) for seed in range(3)]
-    runs += [finished("recall-8", "plain", seed, 100 if seed > 1 else None, heads=4) for seed in range(3)]
+    runs = [finished("recall-12", arm, seed, None, heads=2) for arm in ("plain", "plain-2h") for seed in range(3)]
+    runs += [finished("recall-12", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
+    runs += [finished("recall-12", "plain-2h", seed, 100 if seed else None, heads=4) for seed in range(3)]
+    runs += [finished("recall-12", "plain", seed, 100 if seed > 1 else None, heads=4) for seed in range(3)]
     text = table(make_record(runs, {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}))
     assert "| plain | more than 4 |" in text
     assert "| plain, twice the heads | 8 |" in text
     assert "| DCMHA | 2 |" in text
 
 
-TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-8": Recall(2, values=4)}, 4, 2, 1, 8)
+TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-12": Recall(2, values=4)}, 4, 2, 1, 8)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks", "chess"], "tasks ['chess'] do not exist; choose from recall-8"),
+        (["--tasks", "chess"], "tasks ['chess'] do not exist; choose from recall-12"),
         (["--arms", "magic"], "arms ['magic'] do not exist; choose from plain"),
         (["--seeds", "1", "1"], "two or more different ones"),
         (["--workers", "0"], "workers=0 must be 1 or more"),
@@ -206,9 +211,9 @@ def test_a_tiny_study_stops_in_time_and_goes_on(
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert record["tasks"][0]["arms"]["full"]["seeds"] == [0, 1]
     assert (tmp_path / "study" / "survival.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(PRESETS, "cpu", replace(TINY, tasks={"recall-8": Recall(2, values=5)}))
+    monkeypatch.setitem(PRESETS, "cpu", replace(TINY, tasks={"recall-12": Recall(2, values=5)}))
     assert cli.main(command) == 2
-    assert "is of another version of recall-8 or plain; give another --output" in capsys.readouterr().err
+    assert "is of another version of recall-12 or plain; give another --output" in capsys.readouterr().err
     monkeypatch.setitem(PRESETS, "cpu", Preset(TINY.size, TINY.tasks, 4, steps=3))
     assert cli.main(command) == 2
     assert "holds a study with other steps" in capsys.readouterr().err
@@ -223,8 +228,8 @@ def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPa
             seen.append(tokens)
             return tokens, targets
 
-    preset = Preset(TINY.size, {"recall-8": Watched(2, values=4)}, 4, 2, 1, 8)
+    preset = Preset(TINY.size, {"recall-12": Watched(2, values=4)}, 4, 2, 1, 8)
     for arm in ("plain", "full"):
-        run_one(Run("recall-8", arm, 1, 2, 0, 1e-3), preset)
+        run_one(Run("recall-12", arm, 1, 2, 0, 1e-3), preset)
     assert all(map(torch.equal, seen[:3], seen[3:]))
     assert not torch.equal(seen[1], seen[2])
