@@ -1,7 +1,7 @@
 """Everything that `dynattn evaluate` can be told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ..common.errors import UserError
@@ -9,6 +9,12 @@ from .quoted import NEAREST, check_quoted
 from .suites import SUITES
 
 PYTHIA_SHOTS = (0, 5)
+TASK_OPTIONS = ("tasks", "include_path", "num_fewshot", "quoted", "batch_size", "truncate", "log_samples")
+# Options that have no meaning for an evaluation without lm-eval.
+UNREAD = {
+    "--dataset": (*TASK_OPTIONS, "seed"),
+    "--suite long": (*TASK_OPTIONS, "carry_memory"),
+}
 
 
 @dataclass
@@ -89,19 +95,32 @@ class EvaluateArguments:
             raise UserError(
                 f"others={self.others} are compared on --dataset FILE or by --suite long; give one of these"
             )
-        self._check_long()
+        self._check_rope()
+        self._check_unread()
         if self.log_samples and self.output is None:
             raise UserError("log_samples needs a folder to write to; give --output DIR")
 
-    def _check_long(self) -> None:
-        """Refuses what the suite long does not have, and what only it has."""
+    @property
+    def kind(self) -> str:
+        """What is evaluated: lm-eval's tasks, a text of the user's, or the suite long."""
+        if self.suite == "long":
+            return "--suite long"
+        return "tasks" if self.dataset is None else "--dataset"
+
+    def _check_unread(self) -> None:
+        """Refuses options that would change nothing."""
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if unread := [name for name in UNREAD.get(self.kind, ()) if name in given]:
+            raise UserError(f"{self.kind} has no {', '.join(unread)}; leave it out")
+        if "text_column" in given and self.dataset is None:
+            raise UserError(f"text_column={self.text_column} is of --dataset FILE; give one, or leave it out")
+
+    def _check_rope(self) -> None:
+        """Refuses rotary parameters where they would not be read, or for several checkpoints."""
         if self.rope_parameters is not None and self.suite != "long":
             raise UserError(f"rope_parameters={self.rope_parameters} is for --suite long; save others in config.json")
         if self.rope_parameters is not None and self.others:
             raise UserError("rope_parameters is for a single checkpoint; evaluate the others apart")
-        given = ("tasks", "include_path", "num_fewshot", "truncate", "carry_memory", "log_samples", "quoted")
-        if self.suite == "long" and (unused := [name for name in given if getattr(self, name)]):
-            raise UserError(f"--suite long has no {', '.join(unused)}; leave it out")
 
     def task_names(self) -> Sequence[str]:
         """The named tasks, or the suite's."""

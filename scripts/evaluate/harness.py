@@ -25,6 +25,7 @@ from .quoted import quoted_scores
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
 from .rolling import roll_texts
 from .suites import HELDOUT, SUITES
+from .windows import check_context, encode_document
 
 DIRECT = f"{HELDOUT} (direct)"
 AGREEMENT = 0.01
@@ -36,6 +37,7 @@ class StrictHFLM(HFLM):
 
     Log-probabilities are computed in float32, whatever the dtype of the model. With `carry_memory` a text whose
     perplexity is asked for is read in segments, with the model's memory from one to the next, and not in windows.
+    Such a text begins with one `bos`, whether or not the tokenizer adds one itself.
     """
 
     def __init__(
@@ -55,8 +57,13 @@ class StrictHFLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         if self.segment is None:
-            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
+            # lm-eval puts `prefix_token_id` before every text, and would score a `bos` that a tokenizer adds to it.
+            own, self.add_bos_token = self.add_bos_token, False
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            finally:
+                self.add_bos_token = own
+        texts = [encode_document(self.tokenizer, request.args[0]) for request in requests]
         return roll_texts(self.model, texts, segment=self.segment, batch_size=int(self.batch_size))
 
     def _loglikelihood_tokens(
@@ -124,14 +131,14 @@ def evaluate_model(
     check_pair(model, tokenizer)
     if carry_memory:
         check_memory(model.config)
-    context = _context_length(model, max_length)
+    check_context(model, max_length)
     shots = num_fewshot if isinstance(num_fewshot, Sequence) else [num_fewshot]
     results = Results(describe_model(model), {}, describe_environment(model.device))
     results.quoted = quoted_scores(quoted, model.num_parameters())
     with _evaluation_mode(model), _quiet("lm_eval", "transformers"):
         set_seed(seed)
         options = {"truncate": truncate, "carry_memory": carry_memory}
-        lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=context, **options)
+        lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
         for number in shots:
             items, missing = catalog.load()
             results.unavailable |= missing
@@ -149,13 +156,6 @@ def evaluate_model(
         "seed": seed,
     }  # fmt: skip
     return results
-
-
-def _context_length(model: PreTrainedModel, asked: int | None) -> int | None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if asked is not None and limit is not None and asked > limit:
-        raise UserError(f"max_length {asked} exceeds the model's max_position_embeddings, {limit}; lower --max_length")
-    return asked
 
 
 def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: int) -> None:

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
-from .windows import first_token, predict, segments, windows
+from .windows import encode_document, predict, segments, windows
 
 METRIC = Path(__file__).parent / "metrics" / "next_token.py"
 
@@ -51,7 +51,7 @@ def score_documents(
     with tempfile.TemporaryDirectory() as cache:
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
-            tokens = [first_token(tokenizer), *tokenizer.encode(document, verbose=False)]
+            tokens = encode_document(tokenizer, document)
             memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
             parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
             for inputs, targets in parts:

@@ -1,6 +1,5 @@
 """The results in the files that lm-eval itself writes, so that its tools, and those of others, read them."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ def write_lm_eval_files(
 
     Args:
         raw: what `lm_eval.evaluate` returned, by number of examples.
-        folder: what the folder `lm-eval` is made in; one that is there is replaced.
+        folder: what the folder `lm-eval` is made in.
         model, settings, environment: as in `Results`.
 
     Raises:
         UserError: lm-eval could not write them.
     """
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for results in raw:
         tracker = EvaluationTracker(output_path=str(folder / FOLDER))
         tracker.general_config_tracker.log_experiment_args("hf", f"pretrained={model['path']}", None, None, False)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from .windows import first_token, predict
+from .windows import encode_document, first_token, predict
 
 # Lengths as multiples of the trained one.
 MULTIPLES = (1, 2, 4, 8)
@@ -84,8 +84,7 @@ def cut_windows(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], length: int, most: int | None
 ) -> list[list[int]]:
     """Up to `most` windows of `length` tokens and one more, side by side, of all documents end to end."""
-    start = first_token(tokenizer)
-    tokens = [token for text in documents for token in (start, *tokenizer.encode(text, add_special_tokens=False))]
+    tokens = [token for text in documents for token in encode_document(tokenizer, text)]
     count = (len(tokens) - 1) // length
     return [tokens[index * length : (index + 1) * length + 1] for index in range(min(count, most or count))]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..common.atomic_file import write_json, write_whole
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
 from ..common.paired import paired_difference
@@ -15,9 +14,8 @@ from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
 from .own_text import markdown, read_documents
-from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
+from .results import PLOT, check_output, describe_environment, describe_model, write_files
 
-PLOT = "long.png"
 PROMPTS = 10
 
 
@@ -41,10 +39,7 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
     if arguments.output is not None:
         from .long_figure import draw  # slow to import
 
-        folder = Path(arguments.output)
-        write_whole(folder / TABLE, text + "\n")
-        draw(results, folder / PLOT)
-        write_json(folder / RESULTS, results, ensure_ascii=False, allow_nan=False)
+        write_files(Path(arguments.output), results, text, lambda folder: draw(results, folder / PLOT))
     return text
 
 

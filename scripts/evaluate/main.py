@@ -16,16 +16,13 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
     argv = name_first(argv, "model")
     arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__)
-    if arguments.suite == "long":
-        from .long_suite import evaluate_long
-
-        print(evaluate_long(arguments))
-        return 0
-    if arguments.dataset is None:
+    if arguments.kind == "tasks":
         return run(arguments)
-    from .own_text import evaluate_text
-
-    print(evaluate_text(arguments))
+    if arguments.kind == "--suite long":
+        from .long_suite import evaluate_long as evaluate
+    else:
+        from .own_text import evaluate_text as evaluate
+    print(evaluate(arguments))
     return 0
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from datasets import load_dataset
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.atomic_file import write_json, write_whole
 from ..common.errors import UserError, first_line
 from ..common.paired import paired_difference
+from ..common.segment_memory import check_memory, longest_segment
 from .arguments import EvaluateArguments
 from .loading import load_named
-from .results import RESULTS, TABLE, check_output, describe_environment, describe_model
-from .windows import first_token, predict, segments, windows
+from .results import check_output, describe_environment, describe_model, write_files
+from .windows import check_context, encode_document, predict, segments, windows
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 WINDOW = 1024
@@ -41,7 +42,8 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     """Scores the checkpoints on the documents, writes the results if asked to, and returns the table.
 
     Raises:
-        UserError: the documents or a checkpoint cannot be read.
+        UserError: the documents or a checkpoint cannot be read, or a checkpoint has not the context or memory that is
+            asked for.
     """
     if arguments.output is not None:
         check_output(arguments.output, arguments.overwrite)
@@ -52,6 +54,7 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
         "dataset": Path(str(arguments.dataset)).name,
         "documents": len(documents),
         "bytes": sum(sizes),
+        "carry_memory": arguments.carry_memory,
         "checkpoints": [{**about, **summarize(scores, sizes)} for about, scores in checkpoints],
     }
     results["comparison"] = [
@@ -60,8 +63,7 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     ]
     text = format_results(results)
     if arguments.output is not None:
-        write_whole(Path(arguments.output) / TABLE, text + "\n")
-        write_json(Path(arguments.output) / RESULTS, results, ensure_ascii=False, allow_nan=False)
+        write_files(Path(arguments.output), results, text)
     return text
 
 
@@ -76,7 +78,7 @@ def read_documents(path: str, column: str) -> list[str]:
         raise UserError(f"dataset={path!r} must be a file that ends in {', '.join(LOADERS)}")
     options = {"sample_by": "document"} if kind == "text" else {}
     try:
-        rows = load_dataset(kind, data_files=path, split="train", **options)
+        rows = load_dataset(kind, data_files=escape(path), split="train", **options)
     except Exception as error:  # the readers of these formats raise whatever they meet
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
     if column not in rows.column_names:
@@ -91,8 +93,11 @@ def _evaluate_checkpoint(
     name: str, arguments: EvaluateArguments, documents: Sequence[str]
 ) -> tuple[dict[str, Any], Scores]:
     model, tokenizer = load_named(name, arguments)
-    limit = getattr(model.config, "max_position_embeddings", None) or WINDOW
-    length = min(limit, arguments.max_length or limit)
+    check_context(model, arguments.max_length)
+    length = arguments.max_length or getattr(model.config, "max_position_embeddings", None) or WINDOW
+    if arguments.carry_memory:
+        check_memory(model.config)
+        length = min(length, longest_segment(model.config))
     scores = score_texts(model, tokenizer, documents, max_length=length, carry_memory=arguments.carry_memory)
     return {"model": describe_model(model), "max_length": length, **describe_environment(model.device)}, scores
 
@@ -115,7 +120,7 @@ def score_texts(
     """
     nats, depths = [], []
     for document in documents:
-        tokens = [first_token(tokenizer), *tokenizer.encode(document, verbose=False)]
+        tokens = encode_document(tokenizer, document)
         memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
         stride = max(1, max_length // 2)
         parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
@@ -181,10 +186,11 @@ def _difference(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def _note(results: Mapping[str, Any]) -> str:
+    memory = ", read in segments with memory carried from each to the next" if results["carry_memory"] else ""
     return (
-        f"{results['documents']:,} documents of {results['bytes']:,} bytes in {results['dataset']}. Difference: mean "
-        "over documents of bits per byte minus the first checkpoint's, 95 % interval, p of a two-sided paired t-test. "
-        "Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
+        f"{results['documents']:,} documents of {results['bytes']:,} bytes in {results['dataset']}{memory}. "
+        "Difference: mean over documents of bits per byte minus the first checkpoint's, 95 % interval, p of a "
+        "two-sided paired t-test. Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
     )
 
 

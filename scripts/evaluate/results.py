@@ -3,10 +3,12 @@
 import hashlib
 import json
 import math
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ from transformers import PreTrainedModel
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
-from .lm_eval_files import write_lm_eval_files
+from .lm_eval_files import FOLDER, write_lm_eval_files
 from .quoted import Quoted, quoted_source
 
-RESULTS, TABLE, SAMPLES = "results.json", "results.md", "samples.jsonl"
+RESULTS, TABLE, SAMPLES, PLOT = "results.json", "results.md", "samples.jsonl", "long.png"
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,8 @@ def check_output(folder: str | Path, overwrite: bool) -> None:
 
 
 def write_results(results: Results, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Writes results.json, results.md and, if samples were logged, samples.jsonl, each whole or not at all; and the
-    same in lm-eval's own files, in the folder lm-eval.
+    """Writes results.json, results.md and, if samples were logged, samples.jsonl; and the same in lm-eval's own files,
+    in the folder lm-eval.
 
     Returns:
         The path of results.json.
@@ -210,15 +212,31 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
     content = {key: value for key, value in asdict(replace(results, raw=[])).items() if key not in ("samples", "raw")}
     if results.quoted:
         content["quoted_source"] = quoted_source()
+    write_files(folder, content, format_table(results), partial(_write_details, results))
+    return folder / RESULTS
+
+
+def _write_details(results: Results, folder: Path) -> None:
+    """Samples, if they were logged, and lm-eval's files."""
     lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
     if lines:
         write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
-    else:
-        (folder / SAMPLES).unlink(missing_ok=True)  # an overwritten evaluation's samples would pass for this one's
     write_lm_eval_files(results.raw, folder, results.model, results.settings, results.environment)
-    write_whole(folder / TABLE, format_table(results) + "\n")
-    write_json(folder / RESULTS, content, ensure_ascii=False, allow_nan=False)
-    return folder / RESULTS
+
+
+def write_files(
+    folder: Path, results: Mapping[str, Any], table: str, write_details: Callable[[Path], None] = lambda _: None
+) -> None:
+    """Writes the files of an evaluation of any kind, each whole or not at all, and `results.json` last.
+
+    What `write_details` may have written of an evaluation that is overwritten goes first: it would pass for this one's.
+    """
+    for name in (SAMPLES, PLOT):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    write_details(folder)
+    write_whole(folder / TABLE, table + "\n")
+    write_json(folder / RESULTS, results, ensure_ascii=False, allow_nan=False)
 
 
 def is_finite(results: Sequence[TaskResult]) -> bool:

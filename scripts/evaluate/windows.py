@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.errors import UserError
+
 # Positions whose log-probabilities are worked out at once.
 ROWS = 256
 
@@ -14,6 +16,22 @@ ROWS = 256
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What stands before the first token of a text."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def check_context(model: PreTrainedModel, asked: int | None) -> None:
+    """Raises UserError if so many tokens of context are more than the model reads."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if asked is not None and limit is not None and asked > limit:
+        raise UserError(f"max_length {asked} exceeds the model's max_position_embeddings, {limit}; lower --max_length")
+
+
+def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text behind `first_token`.
+
+    A tokenizer that itself puts its `bos` before every text, as Llama's does, adds nothing here: `bos` would stand
+    twice, and the second would be scored.
+    """
+    return [first_token(tokenizer), *tokenizer.encode(text, add_special_tokens=False, verbose=False)]
 
 
 def windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -161,6 +161,7 @@ def test_checkpoints_are_compared_at_the_positions_that_both_read(checkpoints: l
         ({"rope_parameters": "{}"}, "is for --suite long"),
         ({"rope_parameters": "{}", "suite": "long", "others": ["x"]}, "for a single checkpoint"),
         ({"suite": "long", "tasks": ["x"], "truncate": True}, "--suite long has no tasks, truncate"),
+        ({"suite": "long", "carry_memory": True}, "--suite long has no carry_memory"),
     ],
 )
 def test_options_of_other_suites_are_refused(options: dict[str, Any], message: str) -> None:

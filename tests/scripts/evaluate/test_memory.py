@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases.tokenizers import that_adds_bos
 from torch.nn import functional as F
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts.cli import main
@@ -84,10 +85,38 @@ def test_held_out_scores_with_memory(memory_type: str, tokenizer: PreTrainedToke
     assert carried.warnings == windows.warnings == []
 
 
+@pytest.mark.parametrize("carry_memory", [False, True])
+def test_a_tokenizer_that_adds_bos_gives_the_same_held_out_scores(
+    carry_memory: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    options: dict[str, Any] = {"limit": 2, "max_length": 64, "carry_memory": carry_memory}
+    plain = evaluate_model(make(), tokenizer, [HELDOUT], **options)
+    adding = evaluate_model(make(), that_adds_bos(tokenizer), [HELDOUT], **options)
+    assert adding.warnings == []
+    for task in (HELDOUT, DIRECT):
+        assert adding.value(task, "bits_per_byte") == plain.value(task, "bits_per_byte")
+
+
 def test_segments_leave_room_for_the_memory(tokenizer: PreTrainedTokenizerBase) -> None:
     for fields, segment in (({"memory_type": "segment"}, 98), ({}, 128)):
         results = evaluate_model(make(**fields), tokenizer, [HELDOUT], limit=1, carry_memory=True)
         assert results.settings["segment"] == segment
+
+
+def test_a_text_of_ones_own_is_read_in_segments_with_room_for_the_memory(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make(memory_type="segment")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    options = ["--dataset", str(tmp_path / "text.txt"), "--carry_memory", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(tmp_path / "model"), *options, "--device", "cpu"]) == 0
+    assert "read in segments with memory carried from each to the next" in capsys.readouterr().out
+    (scored,) = json.loads((tmp_path / "out" / "results.json").read_text())["checkpoints"]
+    assert scored["max_length"] == 128 - 30
+    tokens = [tokenizer.eos_token_id, *tokenizer.encode(DOCUMENTS[0])]
+    assert scored["loss"] == pytest.approx(-in_one_pass(model, tokens, segment=98) / (len(tokens) - 1), rel=1e-6)
 
 
 def test_direct_scores_with_memory_match_their_definitions(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases.tokenizers import that_adds_bos
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -67,6 +68,13 @@ def test_every_token_is_scored_once_from_what_stands_before_it(
         assert all(depths[16:] > 8)
 
 
+def test_a_tokenizer_that_adds_bos_gives_the_same_scores(checkpoints: list[str], tokenizer: PreTrainedTokenizerFast):
+    model = LlamaForCausalLM.from_pretrained(checkpoints[0]).eval()
+    plain, adding = (score_texts(model, one, DOCUMENTS, max_length=16) for one in (tokenizer, that_adds_bos(tokenizer)))
+    for ours, theirs in zip(adding.nats, plain.nats, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_the_summary_adds_up():
     scores = Scores([np.array([1.0, 3.0]), np.array([2.0])], [np.array([1, 2]), np.array([1])])
     summary = summarize(scores, [4, 1])
@@ -97,11 +105,37 @@ def test_checkpoints_are_compared_document_by_document(
     assert "results.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
 
 
+def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: list[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    output = tmp_path / "results"
+    (output / "lm-eval" / "model").mkdir(parents=True)
+    for name in ("lm-eval/model/results_1.json", "samples.jsonl", "long.png", "results.json", "notes.txt"):
+        (output / name).write_text("{}")
+    command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--output", str(output)]
+    assert cli.main([*command, "--device", "cpu", "--overwrite"]) == 0
+    assert sorted(path.name for path in output.iterdir()) == ["notes.txt", "results.json", "results.md"]
+
+
+@pytest.mark.parametrize(
+    ("index", "words", "message"),
+    [
+        (1, ["--carry_memory"], "carry_memory is for models whose cache is a memory, like rcmha, and dcformer is none"),
+        (0, ["--max_length", "17"], "max_length 17 exceeds the model's max_position_embeddings, 16"),
+    ],
+)
+def test_what_a_model_cannot_read_is_refused(
+    index: int, words: list[str], message: str, checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    assert cli.main(["evaluate", checkpoints[index], "--dataset", str(tmp_path / "text.txt"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
     from datasets import Dataset
 
-    (tmp_path / "text.txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    assert [document.strip() for document in read_documents(str(tmp_path / "text.txt"), "text")] == ["one\n\ntwo"]
+    (tmp_path / "text [v2].txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    assert [text.strip() for text in read_documents(str(tmp_path / "text [v2].txt"), "text")] == ["one\n\ntwo"]
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
     assert read_documents(str(tmp_path / "text.parquet"), "text") == ["a", "b"]
 
@@ -116,6 +150,10 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
         (["--dataset", "texts.jsonl"], "has no column 'text' but ['words']"),
         (["--dataset", "broken.jsonl"], "cannot read broken.jsonl"),
         (["--dataset", "empty.jsonl"], "holds no text in its column 'text'"),
+        (["--dataset", "x.txt", "--num_fewshot", "0", "--truncate"], "--dataset has no num_fewshot, truncate"),
+        (["--dataset", "x.txt", "--seed", "1", "--batch_size", "1"], "--dataset has no batch_size, seed"),
+        (["--dataset", "x.txt", "--log_samples", "--output", "x"], "--dataset has no log_samples"),
+        (["--text_column", "words"], "text_column=words is of --dataset FILE"),
     ],
 )
 def test_mistakes_are_one_line(
