@@ -4,9 +4,11 @@ The options of a dataclass are those that `transformers.HfArgumentParser` makes 
 """
 
 import dataclasses
+import re
 from argparse import (
     Action,
     ArgumentDefaultsHelpFormatter,
+    ArgumentError,
     ArgumentParser,
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
@@ -23,26 +25,60 @@ from .errors import UserError
 
 Arguments = TypeVar("Arguments")
 
-TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+TRUE, FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", "n", "0")
+TAG = "tag:yaml.org,2002:"
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
     """Shows defaults, and descriptions in lines of their own."""
 
 
+class YamlLoader(yaml.SafeLoader):
+    """Reads `on`, `off`, `yes` and `no` as words, as YAML 1.2 does, and the keys of mappings as text.
+
+    YAML 1.1 takes these words for truth values, and `on` is an option, `no` the value of another.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{TAG}bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are the text that stands there."""
+        if isinstance(node, yaml.MappingNode):
+            self.flatten_mapping(node)
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    key.tag = f"{TAG}str"
+        return super().construct_mapping(node, deep=deep)
+
+
+YamlLoader.add_implicit_resolver(f"{TAG}bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
 def parse_arguments(
-    cls: type[Arguments], argv: Sequence[str], *, prog: str, description: str | None = None
+    cls: type[Arguments],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    common: Mapping[str, Any] | None = None,
 ) -> Arguments:
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
+    Args:
+        common: values by name that override those of the file.
+
     Raises:
-        UserError: the YAML file is missing or malformed, or an argument is named that `cls` does not have.
+        UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, or a value of
+            the file or of `common` is not of its argument's type.
     """
     argv = list(argv)
     parser = make_parser(cls, prog=prog, description=description)
     if argv and argv[0].endswith((".yaml", ".yml")):
-        defaults = read_yaml(argv.pop(0), allowed={field.name for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
-        _use_as_defaults(parser, defaults)
+        _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))
+    _use_as_defaults(parser, cls, common or {}, "common")
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"unknown options {' '.join(unknown)}; `{prog} --help` lists the known ones")
@@ -56,22 +92,30 @@ def name_first(argv: Sequence[str], option: str) -> list[str]:
 
 
 def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
-    """Names the words that stand anywhere among the options: they are the first `count` fields of `cls`."""
+    """Names the words that stand anywhere among the options: they are the first `count` fields of `cls`.
+
+    Those of the fields that are given as options stay out of it.
+    """
     fields = dataclasses.fields(cls)
     switches = {field.name for field in fields if field.type is bool}
-    names = [f"--{field.name}" for field in fields[:count]]
+    given = {_option_name(text) for text in argv if text.startswith("-")}
+    names = [f"--{field.name}" for field in fields[:count] if field.name not in given]
     rest: list[str] = []
     expects_value = False
     for text in argv:
         if text.startswith("-"):
-            name = text.lstrip("-").replace("-", "_").removeprefix("no_")
-            expects_value = "=" not in text and name not in switches
+            expects_value = "=" not in text and _option_name(text).removeprefix("no_") not in switches
         elif not expects_value and names and not text.endswith((".yaml", ".yml")):
             rest.append(names.pop(0))
         else:
             expects_value = False
         rest.append(text)
     return rest
+
+
+def _option_name(text: str) -> str:
+    """The field that an option such as `--max-steps=3` names."""
+    return text.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def command_line(job: str, options: Mapping[str, Any]) -> str:
@@ -167,10 +211,10 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
-    """Reads a flat mapping whose keys must all be in `allowed`."""
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads a mapping of names to values."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise UserError(f"cannot read the argument file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -181,21 +225,47 @@ def read_yaml(path: str | Path, allowed: set[str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of argument names to values, not a {type(content).__name__}")
-    if unknown := sorted(map(str, content.keys() - allowed)):
-        raise UserError(f"{path} has unknown arguments {unknown}; known are {sorted(allowed)}")
     return content
 
 
-def _use_as_defaults(parser: ArgumentParser, defaults: dict[str, Any]) -> None:
-    for action in parser._actions:
-        if action.dest in defaults:
-            action.required = False
-            action.default = _as_option(action, defaults[action.dest])
+def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str, Any], source: str) -> None:
+    """Makes values by name the defaults of the parser's options, converted and checked as on the command line.
+
+    Raises:
+        UserError: a name is no option, or a value is not one that it takes.
+    """
+    hints = get_type_hints(cls)
+    known = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(values.keys() - known):
+        raise UserError(f"{source} has unknown arguments {unknown}; known are {sorted(known)}")
+    options = {action.dest: action for action in reversed(parser._actions)}  # before `--no_NAME` there is `--NAME`
+    for name, value in values.items():
+        options[name].required = False
+        try:
+            parser.set_defaults(**{name: _as_option(parser, options[name], hints[name], value)})
+        except ArgumentError as error:
+            raise UserError(f"{source}: {error}") from error
 
 
-def _as_option(action: Action, value: Any) -> Any:
-    """The value as the command line would have given it, so that argparse converts and checks it in the same way."""
-    if action.nargs == "+" and value is not None:
-        return value if isinstance(value, list) else [value]
-    is_mapping_as_json = isinstance(value, dict) and action.type is str
-    return value if value is None or is_mapping_as_json else str(value)
+def _as_option(parser: ArgumentParser, option: Action, hint: Any, value: Any) -> Any:
+    """The value of an option as the command line would have given it.
+
+    Raises:
+        ArgumentError: it is none that the option takes.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if (value is None and NoneType in kinds) or (isinstance(value, dict) and any(get_origin(k) is dict for k in kinds)):
+        return value
+    if option.nargs == "+":
+        return [_as_item(parser, option, item) for item in (value if isinstance(value, list) else [value])]
+    return _as_item(parser, option, value)
+
+
+def _as_item(parser: ArgumentParser, option: Action, value: Any) -> Any:
+    """A single value, or one of a list, that went through argparse."""
+    if value is None or isinstance(value, dict | list):
+        limit = "given, or left out" if value is None else "a single value"
+        raise ArgumentError(option, f"{option.dest}={value!r} must be {limit}")
+    converted = parser._get_value(option, str(value))
+    parser._check_value(option, converted)
+    return converted

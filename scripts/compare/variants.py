@@ -1,6 +1,5 @@
 """The variants of a comparison: what each trains, read from its file."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -36,8 +35,8 @@ def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) 
         UserError: a file or `common` holds what is no argument, two variants have one name, or they read different
             data.
     """
-    words = _as_words(parse_mapping("common", common) or {})  # type: ignore[arg-type]
-    variants = [Variant(Path(file).stem, _options(file, words)) for file in files]
+    for_all = parse_mapping("common", common) or {}  # type: ignore[arg-type]
+    variants = [Variant(Path(file).stem, _options(file, for_all)) for file in files]
     names = [variant.name for variant in variants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"variants are called as their files are, and {repeated} occurs twice; rename a file")
@@ -45,20 +44,11 @@ def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) 
     return variants
 
 
-def _as_words(options: Mapping[str, Any]) -> list[str]:
-    """Arguments as they would stand on the command line, so that they are read and checked in the same way."""
-    words = []
-    for name, value in options.items():
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name}", *map(str, values)]
-    return words
-
-
-def _options(file: str, words: Sequence[str]) -> dict[str, Any]:
+def _options(file: str, common: Mapping[str, Any]) -> dict[str, Any]:
     if not file.endswith((".yaml", ".yml")):
         raise UserError(f"variant {file!r} must be a .yaml file of arguments of dynattn pretrain")
-    argv = [*find_shipped([file]), *words, "--output", "unused"]
-    arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare")
+    argv = [*find_shipped([file]), "--output", "unused"]
+    arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare", common=common)
     options = {}
     for argument in fields(PretrainArguments):
         default = argument.default_factory() if argument.default_factory is not MISSING else argument.default

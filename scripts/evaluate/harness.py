@@ -40,6 +40,8 @@ class StrictHFLM(HFLM):
     Such a text begins with one `bos`, whether or not the tokenizer adds one itself.
     """
 
+    add_bos_token: bool | None
+
     def __init__(
         self,
         model: PreTrainedModel,

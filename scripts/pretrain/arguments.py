@@ -22,9 +22,6 @@ class PretrainArguments(RangedOptions):
         """Resolves what depends on other values and checks every range."""
         self.model_config = parse_mapping("model_config", self.model_config)
         self.mixture = parse_mapping("mixture", self.mixture)
-        # YAML reads a bare `no` as false.
-        if str(self.mixed_precision) == "False":
-            self.mixed_precision = "no"
         if self.tokenizer is None:
             self.tokenizer = self.init_from or "bpe"
         if self.max_steps is None and self.epochs is None:

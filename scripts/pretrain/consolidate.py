@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..common.arguments import parse_arguments
+from ..common.arguments import name_words, parse_arguments
 from ..common.errors import UserError
 
 if TYPE_CHECKING:  # only for annotations: help and mistyped options need to be fast
@@ -38,13 +38,9 @@ class ConsolidateArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Consolidates, reports, and returns the exit status."""
-    given = [word for word in argv[:2] if not word.startswith("-")]
-    named = [text for name, word in zip(("--source", "--destination"), given, strict=False) for text in (name, word)]
+    argv = name_words(argv, ConsolidateArguments, 2)
     arguments = parse_arguments(
-        ConsolidateArguments,
-        [*named, *argv[len(given) :]],
-        prog="dynattn convert consolidate SRC DST",
-        description=__doc__,
+        ConsolidateArguments, argv, prog="dynattn convert consolidate SRC DST", description=__doc__
     )
     print("\n".join(consolidate(arguments)))
     return 0

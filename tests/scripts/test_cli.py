@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from transformers import HfArgumentParser
@@ -131,6 +131,28 @@ def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
         file.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=message):
         parse_arguments(Arguments, [str(file)], prog="x")
+
+
+@dataclass
+class SeveralKinds:
+    rates: list[float] | None = None
+    names: list[str] = field(default_factory=list)
+    on: str = "cpu"
+    switch: bool = True
+    precision: Literal["no", "bf16"] = "bf16"
+    mapping: dict[str, Any] | str | None = None
+
+
+def test_values_of_a_file_are_converted_as_those_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "rates: [1, 1e-3, '2']\nnames: 7\non: on\nswitch: off\nprecision: no\n"
+        "mapping: {on: {2: .1, yes: .5}, other: [true, no]}\n"
+    )
+    read = parse_arguments(SeveralKinds, [str(file)], prog="x")
+    mapping = {"on": {"2": 0.1, "yes": 0.5}, "other": [True, "no"]}
+    assert read == SeveralKinds([1.0, 1e-3, 2.0], ["7"], "on", False, "no", mapping)
+    assert [type(rate) for rate in read.rates or []] == [float] * 3
 
 
 @pytest.mark.parametrize("arguments", [Arguments(0), Arguments(5, 1e-4, ["a", "b c"])])

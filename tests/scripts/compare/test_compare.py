@@ -103,8 +103,11 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
     assert [one.options["max_steps"] for one in read] == [9, 9]
     assert read[1].options["model_config"] == {"hidden_size": 8}
     assert read[0].options["trackers"] == ["wandb"]
-    with pytest.raises(UserError, match="unknown options --steps"):
+    with pytest.raises(UserError, match=r"common has unknown arguments \['steps'\]"):
         read_variants(files, {"steps": 9})
+    with pytest.raises(UserError, match="common: argument --max_steps/--max-steps: invalid int value: 'many'"):
+        read_variants(files, {"max_steps": "many"})
+    assert read_variants(files, {"max_steps": None})[0].options.get("max_steps") is None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_folders_may_stand_anywhere(argv: list[str]) -> None:
     assert len(named) == len(argv) + 2
 
 
+def test_a_folder_that_is_given_by_name_leaves_the_other_words_to_the_others() -> None:
+    assert name_words(["--source", "a", "b"], OfficialArguments, 2) == ["--source", "a", "--destination", "b"]
+    assert name_words(["a", "--destination=b"], OfficialArguments, 2) == ["--source", "a", "--destination=b"]
+
+
 def test_the_command_tells_its_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert"]) == 2
     assert main(["convert", "--help"]) == 0

@@ -52,13 +52,26 @@ def test_values_out_of_range_are_one_clear_error(options: str, message: str):
         parse("--output", "x", *options.split())
 
 
-def test_a_value_of_the_wrong_type_in_a_file_ends_as_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_recipe_may_say_what_a_dry_run_is_about(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("output: x\nmax_steps: 1.5\n")
-    with pytest.raises(SystemExit) as caught:
+    file.write_text("output: x\non: h100:8\ndry_run: on\n")
+    assert (parse(str(file)).on, parse(str(file)).dry_run) == ("h100:8", True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_steps: 1.5", "argument --max_steps/--max-steps: invalid int value: '1.5'"),
+        ("trackers: [wandbb]", "argument --trackers: invalid choice: 'wandbb'"),
+        ("engine: fsdp", "argument --engine: invalid choice: 'fsdp'"),
+        ("dataset: [a.jsonl, b.jsonl]", "argument --dataset: dataset=['a.jsonl', 'b.jsonl'] must be a single value"),
+    ],
+)
+def test_a_value_of_the_wrong_type_in_a_file_is_one_clear_error(tmp_path: Path, line: str, message: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"output: x\n{line}\n")
+    with pytest.raises(UserError, match=re.escape(f"{file}: {message}")):
         parse(str(file))
-    assert caught.value.code == 2
-    assert "argument --max_steps/--max-steps: invalid int value: '1.5'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "405m.yaml"])

@@ -16,7 +16,8 @@ from dynattn.scripts.pretrain import Result
 def test_the_last_checkpoint_becomes_the_final_model(
     finished: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["convert", "consolidate", str(finished.output), str(tmp_path / "model")]) == 0
+    words = ["--overwrite", str(finished.output), "--destination", str(tmp_path / "model")]
+    assert main(["convert", "consolidate", *words]) == 0
     assert "verified" in capsys.readouterr().out
     expected = load_file(finished.model / "model.safetensors")
     written = load_file(tmp_path / "model" / "model.safetensors")
