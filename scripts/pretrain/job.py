@@ -181,6 +181,7 @@ def build_trainer(
         average = WeightAverage(accelerator.unwrap_model(model), arguments.ema_decay)
     if resume_from is not None:
         progress = checkpoint.load(engine, resume_from, model, optimizer, plan.memory, average)
+        on_main(accelerator, run.path, lambda: run.leave_later_checkpoints(progress.step))
     metrics = MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers)
     checkpoints = CheckpointWriter(
         accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background

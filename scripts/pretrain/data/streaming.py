@@ -70,9 +70,8 @@ def open_stream(
     run: RunFolder, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase, global_batch: int
 ) -> tuple[Sequences, TrainingOrder]:
     """The sequences of a stream and their order; nothing is read before `TrainingOrder.feeding`."""
-    folder = run.data / "stream"
     order = StreamOrder(arguments, run, tokenizer, global_batch)
-    return StreamedSequences(folder, arguments), order
+    return StreamedSequences(run.stream, arguments), order
 
 
 class StreamedSequences(Sequences):
@@ -170,7 +169,7 @@ class BlockWriter:
         self, arguments: PretrainArguments, run: RunFolder, tokenizer: PreTrainedTokenizerBase, global_batch: int
     ) -> None:
         self.arguments, self.checkpoints, self.global_batch = arguments, run.checkpoints, global_batch
-        self.folder = run.data / "stream"
+        self.folder = run.stream
         self.encoder: Encoder = ChatEncoder(tokenizer) if arguments.chat_column else TextEncoder(tokenizer)
 
     def run(self, wanted: Any) -> None:
@@ -205,7 +204,9 @@ class BlockWriter:
         written = written_blocks(self.folder)
         if not written or written[0] > wanted:
             return 0, None
-        return written[-1] + 1, Block.load(block_path(self.folder, written[-1]))
+        # Behind a gap lie blocks from before the stream was read anew, which are written again.
+        last = next(number for number in count(written[0]) if number + 1 not in written)
+        return last + 1, Block.load(block_path(self.folder, last))
 
     def _blocks(self, previous: Block | None) -> Iterator[Block]:
         """All blocks behind `previous`, or all of the stream, which begins again where it ends."""

@@ -136,15 +136,11 @@ def load(
 
 
 def complete(final: Path, state: dict[str, Any], keep: int) -> None:
-    """Gives a checkpoint whose other files are written its `state.json` and its name; deletes those that are too old.
-
-    Checkpoints of later updates, which a run leaves behind that resumed from an earlier one, do not count.
-    """
+    """Gives a checkpoint whose other files are written its `state.json` and its name, and deletes what is too old."""
     partial = partial_path(final)
     write_json(partial / STATE_FILE, {**state, "checksum": _state_checksum(state)})
     _replace(final, partial)
-    until_now = [path for path in list_checkpoints(final.parent) if step_of(path) <= step_of(final)]
-    for old in until_now[: -keep if keep else 0]:
+    for old in list_checkpoints(final.parent)[: -keep if keep else 0]:
         _delete(old)
 
 

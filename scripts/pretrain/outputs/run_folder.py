@@ -1,16 +1,20 @@
 """The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
 from . import checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """One folder for each checkpoint."""
+        """One folder for each checkpoint, and `abandoned-N` for those of updates that were taken back."""
         return self.path / "checkpoints"
 
     @property
@@ -38,6 +42,11 @@ class RunFolder:
     def data(self) -> Path:
         """The tokenized documents."""
         return self.path / "data"
+
+    @property
+    def stream(self) -> Path:
+        """What is read ahead of training data that is tokenized while the run trains."""
+        return self.data / "stream"
 
     @property
     def metrics(self) -> Path:
@@ -107,21 +116,51 @@ class RunFolder:
         """
         write_json(self.marker, dict(arguments), default=str)
         if resume_from is None or not self._holds(resume_from):
-            kept = () if self.prepared.exists() else (self.tokenizer, self.data)
-            for path in self._own_paths():
-                if path not in kept:
-                    remove(path)
+            self._delete_run(is_stream=bool(arguments.get("streaming")))
         if self.prepared.exists():
             for name in (self.tokenizer.name, self.data.name):
                 remove(self.path / name)
                 put_in_place(self.prepared / name, self.path / name)
             self.prepared.rmdir()
 
+    def leave_later_checkpoints(self, step: int) -> None:
+        """Moves the checkpoints after update `step`, with a copy of the metrics, into a folder beside the others.
+
+        What goes back to the newest checkpoint, like a rollback or the next start, would otherwise find one of the
+        updates that the run has taken back.
+        """
+        later = [path for path in checkpoint.list_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
+        if not later:
+            return
+        names = (f"abandoned-{number}" for number in count(1))
+        place = next(path for name in names if not (path := self.checkpoints / name).exists())
+        place.mkdir()
+        if self.metrics.exists():
+            shutil.copyfile(self.metrics, place / self.metrics.name)
+        for path in reversed(later):
+            path.rename(place / path.name)
+        logger.warning(
+            "going on from update %d; moved to %s, with a copy of the metrics: %s; delete it if it is not needed",
+            step,
+            place,
+            ", ".join(path.name for path in later),
+        )
+
     def remove_leftovers(self) -> None:
         """Removes what an earlier process had begun to write and not completed."""
         for path in self._partial_paths():
             remove(path)
         checkpoint.remove_leftovers(self.checkpoints)
+
+    def _delete_run(self, *, is_stream: bool) -> None:
+        """Deletes an older run, but for tokenizer and data if `prepare` has found them to be those of the new one."""
+        kept = () if self.prepared.exists() else (self.tokenizer, self.data)
+        for path in self._own_paths():
+            if path not in kept:
+                remove(path)
+        if is_stream:
+            # Blocks of sequences depend on more settings than the data does from which they are read.
+            remove(self.stream)
 
     def _choose(self, resume: str, overwrite: bool) -> Path | None:
         """The checkpoint that the arguments ask for, if any."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.guard import ENOUGH, find_fault, find_layer
+from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.trainer import Trainer
 
 BAD = 7
@@ -93,6 +95,19 @@ def test_a_rollback_goes_on_behind_the_bad_batch(corpus: Path, tmp_path: Path, s
     assert seen[BAD:] != order[4:]
     assert len(seen) == BAD + 8
     assert math.isfinite(result.validation_loss)
+
+
+def test_a_rollback_stays_on_the_line_that_an_earlier_checkpoint_began(
+    interrupted: Path, corpus: Path, tmp_path: Path, seen: list[list[int]]
+):
+    """The run had saved update 8 before it went back to update 4, and update 7 is bad."""
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    resume = str(output / "checkpoints" / "step-000004")
+    run(output, corpus, resume=resume, on_bad_update="rollback")
+    assert [step for (step,) in curve(output, "step", split="train")] == list(range(1, 13))
+    assert len(seen) == 3 + 8
+    progress = checkpoint.read_state(output / "checkpoints" / "step-000012")["progress"]
+    assert (progress["skipped"], progress["bad_updates"]) == (3, 1)
 
 
 def test_nothing_to_roll_back_to_ends_the_run(corpus: Path, tmp_path: Path, seen: list[list[int]]):

@@ -18,12 +18,11 @@ from dynattn.scripts.pretrain.stopping import StoppedError
 WITHOUT_DROPOUT = {**LLAMA, "attention_dropout": 0.0}
 
 
-def is_same(output: Path, finished: Result) -> bool:
-    """Whether a run left the same metrics and the same weights, bit for bit."""
+def is_same(output: Path, finished: Result, after: int = 0) -> bool:
+    """Whether a run left the same metrics of updates behind `after` and the same weights, bit for bit."""
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (output, finished.output))
-    return without_timing(output) == without_timing(finished.output) and all(
-        torch.equal(one[name], weight) for name, weight in two.items()
-    )
+    lines = [line for line in without_timing(finished.output) if line["step"] > after]
+    return without_timing(output) == lines and all(torch.equal(one[name], weight) for name, weight in two.items())
 
 
 def flip_last_byte(file: Path) -> None:
@@ -65,7 +64,8 @@ def test_resume_intact_falls_back_and_says_what_it_skips(
     assert "skipping the checkpoint" in caplog.text
     assert f"{damaged.name} does not have the contents that were saved" in caplog.text
     assert is_same(output, finished)
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000012"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["abandoned-1", "step-000012"]
+    assert (output / "checkpoints" / "abandoned-1" / "step-000008").is_dir()
 
 
 def test_resume_intact_starts_anew_without_checkpoints_and_refuses_damaged_ones_alone(
@@ -79,13 +79,37 @@ def test_resume_intact_starts_anew_without_checkpoints_and_refuses_damaged_ones_
         run(output, corpus, resume="intact")
 
 
-def test_a_checkpoint_of_a_later_update_does_not_crowd_out_the_newest(tmp_path: Path):
-    """A run that resumed from an earlier checkpoint leaves later ones behind until it reaches them."""
-    for step in (4, 8, 12):
-        (tmp_path / f"step-{step:06d}").mkdir()
-    (tmp_path / ".step-000006.partial").mkdir()
-    checkpoint.complete(tmp_path / "step-000006", {"files": {}}, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000008", "step-000012"]
+def test_going_back_moves_later_checkpoints_out_of_the_way_for_good(
+    finished: Result, interrupted: Path, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The next start, a fork and another return find what they mean, and nothing that was saved is lost."""
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    saved, left = output / "checkpoints", output / "checkpoints" / "abandoned-1"
+    metrics = (output / "metrics.jsonl").read_text()
+    with caplog.at_level(logging.WARNING):
+        killed_run(output, corpus, 6, resume=str(saved / "step-000004"))
+    assert f"going on from update 4; moved to {left}, with a copy of the metrics: step-000008;" in caplog.text
+    assert sorted(path.name for path in saved.iterdir()) == ["abandoned-1", "step-000004"]
+    assert (left / "metrics.jsonl").read_text() == metrics
+    assert checkpoint.find_damage(left / "step-000008") is None
+    run(tmp_path / "fork", corpus, resume=str(left / "step-000008"))
+    assert is_same(output=tmp_path / "fork", finished=finished, after=8)
+    killed_run(output, corpus, 11)
+    killed_run(output, corpus, 5, resume=str(saved / "step-000004"))
+    assert [path.name for path in (saved / "abandoned-2").glob("step-*")] == ["step-000008"]
+    run(output, corpus)
+    assert is_same(output, finished)
+
+
+def test_a_start_that_fails_leaves_later_checkpoints_where_they_are(interrupted: Path, corpus: Path, tmp_path: Path):
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    chosen = output / "checkpoints" / "step-000004"
+    with pytest.raises(UserError, match="this changed: seed"):
+        run(output, corpus, resume=str(chosen), seed=1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cannot load"):
+        patch.setattr(checkpoint, "load_random_state", lambda *_: {}["none"])
+        run(output, corpus, resume=str(chosen))
+    assert sorted(path.name for path in chosen.parent.iterdir()) == ["step-000004", "step-000008"]
 
 
 def test_a_finished_run_is_extended_by_more_updates(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):

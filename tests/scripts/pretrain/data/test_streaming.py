@@ -15,7 +15,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
 from dynattn.scripts.pretrain.data.encoders import TextEncoder
-from dynattn.scripts.pretrain.data.stream_blocks import Block
+from dynattn.scripts.pretrain.data.stream_blocks import Block, block_path
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
@@ -124,6 +124,52 @@ def test_a_killed_run_on_a_stream_resumes_to_the_same_curve(options: dict[str, A
     assert curve(resumed.output, "step", "loss") == curve(whole.output, "step", "loss")
     blocks = sorted(path.stem for path in (whole.output / "data" / "stream").glob("*.safetensors"))
     assert len(blocks) <= 3 + streaming.BLOCKS_AHEAD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"sequence_length": 16}, {"shuffle_buffer": 8}, {"shuffle_buffer": 32}])
+def test_a_stream_with_other_settings_is_read_anew(
+    changes: dict[str, int], options: dict[str, Any], shards: Path, tmp_path: Path
+):
+    """In the place of a finished run, and of one that was killed before it saved anything."""
+    short = {**options, "max_steps": 6}
+    expected = run(tmp_path / "new", shards, **short | changes).output
+    run(tmp_path / "finished", shards, **short)
+    killed_run(tmp_path / "killed", shards, 3, **short)
+    for name, replaced in {"finished": {"overwrite": True}, "killed": {}}.items():
+        again = run(tmp_path / name, shards, **short | changes | replaced).output
+        assert curve(again, "step", "loss") == curve(expected, "step", "loss")
+
+
+def test_a_run_that_starts_anew_has_no_blocks_of_an_earlier_one(tmp_path: Path):
+    """Validation data, whose tokens depend on no more than the texts and the tokenizer, stays; so does a source's."""
+    run_folder = RunFolder(tmp_path)
+    validation, block = run_folder.data / "validation" / "tokens.bin", block_path(run_folder.stream, 0)
+    for path in (validation, block, run_folder.checkpoints / "step-000004" / "state.json"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    run_folder.begin({"streaming": True}, run_folder.checkpoints / "step-000004")
+    assert block.exists()
+    run_folder.begin({"streaming": False, "mixture": {"stream": {}}}, None)
+    assert block.exists()
+    run_folder.begin({"streaming": True}, None)
+    assert validation.exists()
+    assert not run_folder.stream.exists()
+
+
+def test_blocks_behind_a_gap_are_written_again(options: dict[str, Any], tmp_path: Path):
+    """As they are left if blocks were deleted, the stream was read from its start, and that was interrupted."""
+    made = writer(options, tmp_path)
+    made.folder.mkdir(parents=True)
+    for number, block in enumerate(take(made._blocks(None), 6)):
+        if number not in (2, 3):
+            block.save(block_path(made.folder, number))
+    assert made._last_block(3)[0] == 2
+    assert made._last_block(5)[0] == 2
+    for number in (0, 1):
+        block_path(made.folder, number).unlink()
+    assert made._last_block(5)[0] == 6
+    assert made._last_block(3) == (0, None)
 
 
 @pytest.mark.slow
