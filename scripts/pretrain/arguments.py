@@ -125,6 +125,11 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"length_warmup_steps counts positions anew; leave out it or {', '.join(options)}")
         if self.packing == "anchor" and not self.mask_documents:
             raise UserError("packing=anchor keeps documents apart; leave out mask_documents: false")
+        if self.packing == "anchor" and self.sequence_length < 3:
+            raise UserError(
+                f"sequence_length={self.sequence_length} must be 3 or more with packing=anchor: a sequence holds an "
+                "anchor and at least two tokens, the second of which is predicted from the first"
+            )
         if self.carry_memory and self.position_sampling:
             raise UserError("carry_memory lets positions go on from update to update; leave out position_sampling")
         limit, length = self.position_limit, self.sequence_length

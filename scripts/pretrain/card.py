@@ -129,8 +129,9 @@ def loss_rows(result: Result) -> dict[str, str]:
     rows = {
         f"validation loss ({result.loss_unit})": f"{result.validation_loss:.4f}",
         "validation perplexity": f"{result.perplexity:.3f}",
-        f"training loss ({result.loss_unit})": f"{result.train_loss:.4f}",
     }
+    if result.train_loss is not None:
+        rows[f"training loss ({result.loss_unit})"] = f"{result.train_loss:.4f}"
     if result.bits_per_byte is not None:
         rows["validation bits per byte"] = f"{result.bits_per_byte:.4f}"
     return rows
@@ -138,6 +139,7 @@ def loss_rows(result: Result) -> dict[str, str]:
 
 def training_rows(result: Result) -> dict[str, Any]:
     """The data, the sizes and the speed of the run."""
+    speed = result.tokens_per_second
     return {
         "data": result.dataset,
         "updates": f"{result.steps:,}",
@@ -146,7 +148,7 @@ def training_rows(result: Result) -> dict[str, Any]:
         "parameters without embeddings": f"{result.non_embedding_parameters:,}",
         "hardware": result.hardware,
         "processes": result.processes,
-        "tokens per second (median)": f"{result.tokens_per_second:,.0f}",
+        "tokens per second (median)": "not measured" if speed is None else f"{speed:,.0f}",
         "model FLOPs utilization": utilization(result),
         "seconds of training": f"{result.train_seconds:,.0f}",
     }
@@ -154,6 +156,8 @@ def training_rows(result: Result) -> dict[str, Any]:
 
 def utilization(result: Result) -> str:
     """MFU: the model's FLOP/s as a share of those of matrix products on the same hardware."""
+    if result.tokens_per_second is None:
+        return "not measured"
     if result.mfu is None or result.gemm_flops_per_second is None:
         return "not known for this architecture"
     return f"{result.mfu:.1%} of {result.gemm_flops_per_second / 1e9:,.1f} GFLOP/s measured on matrix products"

@@ -28,10 +28,12 @@ class Result:
         objective: what was predicted.
         parameters, non_embedding_parameters: the latter without token embeddings and output head.
         steps, tokens: updates made, and tokens that they read.
-        train_loss: nats per target token, the mean over the updates of the last line of the training metrics.
+        train_loss: nats per target token, the mean over the updates of the last line of the training metrics that has
+            one. None if none has: all updates were skipped, or those of another run's checkpoint were all there are.
         validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update, as in `Validation`.
         validation_targets: the number of tokens that they are about.
-        tokens_per_second: median over the training metrics, all processes together, without validation and saving.
+        tokens_per_second: median over the training metrics, all processes together, without validation and saving; None
+            if there are none.
         flops_per_second: median of the FLOPs that the model needs, composition included and recomputation not; None for
             a model that is not of this package.
         gemm_flops_per_second: of a large matrix product in the dtype of training, measured on the run's devices.
@@ -48,12 +50,12 @@ class Result:
     non_embedding_parameters: int
     steps: int
     tokens: int
-    train_loss: float
+    train_loss: float | None
     validation_loss: float
     perplexity: float
     bits_per_byte: float | None
     validation_targets: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     flops_per_second: float | None
     gemm_flops_per_second: float | None
     mfu: float | None
@@ -70,12 +72,12 @@ class Result:
 
     def summary(self) -> str:
         """The result for the terminal."""
+        speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s, "
         return (
             f"validation loss {self.validation_loss:.4f} {self.loss_unit}, perplexity {self.perplexity:.2f}"
             f"{'' if self.bits_per_byte is None else f', {self.bits_per_byte:.4f} bits per byte'} "
             f"after {self.steps} updates\n"
-            f"{self.parameters:,} parameters, {self.tokens_per_second:,.0f} tokens/s, "
-            f"{self.train_seconds:.0f} s of training\n"
+            f"{self.parameters:,} parameters, {speed}{self.train_seconds:.0f} s of training\n"
             f"model, tokenizer and card: {self.model}\n"
             f"metrics: {self.output / 'metrics.jsonl'}"
         )
@@ -90,8 +92,9 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
     run, accelerator, progress = trainer.run, trainer.accelerator, trainer.progress
     parameters = count_parameters(accelerator.unwrap_model(trainer.model))
     lines = read_metrics(run.metrics, "train")
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
     measured: dict[str, Any] = {
-        "train_loss": [line["loss"] for line in lines if line["loss"] is not None][-1],
+        "train_loss": losses[-1] if losses else None,
         "validation_loss": validation.loss,
         "perplexity": validation.perplexity,
         "bits_per_byte": validation.bits_per_byte,

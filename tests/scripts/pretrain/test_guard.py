@@ -79,6 +79,7 @@ def test_a_skipped_update_changes_nothing(corpus: Path, tmp_path: Path, seen: li
     losses = curve(result.output, "step", "loss", split="train")
     assert [step for step, _ in losses] == list(range(1, 13))
     assert [step for step, loss in losses if loss is None] == [BAD]
+    assert result.train_loss is not None
     assert math.isfinite(result.train_loss)
     with pytest.raises(UserError, match="training stopped"):
         run(tmp_path / "strict", corpus, on_bad_update="skip", max_bad_updates=0)

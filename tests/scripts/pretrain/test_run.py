@@ -227,6 +227,22 @@ def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Re
         run(tmp_path / "other", corpus, resume="nowhere")
 
 
+def test_a_checkpoint_of_the_last_update_becomes_the_same_model_elsewhere(
+    finished: Result, corpus: Path, tmp_path: Path
+):
+    """No update is left, so nothing of the training is measured there."""
+    again = run(tmp_path / "new", corpus, resume=str(finished.output / "checkpoints" / "step-000012"))
+    one, two = (load_file(result.model / "model.safetensors") for result in (again, finished))
+    assert all(torch.equal(one[name], weight) for name, weight in two.items())
+    assert again.validation_loss == finished.validation_loss
+    assert (again.train_loss, again.tokens_per_second) == (None, None)
+    assert "tokens/s" in finished.summary()
+    assert "tokens/s" not in again.summary()
+    card = (again.model / "README.md").read_text()
+    assert "| tokens per second (median) | not measured |" in card
+    assert "training loss" not in card
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

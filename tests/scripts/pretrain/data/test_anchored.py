@@ -101,6 +101,7 @@ def test_models_that_read_no_positions_are_refused(config: Any, message: str) ->
     [
         ({"mask_documents": False}, "keeps documents apart"),
         ({"length_warmup_steps": 5}, "counts positions anew"),
+        ({"sequence_length": 2}, "sequence_length=2 must be 3 or more with packing=anchor"),
         ({"streaming": True, "max_steps": 3, "tokenizer": "x"}, "and packing: concatenate"),
     ],
 )
