@@ -31,8 +31,8 @@ def parse_source(name: str, options: Any) -> SourceOptions:
     known = {argument.name for argument in fields(SourceOptions)}
     if not isinstance(options, dict) or "dataset" not in options or options.keys() - known:
         raise UserError(f"mixture.{name}={options!r} must be a mapping of {', '.join(sorted(known))}, with dataset")
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise UserError(f"mixture.{name}: a source's name has letters, digits, dots and dashes")
+    if not re.fullmatch(r"(?!\.+$)[\w.-]+", name):
+        raise UserError(f"mixture.{name}: a source's name has letters, digits, dots and dashes, and not dots alone")
     numbers = {key: options[key] for key in ("weight", "epochs", "max_epochs") if options.get(key) is not None}
     for key, number in numbers.items():
         is_number = isinstance(number, int | float) and not isinstance(number, bool)

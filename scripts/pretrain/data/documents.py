@@ -1,9 +1,13 @@
 """Where training text comes from: the built-in corpus, local files, or the Hugging Face Hub."""
 
+import glob
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpu
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from ..mappings import SourceOptions
+from ..outputs.run_folder import RunFolder
 from .indexed import is_indexed
 
 logger = logging.getLogger(__name__)
@@ -49,7 +54,8 @@ def load_documents(arguments: PretrainArguments) -> Documents:
     }
     validation = load_validation(arguments)
     if validation is None and train:
-        parts = {name: hold_out(dataset, arguments.validation_share) for name, dataset in train.items()}
+        share, divisible = arguments.validation_share, arguments.chat_column is None
+        parts = {name: hold_out(dataset, share, divisible=divisible) for name, dataset in train.items()}
         train = {name: part[0] for name, part in parts.items()}
         validation = concatenate_datasets([part[1] for part in parts.values()])
     return Documents(train, validation, describe_sources(arguments))
@@ -157,14 +163,18 @@ def leave_out_empty(files: list[Path]) -> list[Path]:
 
 
 def find_files(source: str) -> list[Path] | None:
-    """Returns the files that a path, folder or glob names, or None when `source` can only be a Hub name."""
+    """Returns the files that a path, folder or glob names, or None when `source` can only be a Hub name.
+
+    What exists is taken by its name, whatever characters that has; only the rest of a path is a pattern.
+    """
     path = Path(source)
+    folder, pattern = split_pattern(path)
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if file.suffix in LOADERS]
-    elif any(character in source for character in "*?["):
-        found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        found = [file for file in files_below(path, "**/*") if file.suffix in LOADERS]
     elif path.is_file():
         found = [path]
+    elif any(character in pattern for character in "*?["):
+        found = files_below(folder, pattern)
     elif path.suffix in LOADERS or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"there is no file or folder {source}; give builtin, a path, or a Hub dataset name")
     else:
@@ -176,8 +186,38 @@ def find_files(source: str) -> list[Path] | None:
     return found
 
 
-def hold_out(dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Splits off `share` of the documents, at least one and not all; of a single document its end, after a line."""
+def split_pattern(path: Path) -> tuple[Path, str]:
+    """The part of a path that exists, as far as it goes, and the rest."""
+    folder, parts = Path(path.anchor), path.relative_to(path.anchor).parts
+    for index, part in enumerate(parts):
+        if not os.path.lexists(folder / part):
+            return folder, str(Path(*parts[index:]))
+        folder /= part
+    return folder, ""
+
+
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """The files below a folder that match a pattern, but for what runs have left in folders of their own."""
+
+    @cache
+    def is_of_run(inner: Path) -> bool:
+        return RunFolder(inner).is_marked
+
+    found = sorted(file for file in folder.glob(pattern) if file.is_file())
+    return [file for file in found if not any(map(is_of_run, takewhile(lambda path: path != folder, file.parents)))]
+
+
+def hold_out(dataset: Dataset, share: float, *, divisible: bool = True) -> tuple[Dataset, Dataset]:
+    """Splits off `share` of the documents, at least one and not all; of a single document its end, after a line.
+
+    Raises:
+        UserError: there is a single document, and it is not divisible.
+    """
+    if len(dataset) == 1 and not divisible:
+        raise UserError(
+            "one conversation cannot be divided into training and validation data; give more of them, or name "
+            "validation_dataset"
+        )
     if len(dataset) == 1:
         head, tail = cut_tail(dataset[0]["text"], share)
         return Dataset.from_dict({"text": [head]}), Dataset.from_dict({"text": [tail]})
@@ -203,9 +243,10 @@ def iterate_texts(dataset: Dataset, batch_size: int = 1000) -> Iterator[list[str
 def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
     """A `Dataset` of all `files` of one kind, or an `IterableDataset`."""
     chosen = [str(path) for path in files if path.suffix == suffix]
+    patterns = [glob.escape(path) for path in chosen]
     options = {"sample_by": "document"} if suffix == ".txt" else {}
     try:
-        return load_dataset(LOADERS[suffix], data_files=chosen, split="train", streaming=streaming, **options)
+        return load_dataset(LOADERS[suffix], data_files=patterns, split="train", streaming=streaming, **options)
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
         raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {first_line(cause)}") from error

@@ -105,7 +105,8 @@ class ChatEncoder(Encoder):
         """Encodes a batch of conversations."""
         conversations = [json.loads(document) for document in documents]
         encoded = [self.encode(conversation) for conversation in conversations]
-        said = [turn["content"] for turns in conversations for turn in turns if turn["role"] == ASSISTANT]
+        turns = [turn for conversation in conversations for turn in conversation]
+        said = [turn.get("content") or "" for turn in turns if turn["role"] == ASSISTANT]
         return Encoded(
             np.concatenate([tokens for tokens, _ in encoded]),
             np.array([len(tokens) for tokens, _ in encoded]),

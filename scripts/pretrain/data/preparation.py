@@ -26,6 +26,8 @@ from .token_stream import TOKENS
 
 SOURCE_FILE = "source.json"
 VALIDATION = "validation"
+# What lies beside the folders of sources, each of which is called as its source is.
+TAKEN_NAMES = (SOURCE_FILE, VALIDATION)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
 
 def _load(arguments: PretrainArguments) -> Splits:
     """Reads all documents once, and tells of copies."""
+    _check_names(arguments)
     loaded = documents.load_documents(arguments)
     by_source = {name: digests.digest(dataset) for name, dataset in loaded.train.items()}
     held_out = None if loaded.validation is None else digests.digest(loaded.validation)
@@ -141,6 +144,13 @@ def _load(arguments: PretrainArguments) -> Splits:
         digests.warn_of_copies(by_source, held_out)
     streams = {name: digest.fingerprint for name, digest in by_source.items()} | {VALIDATION: validation}
     return Splits(loaded.train, loaded.validation, loaded.name, training, validation, streams)
+
+
+def _check_names(arguments: PretrainArguments) -> None:
+    """Refuses a source whose tokens would lie where others do; tokens that exist already stay where they are."""
+    for name, source in arguments.sources.items():
+        if name in TAKEN_NAMES and not is_indexed(source.dataset):
+            raise UserError(f"mixture.{name}: {' and '.join(TAKEN_NAMES)} are taken; call this source something else")
 
 
 def _validation_fingerprint(arguments: PretrainArguments, held_out: digests.Digest | None) -> str:

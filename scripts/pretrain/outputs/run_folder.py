@@ -88,6 +88,15 @@ class RunFolder:
         """Names the process that uses the folder, while one does."""
         return self.path / ".lock"
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a run has begun in this folder; a file of that name may be somebody else's."""
+        try:
+            arguments = json.loads(self.marker.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(arguments, dict) and {"output", "dataset"} <= arguments.keys()
+
     def start_point(self, resume: str, overwrite: bool, max_steps: int | None = None) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
 

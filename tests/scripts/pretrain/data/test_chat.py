@@ -53,6 +53,12 @@ def test_only_what_the_assistant_says_is_a_target(template: str):
     assert encoded.text_bytes == len("Eight legs.Six.Eight legs.")
 
 
+def test_a_turn_without_content_spells_no_text():
+    used = tokenizer("{% for m in messages %}<|{{ m.role }}|>{{ m.content or m.call }}{{ eos_token }}{% endfor %}")
+    turns = [TURNS[0], {"role": "assistant", "call": "count_legs"}, {"role": "assistant", "content": None, "call": "x"}]
+    assert ChatEncoder(used)([json.dumps([*turns, TURNS[3]])]).text_bytes == len("Six.")
+
+
 def write(path: Path, rows: list[Any]) -> Path:
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     return path
@@ -77,6 +83,7 @@ def test_a_run_on_conversations_counts_its_targets(packing: str, tmp_path: Path,
     ("rows", "template", "message"),
     [
         ([TURNS[:1]] * 4, PLAIN, "the assistant says nothing"),
+        ([TURNS], PLAIN, "one conversation cannot be divided .* name validation_dataset"),
         ([["How many?"]] * 4, PLAIN, "not messages with role and content"),
         (LATER, "{{ messages[-1].content }}", "generation"),
         (

@@ -74,6 +74,20 @@ def test_too_many_passes_are_refused(tmp_path: Path):
         run(tmp_path / "run", tmp_path, **mixture(tmp_path, max_epochs=0.5))
 
 
+@pytest.mark.parametrize("name", ["validation", "source.json"])
+def test_a_source_does_not_take_the_place_of_other_data(name: str, tmp_path: Path):
+    sources = mixture(tmp_path)["mixture"]
+    held_out = write_corpus(tmp_path / "held-out.jsonl")
+    with pytest.raises(UserError, match=rf"mixture\.{name}: source\.json and validation are taken; call this source"):
+        run(
+            tmp_path / "run",
+            Path("builtin"),
+            mixture={name: sources["one"], "two": sources["two"]},
+            validation_dataset=str(held_out),
+        )
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
@@ -83,6 +97,7 @@ def test_too_many_passes_are_refused(tmp_path: Path):
         ({"a": {"dataset": "x.txt", "weigth": 1}}, "must be a mapping of dataset, epochs, max_epochs, weight"),
         ({"a": {"dataset": "x.txt", "weight": 1}, "b": {"dataset": "y.txt", "epochs": 1}}, "choose one for all"),
         ({"a/b": {"dataset": "x.txt", "weight": 1}}, "letters, digits, dots and dashes"),
+        ({"..": {"dataset": "x.txt", "weight": 1}}, "not dots alone"),
         ("[1]", "must be a mapping"),
         ("{", "is not JSON"),
     ],
