@@ -42,6 +42,11 @@ class PretrainArguments(RangedOptions):
         return {name: parse_source(name, options) for name, options in self.mixture.items()}
 
     @property
+    def has_source_epochs(self) -> bool:
+        """Whether the sources say how often they are read, and so how long a run of one epoch is."""
+        return all(source.epochs is not None for source in self.sources.values())
+
+    @property
     def treats_composition_apart(self) -> bool:
         """Whether the weights that compose heads follow a schedule of their own."""
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0

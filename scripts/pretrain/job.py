@@ -145,7 +145,8 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     accelerator = engine.accelerator
     on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
     source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
-    plan = on_all(run.path, lambda: build_plan(arguments, run, source, accelerator.num_processes, on_meta=on_meta))
+    processes = accelerator.num_processes
+    plan = on_all(run.path, lambda: build_plan(arguments, run, source, processes, resume_from, on_meta=on_meta))
     on_all(run.path, lambda: check_precision(engine, arguments))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))

@@ -16,7 +16,7 @@ class SourceOptions:
     Attributes:
         dataset: what the argument `dataset` means.
         weight: its share of the sequences, relative to the weights of the others.
-        epochs: how often it is read in the whole run, instead of a weight.
+        epochs: how often it is read in a run of one epoch, instead of a weight.
         max_epochs: a run that would read it more often is refused.
     """
 

@@ -23,7 +23,7 @@ from .data.sequences import Sequences
 from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
 from .model import build_config, build_model, count_parameters
-from .outputs.checkpoint import Fingerprint, describe_changes
+from .outputs.checkpoint import Fingerprint, describe_changes, read_state
 from .outputs.run_folder import RunFolder
 from .schedule import RateSchedule, build_schedule
 
@@ -85,7 +85,13 @@ class Plan:
 
 
 def build_plan(
-    arguments: PretrainArguments, run: RunFolder, source: Source, processes: int, *, on_meta: bool = False
+    arguments: PretrainArguments,
+    run: RunFolder,
+    source: Source,
+    processes: int,
+    resume_from: Path | None,
+    *,
+    on_meta: bool = False,
 ) -> Plan:
     """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
 
@@ -103,10 +109,11 @@ def build_plan(
     set_seed(arguments.seed)
     config = build_config(arguments, tokenizer)
     model = build_model(arguments, config, on_meta=on_meta)
-    schedule = build_schedule(arguments, len(train), global_batch)
+    order.pass_length = pass_length(order, len(train), resume_from)
+    schedule = build_schedule(arguments, order.pass_length, global_batch)
     check_passes(order, arguments, schedule.max_steps)
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
-    fingerprint = build_fingerprint(arguments, config, source, schedule, global_batch)
+    fingerprint = build_fingerprint(arguments, config, source, schedule, order)
     lengths = LengthWarmup.of(arguments)
     positions = PositionSampler.of(arguments, config)
     return Plan(
@@ -114,18 +121,30 @@ def build_plan(
     )
 
 
+def pass_length(order: TrainingOrder, sequences: int, resume_from: Path | None) -> float:
+    """How many sequences a run of one epoch reads; if it resumes, as many as when it began.
+
+    Runs of earlier versions have not stored that, and took all `sequences` once, whatever the epochs of the sources.
+    """
+    if resume_from is None:
+        return order.pass_length
+    return read_state(resume_from)["fingerprint"].get("pass_length", sequences)
+
+
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:
     """Refuses a run that would read a source more often than the user allows.
+
+    The last update of a run that is given in epochs is filled up, and does not count.
 
     Raises:
         UserError: it would.
     """
-    for name, passes in order.passes(max_steps).items():
+    for name, passes in order.passes(max_steps if arguments.max_steps else max_steps - 1).items():
         source = arguments.sources.get(name)
         if source is not None and source.max_epochs is not None and passes > source.max_epochs:
             raise UserError(
                 f"the run would read {name} {passes:.2f} times, and its max_epochs is {source.max_epochs}; lower "
-                "max_steps or its weight, or give more data"
+                "epochs, max_steps or its weight, or give more data"
             )
 
 
@@ -137,7 +156,7 @@ def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segment
 
 
 def build_fingerprint(
-    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: RateSchedule, global_batch: int
+    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: RateSchedule, order: TrainingOrder
 ) -> Fingerprint:
     """What must not change between saving a checkpoint and resuming from it, in values that survive JSON."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
@@ -147,7 +166,8 @@ def build_fingerprint(
         **source.fingerprint(),
         **settings,
         **dataclasses.asdict(schedule),
-        "global_batch": global_batch,
+        "global_batch": order.global_batch,
+        "pass_length": order.pass_length,
     }
     return json.loads(json.dumps(fingerprint))
 

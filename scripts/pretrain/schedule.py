@@ -52,13 +52,13 @@ SCHEDULE_FIELDS = tuple(field.name for field in fields(RateSchedule))
 MAY_COME_LATE = ("max_steps", "decay_share")
 
 
-def build_schedule(arguments: PretrainArguments, sequences: int, global_batch: int) -> RateSchedule:
-    """The schedule over `max_steps`, or over the updates that `epochs` passes over the sequences take.
+def build_schedule(arguments: PretrainArguments, pass_length: float, global_batch: int) -> RateSchedule:
+    """The schedule over `max_steps`, or over the updates that `epochs` passes of `pass_length` sequences take.
 
     Raises:
         UserError: warmup, or the updates with frozen weights, would take the whole run.
     """
-    max_steps = arguments.max_steps or math.ceil((arguments.epochs or 1.0) * sequences / global_batch)
+    max_steps = arguments.max_steps or math.ceil((arguments.epochs or 1.0) * pass_length / global_batch)
     warmup_steps = max_steps // 50 if arguments.warmup_steps is None else arguments.warmup_steps
     frozen_steps = arguments.freeze_parent_steps
     for name, steps in {"warmup_steps": warmup_steps, "freeze_parent_steps": frozen_steps}.items():

@@ -16,10 +16,14 @@ class TrainingOrder:
 
     An update may span the end of an epoch. Each epoch is shuffled by `seed`, or in the order of the data if `seed` is
     None. The first `skip` places are passed over.
+
+    Attributes:
+        pass_length: how many sequences a run of one epoch reads.
     """
 
     def __init__(self, sequences: int, global_batch: int, seed: int | None, skip: int = 0) -> None:
         self.sequences, self.global_batch, self.seed, self.skip = sequences, global_batch, seed, skip
+        self.pass_length: float = sequences
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, step: int) -> NDArray[np.int64]:

@@ -2,12 +2,8 @@
 
 import glob
 import json
-import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +14,9 @@ from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpu
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from ..mappings import SourceOptions
-from ..outputs.run_folder import RunFolder
+from .files import LOADERS, find_files, leave_out_empty
 from .indexed import is_indexed
 
-logger = logging.getLogger(__name__)
-
-LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
 
@@ -145,66 +138,10 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
 
 def is_hub_name(source: str) -> bool:
     """Whether `source` is neither the built-in corpus nor something on this machine."""
-    return source != "builtin" and not is_indexed(source) and find_files(source) is None
-
-
-def leave_out_empty(files: list[Path]) -> list[Path]:
-    """The files that hold something; the others are told.
-
-    Raises:
-        UserError: all are empty.
-    """
-    filled = [file for file in files if file.stat().st_size]
-    if not filled:
-        raise UserError(f"{', '.join(map(str, files))} is empty; give a file with text")
-    if empty := sorted(set(files) - set(filled)):
-        logger.warning("%d of %d files are empty and left out, the first is %s", len(empty), len(files), empty[0])
-    return filled
-
-
-def find_files(source: str) -> list[Path] | None:
-    """Returns the files that a path, folder or glob names, or None when `source` can only be a Hub name.
-
-    What exists is taken by its name, whatever characters that has; only the rest of a path is a pattern.
-    """
-    path = Path(source)
-    folder, pattern = split_pattern(path)
-    if path.is_dir():
-        found = [file for file in files_below(path, "**/*") if file.suffix in LOADERS]
-    elif path.is_file():
-        found = [path]
-    elif any(character in pattern for character in "*?["):
-        found = files_below(folder, pattern)
-    elif path.suffix in LOADERS or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise UserError(f"there is no file or folder {source}; give builtin, a path, or a Hub dataset name")
-    else:
-        return None
-    if not found:
-        raise UserError(f"{source} holds no file that ends in {', '.join(LOADERS)}")
-    if unknown := [file.name for file in found if file.suffix not in LOADERS]:
-        raise UserError(f"{unknown[0]} ends in none of {', '.join(LOADERS)}; convert it to one of them")
-    return found
-
-
-def split_pattern(path: Path) -> tuple[Path, str]:
-    """The part of a path that exists, as far as it goes, and the rest."""
-    folder, parts = Path(path.anchor), path.relative_to(path.anchor).parts
-    for index, part in enumerate(parts):
-        if not os.path.lexists(folder / part):
-            return folder, str(Path(*parts[index:]))
-        folder /= part
-    return folder, ""
-
-
-def files_below(folder: Path, pattern: str) -> list[Path]:
-    """The files below a folder that match a pattern, but for what runs have left in folders of their own."""
-
-    @cache
-    def is_of_run(inner: Path) -> bool:
-        return RunFolder(inner).is_marked
-
-    found = sorted(file for file in folder.glob(pattern) if file.is_file())
-    return [file for file in found if not any(map(is_of_run, takewhile(lambda path: path != folder, file.parents)))]
+    try:
+        return source != "builtin" and not is_indexed(source) and find_files(source) is None
+    except UserError:  # a file that is gone; a card may be written long after it was read
+        return False
 
 
 def hold_out(dataset: Dataset, share: float, *, divisible: bool = True) -> tuple[Dataset, Dataset]:

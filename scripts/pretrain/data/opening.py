@@ -169,6 +169,9 @@ def _order(parts: dict[str, Sequences], arguments: PretrainArguments, global_bat
     sizes = {name: len(part) for name, part in parts.items()}
     options = arguments.sources
     weights = [options[name].weight or (options[name].epochs or 0) * size for name, size in sizes.items()]
-    return MixtureOrder(
+    order = MixtureOrder(
         list(sizes), list(sizes.values()), weights, global_batch, arguments.seed, arguments.skip_sequences
     )
+    if arguments.has_source_epochs:
+        order.pass_length = sum(weights)
+    return order

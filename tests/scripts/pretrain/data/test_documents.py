@@ -1,7 +1,6 @@
 """Documents from files, folders and globs, held-out documents, and data that cannot be used."""
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from datasets import Dataset
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
-from dynattn.scripts.pretrain.data.documents import cut_tail, find_files, hold_out, load_documents, load_stream
-from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
+from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, is_hub_name, load_documents, load_stream
 
 
 def test_held_out_documents_are_not_training_documents():
@@ -77,30 +75,6 @@ def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, s
         assert sorted(row["text"] for row in streamed) == documents
 
 
-def test_what_exists_is_no_pattern(tmp_path: Path):
-    folder = tmp_path / "a[b]" / "c*"
-    folder.mkdir(parents=True)
-    for name in ("d.txt", "[d].txt", "e.txt"):
-        (folder / name).write_text("text")
-    for path, names in {folder / "[d].txt": ["[d].txt"], folder / "[de].txt": ["d.txt", "e.txt"]}.items():
-        assert [file.name for file in find_files(str(path)) or []] == names
-
-
-@pytest.mark.parametrize("pattern", ["", "*", "**/*.jsonl"])
-def test_what_runs_have_left_below_a_folder_is_no_data(pattern: str, tmp_path: Path):
-    texts = [tmp_path / "text.jsonl", tmp_path / "foreign" / "text.jsonl"]
-    metrics = tmp_path / "runs" / "one" / "metrics.jsonl"
-    for path in (*texts, metrics):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"text": "x"}')
-    RunFolder(metrics.parent).begin(asdict(PretrainArguments(output=str(metrics.parent))), None)
-    metrics.write_text('{"loss": 1.0}')
-    (tmp_path / "foreign" / "run.json").write_text('{"of": "another program"}')
-    found = find_files(f"{tmp_path}/{pattern}")
-    assert found == (texts[:1] if pattern == "*" else sorted(texts))
-    assert find_files(str(metrics.parent / "*.jsonl")) == [metrics]
-
-
 def test_a_folder_of_texts_may_hold_the_output(corpus: Path, tmp_path: Path):
     shutil.copy(corpus, tmp_path / "corpus.jsonl")
     killed_run(tmp_path / "run", tmp_path, 5)
@@ -116,6 +90,10 @@ def test_named_validation_data_is_used(tmp_path: Path):
     loaded = load_documents(arguments)
     assert (loaded.train["train"]["text"][:], loaded.validation["text"][:]) == (["training text"], ["other text"])
     assert loaded.name == "a.txt"
+
+
+def test_a_file_that_is_gone_is_no_dataset_of_the_hub(tmp_path: Path):
+    assert [is_hub_name(name) for name in ("owner/name", "builtin", str(tmp_path / "gone.txt"))] == [True, False, False]
 
 
 def test_data_mistakes_are_told(tmp_path: Path):

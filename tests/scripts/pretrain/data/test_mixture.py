@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.training import curve, killed_run, run, write_corpus
+from cases.training import curve, killed_run, run, write_corpus, write_state
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain import PretrainArguments, plan
 from dynattn.scripts.pretrain.data.batch_order import MIXTURE_BLOCK, MixtureOrder, apportion
+from dynattn.scripts.pretrain.outputs import checkpoint
 
 SIZES, WEIGHTS = [100, 30, 1000], [0.5, 0.2, 0.3]
 
@@ -45,7 +46,7 @@ def test_an_update_reads_the_same_wherever_a_run_begins():
 
 def mixture(tmp_path: Path, **second: Any) -> dict[str, Any]:
     one, two = (write_corpus(tmp_path / f"{name}.jsonl", longest) for name, longest in (("one", 3), ("two", 5)))
-    options = {"weight": 1} if not second or "max_epochs" in second else {}
+    options = {} if "epochs" in second else {"weight": 1}
     sources = {"one": {"dataset": str(one), **(options or {"epochs": 1})}, "two": {"dataset": str(two), **options}}
     sources["two"] |= second
     return {"dataset": "builtin", "mixture": sources}
@@ -67,6 +68,40 @@ def test_epochs_make_one_pass_as_long_as_all_of_them(tmp_path: Path, capfd: pyte
     run(tmp_path / "run", tmp_path, **mixture(tmp_path, epochs=2), max_steps=2, warmup_steps=0)
     told = dict(line.split(" is read ") for line in capfd.readouterr().out.splitlines() if " is read " in line)
     assert float(told["two"].split()[0]) == pytest.approx(2 * float(told["one"].split()[0]), rel=0.1)
+
+
+def sizes_of(output: Path) -> list[int]:
+    """How many sequences of 32 tokens the sources `one` and `two` have."""
+    return [(output / "data" / name / "tokens.bin").stat().st_size // 4 // 32 for name in ("one", "two")]
+
+
+def test_a_run_of_one_epoch_reads_each_source_as_often_as_its_epochs_say(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    options = {**mixture(tmp_path, epochs=2, max_epochs=2), "max_steps": None}
+    result = run(tmp_path / "run", tmp_path, **options)
+    one, two = sizes_of(result.output)
+    assert result.steps == -(-(one + 2 * two) // 4)
+    told = dict(line.split(" is read ") for line in capfd.readouterr().out.splitlines() if " is read " in line)
+    for name, size, epochs in (("one", one, 1), ("two", two, 2)):
+        assert epochs <= float(told[name].split()[0]) + 0.01 <= epochs + 0.02 + 4 / size
+    with pytest.raises(UserError, match=r"would read two .* times, and its max_epochs is 2; lower epochs"):
+        run(tmp_path / "long", tmp_path, **options, epochs=1.5)
+
+
+def test_a_run_of_an_earlier_version_keeps_the_length_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It took each sequence once, and its checkpoints do not say so."""
+    output, options = tmp_path / "run", {**mixture(tmp_path, epochs=2), "max_steps": None, "save_every": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "pass_length", lambda order, sequences, _: sequences)
+        killed_run(output, tmp_path, 3, **options)
+    state = checkpoint.read_state(saved := output / "checkpoints" / "step-000002")
+    del state["fingerprint"]["pass_length"], state["checksum"]
+    write_state(saved, state)
+    killed_run(output, tmp_path, 5, **options)
+    assert run(output, tmp_path, **options).steps == -(-sum(sizes_of(output)) // 4)
 
 
 def test_too_many_passes_are_refused(tmp_path: Path):

@@ -1,0 +1,74 @@
+"""Which local files a path, a folder or a pattern of the user's names."""
+
+import logging
+import os
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+from ...common.errors import UserError
+from ..outputs.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+# What reads the files that end so, by its name in `datasets`.
+LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def find_files(source: str) -> list[Path] | None:
+    """Returns the files that a path, folder or glob names, or None when `source` can only be a Hub name.
+
+    What exists is taken by its name, whatever characters that has; only the rest of a path is a pattern.
+    """
+    path = Path(source)
+    folder, pattern = split_pattern(path)
+    if path.is_dir():
+        found = [file for file in files_below(path, "**/*") if file.suffix in LOADERS]
+    elif path.is_file():
+        found = [path]
+    elif any(character in pattern for character in "*?["):
+        found = files_below(folder, pattern)
+    elif path.suffix in LOADERS or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UserError(f"there is no file or folder {source}; give builtin, a path, or a Hub dataset name")
+    else:
+        return None
+    if not found:
+        raise UserError(f"{source} holds no file that ends in {', '.join(LOADERS)}")
+    if unknown := [file.name for file in found if file.suffix not in LOADERS]:
+        raise UserError(f"{unknown[0]} ends in none of {', '.join(LOADERS)}; convert it to one of them")
+    return found
+
+
+def split_pattern(path: Path) -> tuple[Path, str]:
+    """The part of a path that exists, as far as it goes, and the rest."""
+    folder, parts = Path(path.anchor), path.relative_to(path.anchor).parts
+    for index, part in enumerate(parts):
+        if not os.path.lexists(folder / part):
+            return folder, str(Path(*parts[index:]))
+        folder /= part
+    return folder, ""
+
+
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """The files below a folder that match a pattern, but for what runs have left in folders of their own."""
+
+    @cache
+    def is_of_run(inner: Path) -> bool:
+        return RunFolder(inner).is_marked
+
+    found = sorted(file for file in folder.glob(pattern) if file.is_file())
+    return [file for file in found if not any(map(is_of_run, takewhile(lambda path: path != folder, file.parents)))]
+
+
+def leave_out_empty(files: list[Path]) -> list[Path]:
+    """The files that hold something; the others are told.
+
+    Raises:
+        UserError: all are empty.
+    """
+    filled = [file for file in files if file.stat().st_size]
+    if not filled:
+        raise UserError(f"{', '.join(map(str, files))} is empty; give a file with text")
+    if empty := sorted(set(files) - set(filled)):
+        logger.warning("%d of %d files are empty and left out, the first is %s", len(empty), len(files), empty[0])
+    return filled
