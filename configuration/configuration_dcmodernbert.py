@@ -79,6 +79,14 @@ class DCModernBertConfig(CompositionConfig):
     cls_token_id: int | None = 50281
     sep_token_id: int | None = 50282
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        if derived := sorted({"sliding_window", "rope_theta", "global_rope_theta", "local_rope_theta"} & kwargs.keys()):
+            raise ValueError(
+                f"{derived} are no fields: local_attention is twice the window, and rope_parameters has a rope_theta "
+                "for each layer type"
+            )
+        super().__post_init__(**kwargs)
+
     @property
     def sliding_window(self) -> int:
         """Tokens that a token of a sliding layer sees on either side."""

@@ -1,6 +1,7 @@
 """What the configurations of all families share: named sizes, and checkpoints that keep their code."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -48,7 +49,7 @@ class PortableConfig(PreTrainedConfig):
         """
         if name not in cls.sizes:
             raise ValueError(f"{cls.__name__} has no size {name!r}; choose from {sorted(cls.sizes)}")
-        return cls(**{**cls.sizes[name], **overrides})
+        return cls(**deepcopy({**cls.sizes[name], **overrides}))
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in Transformers; with an `auto_map`, the code that it names is written beside `config.json`."""

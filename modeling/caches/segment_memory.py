@@ -60,6 +60,8 @@ class StreamingLayerMixin:
         if name not in self.contexts:
             self.contexts[name] = projected.new_zeros(projected.shape[0], self.context_length, projected.shape[2])
         context = self.contexts[name]
+        if context.is_inference() and not torch.is_inference_mode_enabled():
+            context = self.contexts[name] = context.clone()  # what inference mode made is changed in that mode alone
         extended = torch.cat([context[:, context.shape[1] - self.context_length :], projected], dim=1)
         if self.record_past:
             self.contexts[name] = torch.cat([context, projected.detach()], dim=1)
@@ -118,9 +120,12 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
                 "activate_past_recording() before the tokens that may be taken back"
             )
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        keep = -abs(tokens_to_remove) or None
-        kept = self.context_length
-        self._map_contexts(lambda context: context[:, :keep][:, -kept:] if kept else context)
+        self._map_contexts(lambda context: self._end_of_context(context, abs(tokens_to_remove)))
+
+    def _end_of_context(self, context: Tensor, removed: int) -> Tensor:
+        """The context `[B, tokens, H * D]` of a projection after its last `removed` tokens are taken back."""
+        stop = context.shape[1] - removed
+        return context[:, max(stop - self.context_length, 0) : stop] if self.context_length else context
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]

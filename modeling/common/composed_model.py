@@ -101,6 +101,18 @@ class ComposedDecoderBody(DecoderBody):
         if self.config.composes_keys:
             upgrade_to_composed_cache(cache)
 
+    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
+        """Refuses learned tables with the kind of checkpointing in which no two layers may share what they learn."""
+        learned = self.position_bias is not None or self.position_gain is not None
+        if learned and self.gradient_checkpointing and self.training:
+            options = getattr(self._gradient_checkpointing_func, "keywords", {})
+            if options.get("use_reentrant"):
+                raise ValueError(
+                    "use_reentrant=True cannot differentiate the learned tables of position_scheme='t5' and "
+                    "position_gain, which layers share; use gradient_checkpointing_enable({'use_reentrant': False})"
+                )
+        return super().prepare_inputs(given)
+
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added, and what the layers of each type get.
 

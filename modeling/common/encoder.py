@@ -65,7 +65,7 @@ def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
 
 
 def check_padding_token(config: PreTrainedConfig) -> None:
-    """Raises ValueError unless the token whose embedding stays zero is one of the vocabulary, or there is none."""
+    """Raises ValueError unless the token whose embedding gets no gradient is in the vocabulary, or there is none."""
     padding, rows = config.pad_token_id, config.vocab_size
     if padding is not None and not 0 <= padding < rows:
         raise ValueError(

@@ -162,7 +162,8 @@ class TokenClassificationHead(GenericForTokenClassification):
         super(GenericForTokenClassification, self).__init__(config)  # type: ignore[call-arg]
         self.num_labels = config.num_labels
         self.model = self.base_class(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -37,6 +37,11 @@ class Seq2SeqBody:
         """Replaces the embedding of source and target."""
         self.shared = self.encoder.embed_tokens = self.decoder.embed_tokens = value
 
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """As in Transformers; `tie_word_embeddings=False` unties the head alone, and both halves go on sharing."""
+        expanded = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
+        return expanded if all_submodels else {**expanded, **self._tied_weights_keys}
+
     @can_return_tuple
     def forward(
         self,

@@ -14,6 +14,9 @@ from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
 
 logger = logging.get_logger(__name__)
 
+# The implementations that return attention maps. Those that users register do as they like.
+MAY_MAKE_MAPS = {"eager"}
+
 
 def chunked_mask(
     *,
@@ -123,10 +126,9 @@ def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is
 
 
 def implementation_for(config: Any, options: dict[str, Any]) -> str:
-    """The attention implementation of a call: the configuration's, or `eager` if `options` ask for attention maps."""
-    if not options.get("output_attentions") or config._attn_implementation == "eager":
-        return config._attn_implementation
-    logger.warning_once(
-        f"attn_implementation={config._attn_implementation!r} has no attention maps; 'eager' makes them"
-    )
+    """The attention implementation of a call: the configuration's, or `eager` if `options` ask for maps it lacks."""
+    name = config._attn_implementation
+    if not options.get("output_attentions") or name in MAY_MAKE_MAPS:
+        return name
+    logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")
     return "eager"

@@ -11,9 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
 from ..ops.dcmha.composition import Composition
+from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
-from .attention_interface import attention_function, chunked_mask
+from .attention_interface import MAY_MAKE_MAPS, attention_function, chunked_mask
 from .differential_heads import DifferentialHeads
 from .head_composition import make_generators
 from .rms_norm import RMSNorm
@@ -36,6 +37,7 @@ def register_implementation(name: str, attend: Attention) -> None:
     if name in (*REGISTERED, "eager", "sdpa"):
         raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
     COMPOSING[name] = IMPLEMENTATIONS[name] = attend
+    MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
 
 
@@ -125,9 +127,7 @@ class ComposedAttention(nn.Module):
             query, key, value = self._project(hidden_states, position_embeddings)
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
             query, key, phases = self._turn(query, key, hidden_states, cache)
-            if phases is not None and cache is not None:
-                key = pack_phases(key, phases)
-            key, value, factors = self._remember(key, value, factors, cache)
+            key, value, factors = self._remember(key, value, factors, cache, phases)
             key = key[..., : self.head_dim]
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -214,15 +214,21 @@ class ComposedAttention(nn.Module):
         return key, value, {side: f[:, :, :length] if side == "key" else f for side, f in factors.items()}
 
     def _remember(
-        self, key: Tensor, value: Tensor, factors: dict[str, Tensor], cache: Cache | None
+        self, key: Tensor, value: Tensor, factors: dict[str, Tensor], cache: Cache | None, phases: Tensor | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it."""
-        if cache is not None and "key" in factors:
+        """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it.
+
+        Keys of `phases` `[B, H_kv, T, D / 2]` are returned with these behind them.
+        """
+        if cache is None:
+            return key, value, factors
+        (key,) = autocast(key)  # norms and rotations make it float32, but a cache keeps keys in the dtype of values
+        if phases is not None:
+            key = pack_phases(key, phases)
+        if "key" in factors:
             key, (value, key_factors) = cache.update(key, value, self.layer_idx, factors["key"])
             return key, value, factors | {"key": key_factors}
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        return key, value, factors
+        return *cache.update(key, value, self.layer_idx), factors
 
 
 def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:

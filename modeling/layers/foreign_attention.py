@@ -5,6 +5,7 @@ It gets generators of factors beside them, and a class in front of its own that 
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,6 +141,22 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     return ADAPTERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
+@functools.cache
+def composed_class(composed: type, own: type) -> type:
+    """The class `own` of a module with the attention of `composed`. Its objects are pickled by these two classes."""
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _new, (composed, own), self.__getstate__()
+
+    return type(composed.__name__, (composed, own), {"__doc__": composed.__doc__, "__reduce_ex__": reduce})
+
+
+def _new(composed: type, own: type) -> Any:
+    """An empty object of `composed_class`, for `pickle`."""
+    made = composed_class(composed, own)
+    return made.__new__(made)
+
+
 def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) -> Callable[[], None]:
     """Returns a function that adds composed heads, which start as the identity, to `attention`.
 
@@ -175,8 +192,7 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
         """Changes the module."""
         attention.composition, attention.key_composition = planned.composition, planned.key_composition
         adapter.prepare(attention, implementation)
-        composed, own = adapter.composed, type(attention)
-        attention.__class__ = type(composed.__name__, (composed, own), {"__doc__": composed.__doc__})
+        attention.__class__ = composed_class(adapter.composed, type(attention))
         planned.train(attention.training)
 
     return apply

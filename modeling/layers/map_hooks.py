@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..ops.dcmha.eager import AttentionMaps, dcmha_eager
-from .attention_interface import attention_function, chunked_mask
+from .attention_interface import MAY_MAKE_MAPS, attention_function, chunked_mask
 from .composed_attention import ComposedAttention
 
 IMPLEMENTATION = "hooked"
@@ -34,6 +34,7 @@ def hooked_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tens
 
 AttentionInterface.register(IMPLEMENTATION, hooked_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
+MAY_MAKE_MAPS.add(IMPLEMENTATION)
 
 
 def add_map_hooks(model: PreTrainedModel) -> None:

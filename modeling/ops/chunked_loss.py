@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .modes import autocast, under_transforms
+
 # Every chunk reads and writes the whole gradient of the weight, so small chunks are slow.
 CHUNK_TOKENS = 1024
 IGNORED = -100
@@ -50,18 +52,30 @@ def chunked_causal_loss(
     Raises:
         NotImplementedError: the backward pass is to be differentiated again.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+    (hidden_states,) = autocast(hidden_states)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.flatten().to(hidden_states.device)
     targets = targets.masked_fill(targets == ignore_index, IGNORED)
-    tensors = (hidden_states.flatten(0, -2), weight, bias)
-    needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    loss_sum = _loss_op(*tensors, targets, needs_grad, z_loss)[0]
+    loss_sum = _summed_loss(hidden_states.flatten(0, -2), weight, bias, targets, z_loss)
     count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     count = torch.as_tensor(count, device=loss_sum.device)
     return (loss_sum / count.where(count != 0, 1)).where(count != 0, math.nan)
+
+
+def _whole_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> Tensor:
+    """`_summed_loss` of all tokens in one chunk, with derivatives of every kind."""
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    return _chunk_loss(slice(None), hidden, weight, bias, targets, None, z_loss)
+
+
+@under_transforms(_whole_loss)
+def _summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> Tensor:
+    """The summed loss `[]` of `hidden` `[N, E]` with `targets` `[N]`."""
+    tensors = (hidden, weight, bias)
+    needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    loss_sum, *_ = _loss_op(*tensors, targets, needs_grad, z_loss)
+    return loss_sum
 
 
 class LossGradients(NamedTuple):

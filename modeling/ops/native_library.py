@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ CAPABILITIES = {
 }
 # More flags, by what PyTorch calls the capability that a processor needs for them. Old compilers do not know them.
 NEWER_FLAGS = {"avx512_bf16": "-mavx512bf16"}
+# What C code computes in and where it finds it, whatever the default dtype and device of PyTorch are.
+C_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # A compiler that has not ended after so many seconds never will.
 COMPILER_SECONDS = 120
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")

@@ -21,6 +21,6 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     slopes of the next smaller power of two, then every other slope of twice that power, as in the paper's code.
     """
     power = 1 << (heads.bit_length() - 1)
-    first = torch.arange(1, power + 1, device=device) / power
-    others = (2 * torch.arange(heads - power, device=device) + 1) / (2 * power)
+    first = torch.arange(1, power + 1, device=device, dtype=torch.float32) / power
+    others = (2 * torch.arange(heads - power, device=device, dtype=torch.float32) + 1) / (2 * power)
     return 2.0 ** (-8 * torch.cat([first, others]))

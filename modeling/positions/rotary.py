@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,15 @@ class RotaryEmbedding(nn.Module):
         inv_freq, self.attention_scaling = init_function(self.rope_type)(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follows the model to other devices and not to other dtypes, which would turn far tokens by wrong angles."""
+        exact = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, moved in list(self.named_buffers(recurse=False)):
+            if moved.dtype != exact[name].dtype:
+                setattr(self, name, exact[name].to(moved.device))
+        return self
 
     def fill_buffers(self) -> None:
         """Computes the frequencies again, for a model that was made without memory."""

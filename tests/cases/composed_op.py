@@ -145,5 +145,6 @@ def in_dtype(
 def run(tensors: list[Tensor], keywords: dict[str, Any], implementation: str) -> tuple[Tensor, ...]:
     """The output, then the gradients of all tensors."""
     output = dcmha_attention(*tensors[:3], **keywords, implementation=implementation)
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype)
+    random = {"generator": torch.Generator("cpu").manual_seed(5), "dtype": torch.float32, "device": "cpu"}
+    upstream = torch.randn(output.shape, **random).to(output.dtype)
     return output, *torch.autograd.grad(output, tensors, upstream)

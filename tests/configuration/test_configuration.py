@@ -62,6 +62,8 @@ def test_overrides_and_derived_fields() -> None:
         "sliding_attention",
         "sliding_attention",
     ]
+    DCFormerConfig.from_size("8b").layer_types[1] = "sliding_attention"  # a list of its own
+    assert DCFormerConfig.from_size("8b").layer_types[1] == "full_attention"
     neox = DCPythiaConfig(rotary_pct=0.5, rotary_emb_base=500)
     assert neox.rope_parameters == {"rope_theta": 500, "partial_rotary_factor": 0.5, "rope_type": "default"}
 
@@ -145,6 +147,12 @@ def test_every_field_names_its_value_and_limit(family: str, field: str, value: A
         pytest.skip("another family's field")
     with pytest.raises((StrictDataclassError, ValueError), match=rf"{field} \(?'?{value}'?\)? {limit}"):
         config_class.from_size("tiny", **{field: value})
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "rope_theta", "global_rope_theta"])
+def test_names_of_other_encoders_are_refused_with_the_fields_to_use(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.* are no fields: local_attention .* rope_parameters"):
+        DCModernBertConfig(**{name: 64})
 
 
 ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [

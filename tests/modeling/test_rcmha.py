@@ -74,6 +74,15 @@ def test_a_streaming_token_sees_itself_and_its_memory_in_every_layer() -> None:
 
 
 @torch.no_grad()
+def test_memory_of_inference_mode_goes_on_outside_of_it() -> None:
+    model = make()
+    expected = model(IDS).logits
+    with torch.inference_mode():
+        memory = model(IDS[:, :5], use_cache=True).past_key_values
+    found = model(IDS[:, 5:], past_key_values=memory).logits
+    torch.testing.assert_close(found, expected[:, 5:])
+
+
 def test_segment_memory_holds_the_inputs_of_each_layer_and_no_more_than_asked() -> None:
     model = make(memory_type="segment")
     memory = DynamicCache(config=model.config)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masking import Structure, split_mask
+from ..modes import autocast, under_transforms
 from .chunk import Operands, query_chunks
 from .eager import relative_eager
 
@@ -17,6 +18,7 @@ FEW_PAIRS = 1 << 15
 DIFFERENTIABLE = 6
 
 
+@under_transforms(relative_eager)
 def relative_chunked(
     query: Tensor,
     key: Tensor,
@@ -71,10 +73,8 @@ def relative_chunked(
         None if position_bias is None else position_bias[rows],
         content_bias,
     ]
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    seed = torch.randint(2**62, ()) if dropout else None
+    tensors = [None if tensor is None else autocast(tensor)[0] for tensor in tensors]
+    seed = torch.randint(2**62, (), device="cpu") if dropout else None
     later_rows -= rows.start
     output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None

@@ -1,4 +1,4 @@
-"""The heads' part of generation: a plain decoder is served by Transformers' continuous batching as it is."""
+"""What heads add to a decoder: continuous batching of a plain one as Transformers has it, dropout of classifiers."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 from cases.models import make_model
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from dynattn import DCFormerConfig, DCFormerForTokenClassification
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
 # Without a limit the cache takes most of the machine's memory, and every pass reads all of it.
@@ -21,3 +23,8 @@ def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(opt
     alone = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in PROMPTS]
     found = sorted(output.generated_tokens for output in outputs.values())
     assert found == sorted(tokens.tolist() for tokens in alone)
+
+
+@pytest.mark.parametrize(("fields", "share"), [({}, 0.1), ({"classifier_dropout": 0.0}, 0.0)])
+def test_classifiers_of_tokens_drop_what_the_configuration_says(fields: dict[str, float], share: float) -> None:
+    assert DCFormerForTokenClassification(DCFormerConfig.from_size("tiny", **fields)).dropout.p == share

@@ -1,5 +1,7 @@
 """Composed heads in attention of other libraries: Transformers' DETR, and timm's vision transformers."""
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -108,3 +110,12 @@ def test_a_model_with_other_attention_is_refused_with_what_is_known() -> None:
         ValueError, match=r"ViTModel has no torch.nn.MultiheadAttention .* timm.layers.attention.Attention"
     ):
         compose_heads_of(ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)))
+
+
+def test_a_composed_model_can_be_pickled_and_copied() -> None:
+    model, ask = detr()
+    compose_heads_of(model, compose_static=True)
+    strengthen(model)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
+        assert torch.equal(ask(again), ask(model))

@@ -103,3 +103,13 @@ def test_an_interpretability_tool_traces_and_patches_by_name() -> None:
     with traced.trace(IDS):
         probs = traced.model.layers[0].self_attn.map_hooks.composed_probs.output.save()
     torch.testing.assert_close(probs, model(IDS, output_attentions=True).attentions[0])
+
+
+@torch.no_grad()
+def test_a_model_with_hooks_returns_the_maps_that_the_hooks_made() -> None:
+    model = hooked_model()
+    for layer in model.model.layers:
+        layer.self_attn.map_hooks.composed_probs.register_forward_hook(lambda module, inputs, maps: maps * 0)
+    output = model(IDS, output_attentions=True)
+    assert torch.equal(output.logits, model(IDS).logits)
+    assert not any(maps.any() for maps in output.attentions)

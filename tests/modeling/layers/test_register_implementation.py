@@ -54,3 +54,19 @@ def test_models_with_composition_take_it(calls: list[str]) -> None:
 def test_names_of_the_package_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is an implementation of dynattn"):
         dynattn.register_implementation(name, dcmha_eager)
+
+
+@torch.no_grad()
+def test_a_model_returns_the_maps_of_the_implementation_that_it_runs_with() -> None:
+    def halved(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        output, maps = dcmha_eager(*tensors, **options)
+        return output / 2, maps / 2
+
+    dynattn.register_implementation("halved", halved)
+    try:
+        model, plain = make_model(attn_implementation="halved"), make_model(attn_implementation="eager")
+        output = model(IDS, output_attentions=True)
+        assert torch.equal(output.logits, model(IDS).logits)
+        assert torch.equal(output.attentions[0], plain(IDS, output_attentions=True).attentions[0] / 2)
+    finally:
+        del COMPOSING["halved"], IMPLEMENTATIONS["halved"]

@@ -340,6 +340,14 @@ def test_rotation_in_float32_is_rounded_once() -> None:
     assert low(x.double(), places)[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_a_cast_of_the_model_leaves_frequencies_exact(cast: torch.dtype) -> None:
+    rotary = DCFormerForCausalLM(DCFormerConfig(**OURS)).model.rotary_emb
+    exact = rotary.inv_freq.clone()
+    assert torch.equal(rotary.to(cast).float().inv_freq, exact) and rotary.inv_freq.dtype == torch.float32
+    assert rotary.to("meta").inv_freq.is_meta
+
+
 PLAIN_HEADS = {"compose_pre": False, "compose_post": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{
@@ -409,6 +417,13 @@ def test_checkpoints_keep_the_scheme_and_checkpointing_its_gradients(variant: st
     again.train()(ids, labels=ids).loss.backward()
     for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(theirs.grad, ours.grad, atol=1e-12, rtol=1e-9, msg=name)
+
+
+def test_learned_tables_refuse_checkpointing_in_which_layers_share_nothing() -> None:
+    model, ids = make("composed bias and gain").train(), torch.randint(1, 61, (2, 30))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"use_reentrant=True cannot .* use gradient_checkpointing_enable"):
+        model(ids, labels=ids)
 
 
 def test_beams_and_removed_tokens_keep_distances() -> None:

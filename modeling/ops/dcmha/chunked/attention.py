@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import both, split_mask, visible_keys, with_first_keys
+from ...modes import autocast, under_transforms
 from ..composition import Composition, pack_factors
+from ..eager import dcmha_eager
 from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
@@ -130,6 +132,7 @@ def attend_op(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     return _forward_op(*inputs, *settings)
 
 
+@under_transforms(dcmha_eager)
 def dcmha_chunked(
     query: Tensor,
     key: Tensor,
@@ -148,15 +151,13 @@ def dcmha_chunked(
 
     Every input has an exact gradient, an additive mask and tables by distance included. Products and softmax run in at
     least float32. Under `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is
-    compiled. An offset that is a tensor on a device is waited for, except with a single query. Shapes are those of
-    `dcmha_attention`.
+    compiled. Under the transforms of `torch.func` it is `dcmha_eager`, with all maps in memory. An offset that is a
+    tensor on a device is waited for, except with a single query. Shapes are those of `dcmha_attention`.
 
     Returns:
         The output `[B, T, H, D]`, and None in place of attention maps.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast(query, key, value)
     if query.shape[2] == 1:
         attention_mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
     if attention_mask is not None:
@@ -172,7 +173,7 @@ def dcmha_chunked(
             return _attend_one_query(
                 query, key, value, pre, post, scaling, attention_mask, sliding_window, tables
             ), None
-    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
+    offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
     factors = (*pack_factors(pre), *pack_factors(post))
     inputs = ChunkedInputs(query, key, value, *factors, attention_mask, first_keys, tables.bias, tables.gain, offset)
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...native_library import lanes, load_or_warn, usable_threads
+from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .csrc.sources import DECODE
 
@@ -86,7 +86,7 @@ def attend(
     members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
     members += (*table_members(tables), keys - 1 if tables.offset is None else int(tables.offset))
     output = query.new_empty(batch, 1, heads, width)
-    workspace = torch.empty(library.workspace_size(batch, keys), dtype=torch.float32)
+    workspace = torch.empty(library.workspace_size(batch, keys), **C_FLOATS)
     threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
     problem = array("l", members)  # the struct `problem` of decode.c
     library.attend(output.data_ptr(), workspace.data_ptr(), problem.buffer_info()[0], scaling, threads)

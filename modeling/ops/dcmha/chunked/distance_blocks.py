@@ -19,8 +19,8 @@ class DistanceGrid(NamedTuple):
 
     def rows(self, table: Tensor) -> Tensor:
         """The row of `table` `[L, H]` for each element, `[c, X]`; what lies outside the table takes the nearest row."""
-        distance = torch.arange(self.queries)[:, None] + self.before - torch.arange(self.columns)
-        return distance.clamp_(0, table.shape[0] - 1).to(table.device)
+        queries, columns = (torch.arange(count, device=table.device) for count in (self.queries, self.columns))
+        return (queries[:, None] + self.before - columns).clamp_(0, table.shape[0] - 1)
 
     def spread(self, table: Tensor, dtype: torch.dtype) -> Tensor:
         """The block of a table `[L, H]`: `[H, c, X]`, in `dtype`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...masking import split_mask
-from ...native_library import lanes, load_or_warn
+from ...native_library import C_FLOATS, lanes, load_or_warn
 from .arguments import ChunkedInputs, ChunkedSettings
 from .csrc.sources import COMPOSE
 from .distance_blocks import DistanceGrid
@@ -135,7 +135,7 @@ class Problem:
     def _stage(self, stage: Stage) -> list[int]:
         """The members of `stage`."""
         members = [*self._terms(stage.query), *self._terms(stage.key)]
-        matrix = None if stage.static is None else stage.static.float() + torch.eye(len(stage.static))
+        matrix = None if stage.static is None else stage.static.float() + torch.eye(len(stage.static), **C_FLOATS)
         members += (self._matrix(None if matrix is None else matrix.t()), self._matrix(matrix))
         shape = stage.shape
         library = None if shape is None else load_stage(shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...native_library import load_or_warn, usable_threads
+from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from ..composition import Composition
 from ..pages import Pages
 from .csrc.sources import PAGED_DECODE
@@ -60,7 +60,7 @@ def attend_to_pages(
     problem = array("l", members)  # the struct `paged_problem` of paged_decode.c
     address = problem.buffer_info()[0]
     output = query.new_empty(items, 1, heads, width)
-    workspace = torch.empty(library.paged_workspace_size(address), dtype=torch.float32)
+    workspace = torch.empty(library.paged_workspace_size(address), **C_FLOATS)
     keys = int(pages.key_counts.sum()) * pages.key.shape[2] * width
     threads = min(usable_threads(), 1 + keys // ELEMENTS_PER_THREAD)
     library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)

@@ -9,11 +9,12 @@ import functools
 from array import array
 from collections.abc import Iterator
 from ctypes import CDLL, c_float, c_long, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...native_library import lanes, load_or_warn, usable_threads
+from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from .arguments import TABLES, ChunkedInputs, ChunkedSettings
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
@@ -51,11 +52,11 @@ def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     library, threads = load_passes(), usable_threads()
     assert library is not None
     batch, heads, queries, width = inputs.query.shape
-    output = torch.empty(batch, queries, heads, width)
+    output = torch.empty(batch, queries, heads, width, **C_FLOATS)
     chunk = _chunk_queries(inputs, settings, threads)
     for span in _item_spans(inputs):
         problem = Problem(_items(inputs, span), settings, chunk)
-        memory = torch.empty(library.forward_size(problem.address, threads))
+        memory = torch.empty(library.forward_size(problem.address, threads), **C_FLOATS)
         library.forward(output[span].data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
     return output.to(inputs.query.dtype)
 
@@ -76,7 +77,7 @@ def attend_backward_in_c(
     sums = _Sums(inputs, settings, mask_needs_grad)
     for span in _item_spans(inputs):
         problem = Problem(_items(inputs, span), settings, chunk, grad_output[span], sums.mask_of(span))
-        memory = torch.empty(library.backward_size(problem.address, threads))
+        memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
         addresses = array("l", [0 if one is None else one[span].data_ptr() for one in sums.by_item])
         library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
     return [tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()]
@@ -87,21 +88,22 @@ class _Sums:
 
     def __init__(self, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool) -> None:
         self.inputs = inputs
+        empty, zeros = partial(torch.empty, **C_FLOATS), partial(torch.zeros, **C_FLOATS)
         batch, heads, _, width = inputs.query.shape
         kv_heads, keys = inputs.key.shape[1:3]
         blocks, padded = -(-keys // BLOCK_KEYS), -(-width // lanes()) * lanes()
-        self.query = torch.empty(inputs.query.shape)
-        self.key, self.value = (torch.zeros(batch, kv_heads, blocks * BLOCK_KEYS, padded) for _ in range(2))
+        self.query = empty(inputs.query.shape)
+        self.key, self.value = (zeros(batch, kv_heads, blocks * BLOCK_KEYS, padded) for _ in range(2))
         stages = stages_of(inputs, settings)
-        self.query_terms = [None if one.query is None else torch.empty(one.query.shape) for one in stages]
+        self.query_terms = [None if one.query is None else empty(one.query.shape) for one in stages]
         self.key_terms = [
-            None if one.key is None else torch.zeros(batch, blocks, *one.key.shape[2:], BLOCK_KEYS) for one in stages
+            None if one.key is None else zeros(batch, blocks, *one.key.shape[2:], BLOCK_KEYS) for one in stages
         ]
-        self.matrices = [None if one.static is None else torch.zeros(batch, blocks, heads, heads) for one in stages]
-        self.mask = None if inputs.mask is None else torch.zeros(inputs.mask.shape if mask_needs_grad else 0)
+        self.matrices = [None if one.static is None else zeros(batch, blocks, heads, heads) for one in stages]
+        self.mask = None if inputs.mask is None else zeros(inputs.mask.shape if mask_needs_grad else 0)
         self.grid = table_grid(inputs)
         self.tables = {
-            name: None if getattr(inputs, name) is None else torch.zeros(batch, heads, self.grid.columns)
+            name: None if getattr(inputs, name) is None else zeros(batch, heads, self.grid.columns)
             for name in TABLES
         }
         # The members of the struct `gradients` in backward.h.

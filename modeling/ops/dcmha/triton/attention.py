@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
+from ...modes import autocast, under_transforms
 from ..chunked.attention import dcmha_chunked, mask_one_query
 from ..composition import Composition, pack_factors
+from ..eager import dcmha_eager
 from .arguments import TABLES, MapInputs, MapSettings
 from .decode import decode
 from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
@@ -23,6 +25,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIFFERENTIABLE = MapInputs._fields[: MapInputs._fields.index("mask")]
 
 
+@under_transforms(dcmha_eager)
 def dcmha_triton(
     query: Tensor,
     key: Tensor,
@@ -63,9 +66,7 @@ def dcmha_triton(
         ImportError: Triton is not installed.
         ValueError: a dtype, device or mask that the kernels do not support.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast(query, key, value)
     refusal = why_unsupported(query, attention_mask)
     if refusal is not None:
         raise ValueError(refusal)

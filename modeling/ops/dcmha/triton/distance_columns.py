@@ -5,6 +5,7 @@ The gradients are sums of a chunk's maps over all pairs of the same distance, wh
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class DistanceColumns:
             composed = self.laid_out["composed_bias"]
             self.mixed_bias = torch.addmm(composed, inputs.pre_static.t().float(), composed)
         shape = work.groups * work.heads, self.columns
-        self.sums = {name: torch.zeros(shape, device=work.device) for name in sums_needed(inputs, wanted)}
+        zeros = partial(torch.zeros, shape, dtype=torch.float32, device=work.device)
+        self.sums = {name: zeros() for name in sums_needed(inputs, wanted)}
 
     def of_chunk(self, chunk: MapChunk, summed: str = "") -> ColumnTables:
         """The tables for a kernel of a chunk, which writes the map of `SUMMED` that is given if its sums are needed."""

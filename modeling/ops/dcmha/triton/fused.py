@@ -34,7 +34,7 @@ def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tens
     matrices = make_matrices(work, inputs, padded_terms(work, inputs))
     batch, heads, length, width = inputs.query.shape
     output = inputs.value.new_zeros(batch, length, heads, width)
-    lse = torch.zeros(batch, heads, work.queries, device=work.device)
+    lse = torch.zeros(batch, heads, work.queries, dtype=torch.float32, device=work.device)
     query, key, value = map(in_place, (inputs.query, inputs.key, inputs.value))
     for chunk in work.chunks():
         _launch(work, "dcmha_fused_statistics", tiles, chunk, matrices, (query, key), lse)

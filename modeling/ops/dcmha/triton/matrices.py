@@ -46,7 +46,7 @@ def _of_stage(
     of_queries = of_keys = None
     if query is None and key is None and static is None:
         return None, None
-    constant = torch.eye(work.heads, device=work.device)
+    constant = torch.eye(work.heads, dtype=torch.float32, device=work.device)
     if static is not None:
         constant += static.t()
     if query is not None or static is not None:

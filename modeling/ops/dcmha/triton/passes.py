@@ -28,7 +28,7 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     work = Workspace(inputs, settings, ("scores", *kind.maps(inputs, backward=False)), kind.patch_of(inputs))
     composer = kind(work, inputs, DistanceColumns(work, inputs), backward=False)
     matmuls = choose_matmuls(work)(work, inputs)
-    lse = torch.zeros(work.batch, work.heads, work.queries, device=work.device)
+    lse = torch.zeros(work.batch, work.heads, work.queries, dtype=torch.float32, device=work.device)
     for chunk in work.chunks():
         scores = matmuls.scores(chunk)
         matmuls.attend(chunk, composer.probs(chunk, scores, lse[chunk.items, :, chunk.queries]))

@@ -134,12 +134,13 @@ class TensorCoreComposer(KernelComposer):
         items, queries, keys = chunk.counts
         blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
         patches = items * blocks * (queries // block_t)
+        square = patches, self.padded, self.padded
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
         return TermGradients(
             None if terms.query is None else new(items, blocks, queries, *terms.query.shape[2:], dtype=dtype),
             None if terms.key is None else new(items, programs, keys, *terms.key.shape[2:], dtype=torch.float32),
-            torch.zeros(patches, self.padded, self.padded, device=self.work.device) if has_static else None,
+            torch.zeros(square, dtype=torch.float32, device=self.work.device) if has_static else None,
         )
 
 

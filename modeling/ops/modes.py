@@ -1,0 +1,42 @@
+"""The modes of PyTorch that an op has to follow by itself: autocast, function transforms, forward-mode derivatives."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, all on one device, in the dtype of autocast if it is on; it leaves float64 as it is."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+
+
+def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates an op so that `definition`, ordinary PyTorch with the same arguments, serves transformed calls.
+
+    Those are calls inside `torch.func.grad`, `vmap`, `jvp` and their like, and inside `forward_ad.dual_level`. An
+    operator has a backward pass and nothing else: it would drop the tangents of such a call without a word.
+    """
+
+    def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(op)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return (definition if _is_transformed() else op)(*arguments, **options)
+
+        return call
+
+    return decorate
+
+
+def _is_transformed() -> bool:
+    """Whether a transform or a level of forward-mode derivatives is active. What is compiled is not asked."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -1,0 +1,157 @@
+"""The modes of PyTorch around a call: default dtype and device, transforms of functions, autocast."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases.composed_op import CASES, Case, in_dtype, random_inputs, run
+from cases.models import make_model
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dynattn import dcmha_attention, relative_attention
+from dynattn.modeling.ops.chunked_loss import chunked_causal_loss
+
+IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(7))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
+def test_defaults_of_pytorch_change_nothing(case: Case, default: str) -> None:
+    """C code reads and writes float32 on the CPU, whatever new tensors are by default."""
+    torch.manual_seed(0)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
+    expected = run(tensors, keywords, "chunked")
+    with DEFAULTS[default]():
+        found = run(tensors, keywords, "chunked")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "t5", "sinusoidal", "carope"])
+@pytest.mark.parametrize("default", ["bfloat16", "float64"])
+@torch.no_grad()
+def test_a_model_keeps_its_logits_under_another_default_dtype(scheme: str, default: str) -> None:
+    model = make_model(position_scheme=scheme)
+    expected = model(IDS, labels=IDS)
+    with DEFAULTS[default]():
+        found = model(IDS, labels=IDS)
+        tokens = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    assert torch.equal(tokens, model.generate(IDS, max_new_tokens=3, do_sample=False))
+
+
+def derivatives(function: Callable[[Tensor], Tensor], at: Tensor) -> list[Tensor]:
+    """What transforms of `torch.func` and forward-mode derivatives make of a function."""
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(function(forward_ad.make_dual(at, at))).tangent
+    assert dual is not None
+    return [
+        dual,
+        torch.func.jvp(function, (at,), (at,))[1],
+        torch.func.grad(lambda point: function(point).square().sum())(at),
+        torch.func.vmap(function)(torch.stack([at, 2 * at])),
+    ]
+
+
+@pytest.mark.parametrize("case", [Case(6, 6), Case(1, 6), Case(6, 9, tables=("bias",), offset=2)], ids=str)
+def test_transforms_have_the_derivatives_of_the_reference(case: Case) -> None:
+    torch.manual_seed(0)
+    tensors, keywords = random_inputs(case)
+    query, key, value = (tensor.detach() for tensor in tensors[:3])
+    keywords = {name: one.detach() if isinstance(one, Tensor) else one for name, one in keywords.items()}
+    keywords |= {name: keywords[name].map(Tensor.detach) for name in ("pre", "post")}
+    found, expected = (
+        derivatives(lambda query, name=name: dcmha_attention(query, key, value, implementation=name, **keywords), query)
+        for name in ("chunked", "eager")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0.1
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_transforms_of_relative_attention_have_the_derivatives_of_the_reference() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 3, 200, 4, dtype=torch.float64).unbind()
+    table = torch.randn(200, 3, 4, dtype=torch.float64)
+    found, expected = (
+        derivatives(
+            lambda query, name=name: relative_attention(
+                query, key, value, position_embeddings=table, implementation=name
+            ),
+            query,
+        )
+        for name in ("chunked", "eager")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0.1
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("labels", [None, IDS])
+def test_a_model_has_forward_mode_derivatives(labels: Tensor | None) -> None:
+    model, embeddings = make_model().double().requires_grad_(False), torch.randn(2, 20, 48, dtype=torch.float64)
+
+    def outcome(embeddings: Tensor) -> Tensor:
+        output: Any = model(inputs_embeds=embeddings, labels=labels, use_cache=False)
+        return output.logits if labels is None else output.loss
+
+    step = 1e-3  # losses are float32
+    numeric = (outcome(embeddings * (1 + step)) - outcome(embeddings * (1 - step))) / (2 * step)
+    torch.testing.assert_close(torch.func.jvp(outcome, (embeddings,), (embeddings,))[1], numeric, rtol=1e-3, atol=1e-4)
+
+
+def test_transforms_of_the_loss_without_logits_are_those_of_the_loss_with_them() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 9, 8), torch.randn(31, 8)
+    labels = torch.randint(31, (2, 9))
+
+    def loss(hidden: Tensor) -> Tensor:
+        return chunked_causal_loss(hidden, weight, None, labels, z_loss=0.1)
+
+    point = hidden.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(point), point)
+    torch.testing.assert_close(torch.func.grad(loss)(hidden), expected)
+    tangent = torch.func.jvp(loss, (hidden,), (hidden,))[1]
+    torch.testing.assert_close(tangent, (expected * hidden).sum())
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_autocast_leaves_float64_as_it_is(queries: int) -> None:
+    torch.manual_seed(0)
+    tensors, keywords = random_inputs(Case(queries, 30))
+    expected = run(tensors, keywords, "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(tensors, keywords, "chunked")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "carope"])
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_a_cache_under_autocast_keeps_keys_in_the_dtype_of_values(scheme: str, kind: str | None) -> None:
+    model = make_model(position_scheme=scheme, sliding_window=None, layer_types=None)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = model.generate(IDS, cache_implementation=kind, **options).past_key_values
+    assert {layer.keys.dtype for layer in cache.layers} == {layer.values.dtype for layer in cache.layers}
+    assert cache.layers[0].keys.dtype == torch.bfloat16
