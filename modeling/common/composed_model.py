@@ -1,5 +1,6 @@
 """What the families with composed attention share around their layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,6 +90,10 @@ class ComposedDecoderBody(DecoderBody):
     embed_positions: nn.Module | None
     position_bias: DistanceTable | None
     position_gain: DistanceTable | None
+    # Provided by PreTrainedModel.
+    training: bool
+    gradient_checkpointing: bool
+    _gradient_checkpointing_func: Callable[..., Any]
 
     def make_positions(self) -> None:
         """Makes the modules of the position schemes, which all layers share."""

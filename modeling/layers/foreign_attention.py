@@ -153,8 +153,7 @@ def composed_class(composed: type, own: type) -> type:
 
 def _new(composed: type, own: type) -> Any:
     """An empty object of `composed_class`, for `pickle`."""
-    made = composed_class(composed, own)
-    return made.__new__(made)
+    return object.__new__(composed_class(composed, own))
 
 
 def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) -> Callable[[], None]:
@@ -192,7 +191,8 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
         """Changes the module."""
         attention.composition, attention.key_composition = planned.composition, planned.key_composition
         adapter.prepare(attention, implementation)
-        attention.__class__ = composed_class(adapter.composed, type(attention))
+        classes: tuple[Any, Any] = adapter.composed, type(attention)
+        attention.__class__ = composed_class(*classes)
         planned.train(attention.training)
 
     return apply

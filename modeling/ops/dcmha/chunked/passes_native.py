@@ -103,8 +103,7 @@ class _Sums:
         self.mask = None if inputs.mask is None else zeros(inputs.mask.shape if mask_needs_grad else 0)
         self.grid = table_grid(inputs)
         self.tables = {
-            name: None if getattr(inputs, name) is None else zeros(batch, heads, self.grid.columns)
-            for name in TABLES
+            name: None if getattr(inputs, name) is None else zeros(batch, heads, self.grid.columns) for name in TABLES
         }
         # The members of the struct `gradients` in backward.h.
         self.by_item = (
