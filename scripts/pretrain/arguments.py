@@ -104,6 +104,8 @@ class PretrainArguments(RangedOptions):
         sources = self.sources
         if self.mixture is not None and self.dataset != "builtin":
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
+        if not sources:
+            raise UserError("the mixture is empty; name a source, or leave it out")
         if len({source.weight is None for source in sources.values()}) > 1:
             raise UserError("some sources of the mixture have weights and others epochs; choose one for all")
         for option in ("mixture", "streaming", "skip_sequences", "chat_column", "length_warmup_steps"):

@@ -124,11 +124,12 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
     from .outputs.run_folder import RunFolder
 
-    folder = RunFolder(source.resolve().parent.parent).tokenizer
-    if folder.is_dir():
-        AutoTokenizer.from_pretrained(folder).save_pretrained(destination)
+    # Checkpoints lie in a folder of their run, and those of updates that it has taken back in another one inside that.
+    folders = [RunFolder(path).tokenizer for path in source.resolve().parents[1:3]]
+    if found := [folder for folder in folders if folder.is_dir()]:
+        AutoTokenizer.from_pretrained(found[0]).save_pretrained(destination)
     else:
-        print(f"warning: no tokenizer at {folder}, so none is written", file=sys.stderr)
+        print(f"warning: no tokenizer at {folders[0]}, so none is written", file=sys.stderr)
 
 
 def compare(model: "PreTrainedModel", folder: Path) -> float:

@@ -26,11 +26,13 @@ class SourceOptions:
     max_epochs: float | None = None
 
 
-def parse_source(name: str, options: Any) -> SourceOptions:
+def parse_source(name: Any, options: Any) -> SourceOptions:
     """One entry of a mixture."""
     known = {argument.name for argument in fields(SourceOptions)}
-    if not isinstance(options, dict) or "dataset" not in options or options.keys() - known:
+    if not isinstance(options, dict) or not options.get("dataset") or options.keys() - known:
         raise UserError(f"mixture.{name}={options!r} must be a mapping of {', '.join(sorted(known))}, with dataset")
+    if not isinstance(name, str):
+        raise UserError(f"mixture.{name}: a source's name is a text; put it in quotes")
     if not re.fullmatch(r"(?!\.+$)[\w.-]+", name):
         raise UserError(f"mixture.{name}: a source's name has letters, digits, dots and dashes, and not dots alone")
     numbers = {key: options[key] for key in ("weight", "epochs", "max_epochs") if options.get(key) is not None}

@@ -139,9 +139,11 @@ def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: 
     Raises:
         UserError: it would.
     """
+    sources = arguments.sources
+    single = next(iter(sources.values()))  # which passes do not name
     for name, passes in order.passes(max_steps if arguments.max_steps else max_steps - 1).items():
-        source = arguments.sources.get(name)
-        if source is not None and source.max_epochs is not None and passes > source.max_epochs:
+        source = sources.get(name, single)
+        if source.max_epochs is not None and passes > source.max_epochs:
             raise UserError(
                 f"the run would read {name} {passes:.2f} times, and its max_epochs is {source.max_epochs}; lower "
                 "epochs, max_steps or its weight, or give more data"

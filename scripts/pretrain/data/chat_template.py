@@ -28,4 +28,9 @@ def give_chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> 
             f"cannot read the chat template {file!r}: {first_line(error)}; give a file with a template in Jinja"
         ) from error
     tokenizer.chat_template = template
+    return digest_of(template)
+
+
+def digest_of(template: str) -> str:
+    """What recognizes a template."""
     return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()

@@ -1,6 +1,5 @@
 """How one document becomes tokens: text between a start and an end token, or a conversation in its chat template."""
 
-import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ...common.errors import UserError, first_line
+from .chat_template import digest_of
 from .token_stream import TARGETS, TOKENS
 from .tokenizer import fingerprint, start_token_id
 
@@ -98,8 +98,7 @@ class ChatEncoder(Encoder):
 
     @property
     def fingerprint(self) -> str:
-        template = hashlib.blake2b(str(self.tokenizer.chat_template).encode(), digest_size=16).hexdigest()
-        return f"{super().fingerprint} chat {template}"
+        return f"{super().fingerprint} chat {digest_of(str(self.tokenizer.chat_template))}"
 
     def __call__(self, documents: list[str]) -> Encoded:
         """Encodes a batch of conversations."""

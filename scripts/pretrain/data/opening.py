@@ -162,16 +162,14 @@ def _open_memory_streams(
 
 def _order(parts: dict[str, Sequences], arguments: PretrainArguments, global_batch: int) -> TrainingOrder:
     """Samples are read in the order of their file, all else is shuffled."""
+    sizes, options, skip = [len(part) for part in parts.values()], arguments.sources, arguments.skip_sequences
+    weights = [options[name].weight or (options[name].epochs or 0) * len(part) for name, part in parts.items()]
     if len(parts) == 1:
         (part,) = parts.values()
         seed = None if isinstance(part, IndexedSamples) else arguments.seed
-        return TrainingOrder(len(part), global_batch, seed, arguments.skip_sequences)
-    sizes = {name: len(part) for name, part in parts.items()}
-    options = arguments.sources
-    weights = [options[name].weight or (options[name].epochs or 0) * size for name, size in sizes.items()]
-    order = MixtureOrder(
-        list(sizes), list(sizes.values()), weights, global_batch, arguments.seed, arguments.skip_sequences
-    )
+        order = TrainingOrder(len(part), global_batch, seed, skip)
+    else:
+        order = MixtureOrder(list(parts), sizes, weights, global_batch, arguments.seed, skip)
     if arguments.has_source_epochs:
         order.pass_length = sum(weights)
     return order

@@ -16,7 +16,7 @@ from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import digests, documents, tokenizer
-from .chat_template import give_chat_template
+from .chat_template import digest_of, give_chat_template
 from .encoders import ChatEncoder, Encoder, TextEncoder
 from .indexed import IndexedTokens, is_indexed
 from .objectives import make_objective
@@ -38,6 +38,8 @@ class Source:
         name: of the data, for records.
         training_data, validation_data: fingerprints of the texts.
         tokenizer: its origin.
+        chat_template: a digest of the one that writes conversations; empty for texts, None if an earlier version has
+            not stored it. A tokenizer's own is in no other field.
         files: size and checksum of every file that was made, relative to the folder of the run; sources of the same
             texts and tokenizer are equal whatever was made from them.
     """
@@ -46,7 +48,13 @@ class Source:
     training_data: str
     validation_data: str
     tokenizer: str
+    chat_template: str | None = field(default=None, compare=False)
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
+
+    def makes_same_as(self, other: "Source") -> bool:
+        """Whether the same tokens are made from both, as far as it is known of an earlier version."""
+        templates = {self.chat_template, other.chat_template}
+        return self == other and (None in templates or len(templates) == 1)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a run resumes with: the same texts, cut into the same tokens."""
@@ -108,9 +116,10 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
         training_data=splits.training_data,
         validation_data=splits.validation_data,
         tokenizer=_fit(given, arguments) if given else f"bpe {arguments.vocab_size}{' with masks' if masks else ''}",
+        chat_template=digest_of(str(given.chat_template)) if given and arguments.chat_column else "",
     )
     stored = _read_source(run.data)
-    if source == stored:
+    if stored is not None and source.makes_same_as(stored):
         _check_undamaged(run, stored)
         return stored
     texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynattn.scripts.cli import main
 from dynattn.scripts.pretrain import Result
+from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 
 
 def test_the_last_checkpoint_becomes_the_final_model(
@@ -52,6 +53,15 @@ def test_a_checkpoint_of_an_earlier_version_is_consolidated_too(corpus: Path, tm
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-000004" / "model.safetensors")
     written = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(written[name], stored[name]) for name in written.keys() & stored.keys())
+
+
+def test_a_checkpoint_that_a_run_has_left_behind_finds_its_tokenizer(interrupted: Path, tmp_path: Path):
+    output = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    RunFolder(output).leave_later_checkpoints(4)
+    left = output / "checkpoints" / "abandoned-1" / "step-000008"
+    assert main(["convert", "consolidate", str(left), str(tmp_path / "model")]) == 0
+    one, two = (AutoTokenizer.from_pretrained(folder) for folder in (output / "tokenizer", tmp_path / "model"))
+    assert one.get_vocab() == two.get_vocab()
 
 
 def test_what_cannot_be_consolidated_is_one_line(interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

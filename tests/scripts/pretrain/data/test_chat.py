@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.training import arguments, parse, run
+from cases.training import arguments, killed_run, parse, run
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dynattn.scripts.common.builtin_corpus import builtin_conversations
@@ -128,6 +128,17 @@ def test_a_tokenizer_keeps_its_template_unless_a_file_is_named(tmp_path: Path):
     assert give_chat_template(bare, None) and bare.chat_template == SHIPPED.read_text()
     with pytest.raises(UserError, match=r"cannot read the chat template 'missing\.jinja'"):
         give_chat_template(bare, "missing.jinja")
+
+
+def test_another_template_of_the_same_tokenizer_makes_other_tokens(tmp_path: Path):
+    data = write(tmp_path / "chat.jsonl", [[{**TURNS[0], "content": f"{n}?"}, TURNS[1]] for n in range(40)])
+    options = {"chat_column": "messages", "sequence_length": 16, "max_steps": 3, "warmup_steps": 0}
+    made = []
+    for template in (PLAIN, PLAIN, PLAIN.replace("\n", "")):
+        killed_run(tmp_path / "run", data, 2, **options, tokenizer=save(tmp_path / "tokenizer", template))
+        made.append((tmp_path / "run" / "data" / "train" / "tokens.bin").stat())
+    assert made[0].st_mtime_ns == made[1].st_mtime_ns
+    assert made[2].st_size < made[1].st_size
 
 
 def fine_tune(output: Path, **options: Any) -> Result:

@@ -71,8 +71,9 @@ def test_epochs_make_one_pass_as_long_as_all_of_them(tmp_path: Path, capfd: pyte
 
 
 def sizes_of(output: Path) -> list[int]:
-    """How many sequences of 32 tokens the sources `one` and `two` have."""
-    return [(output / "data" / name / "tokens.bin").stat().st_size // 4 // 32 for name in ("one", "two")]
+    """How many sequences of 32 tokens the sources `one` and `two` have, if they are there."""
+    files = [output / "data" / name / "tokens.bin" for name in ("one", "two")]
+    return [file.stat().st_size // 4 // 32 for file in files if file.exists()]
 
 
 def test_a_run_of_one_epoch_reads_each_source_as_often_as_its_epochs_say(
@@ -87,6 +88,15 @@ def test_a_run_of_one_epoch_reads_each_source_as_often_as_its_epochs_say(
         assert epochs <= float(told[name].split()[0]) + 0.01 <= epochs + 0.02 + 4 / size
     with pytest.raises(UserError, match=r"would read two .* times, and its max_epochs is 2; lower epochs"):
         run(tmp_path / "long", tmp_path, **options, epochs=1.5)
+
+
+def test_a_mixture_of_one_source_has_epochs_too(tmp_path: Path):
+    source = {"dataset": str(write_corpus(tmp_path / "one.jsonl")), "epochs": 2, "max_epochs": 2}
+    options = {"dataset": "builtin", "mixture": {"one": source}, "max_steps": None}
+    result = run(tmp_path / "run", tmp_path, **options)
+    assert result.steps == -(-2 * sizes_of(result.output)[0] // 4)
+    with pytest.raises(UserError, match=r"would read the data .* times, and its max_epochs is 2"):
+        run(tmp_path / "long", tmp_path, **options, epochs=2.0)
 
 
 def test_a_run_of_an_earlier_version_keeps_the_length_that_it_began_with(
@@ -133,6 +143,9 @@ def test_a_source_does_not_take_the_place_of_other_data(name: str, tmp_path: Pat
         ({"a": {"dataset": "x.txt", "weight": 1}, "b": {"dataset": "y.txt", "epochs": 1}}, "choose one for all"),
         ({"a/b": {"dataset": "x.txt", "weight": 1}}, "letters, digits, dots and dashes"),
         ({"..": {"dataset": "x.txt", "weight": 1}}, "not dots alone"),
+        ({2024: {"dataset": "x.txt", "weight": 1}}, r"mixture\.2024: .* put it in quotes"),
+        ({"a": {"dataset": None, "weight": 1}}, "must be a mapping of .*, with dataset"),
+        ({}, "the mixture is empty"),
         ("[1]", "must be a mapping"),
         ("{", "is not JSON"),
     ],
