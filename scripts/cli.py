@@ -1,6 +1,7 @@
 """`dynattn JOB ...`: the one command of the package. Each job is a folder here with a `main(argv) -> int`."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,7 +10,8 @@ from pathlib import Path
 from dynattn import __version__
 
 from .common.commands import CommandTable
-from .common.errors import UserError, last_line
+from .common.errors import StoppedError, UserError, last_line
+from .common.launcher import is_first_process
 
 JOBS = CommandTable(
     prog="dynattn",
@@ -51,7 +53,10 @@ IMPORTS = "DYNATTN_IMPORT"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one job and returns its exit status; a user's mistake prints one line and returns 2.
+    """Runs one job and returns its exit status.
+
+    A user's mistake prints one line and returns 2; what a signal or Ctrl-C ends prints one line, too, and returns 128
+    and the signal's number. Of several processes under torchrun only the first prints.
 
     Every job takes `--import MODULE`, which is imported before it starts: a module of the user's that registers models
     or attention functions.
@@ -66,8 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         prog = f"dynattn {argv[0]}" if argv and argv[0] in JOBS.commands else "dynattn"
         # Whatever a message quotes, it stays one line.
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(f"{prog}: error: {' '.join(str(error).split())}")
         return 2
+    except StoppedError as stopped:
+        _tell(f"\n{stopped}")
+        return stopped.status
+    except KeyboardInterrupt:
+        _tell("\ninterrupted")
+        return 128 + signal.SIGINT
+
+
+def _tell(message: str) -> None:
+    if is_first_process():
+        print(message, file=sys.stderr)
 
 
 def import_modules(argv: Sequence[str]) -> list[str]:

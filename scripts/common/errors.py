@@ -1,4 +1,8 @@
-"""The one exception type that a user of the command line is meant to see."""
+"""The exceptions that the command line tells its user without a traceback."""
+
+import signal
+
+TIME_IS_OVER = 124
 
 
 class UserError(Exception):
@@ -6,6 +10,29 @@ class UserError(Exception):
 
     `dynattn` prints it as a single line and exits with status 2; everything else is a bug and keeps its traceback.
     """
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal, or a limit of time, ended the work; the message says what is left of it.
+
+    `dynattn` prints it and exits with `status`.
+
+    Attributes:
+        number: of the signal; 0 for the limit.
+    """
+
+    def __init__(self, number: int, left: str) -> None:
+        super().__init__(number, left)
+        self.number, self.left = number, left
+
+    def __str__(self) -> str:
+        cause = signal.Signals(self.number).name if self.number else "max_seconds"
+        return f"stopped by {cause}; {self.left}"
+
+    @property
+    def status(self) -> int:
+        """The exit status of the process: that of a shell for the signal, or that of timeout(1) for the limit."""
+        return 128 + self.number if self.number else TIME_IS_OVER
 
 
 def first_line(error: BaseException | str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from ..common.atomic_file import write_json
+from ..common.atomic_file import write_json, write_whole
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
+from ..pretrain.guard import DivergedError
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, make_record, read_run
@@ -21,6 +22,9 @@ from .table import table
 from .variants import Variant, read_variants
 
 Rates = dict[str, float | None]
+# The last validation loss by learning rate; None for a run that diverged.
+Losses = dict[str, float | None]
+DIVERGED = "diverged.txt"
 
 
 def run_comparison(arguments: CompareArguments) -> str:
@@ -54,11 +58,14 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     """Trains what is missing and returns the record of the seeds that all variants have finished.
 
     Raises:
-        UserError: time was over before there were two of them.
+        UserError: a rate is refused, the folder holds something else, or time was over before there were two of them.
     """
+    runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
+    for variant in variants:  # refuse a rate before the runs with others, and not after them
+        for rate in arguments.learning_rates or (None,):
+            runs.arguments(variant, arguments.tuning_seed, rate)
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
-    runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
     folders: list[dict[str, Path]] = []
     try:
         rates, losses = choose_rates(runs, variants, arguments)
@@ -75,26 +82,61 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
 
 def choose_rates(
     runs: "Runs", variants: Sequence[Variant], arguments: CompareArguments
-) -> tuple[Rates, dict[str, dict[str, float]]]:
+) -> tuple[Rates, dict[str, Losses]]:
     """The learning rate of each variant, None for the one that it names itself, and the losses they are chosen by."""
     rates: Rates = {variant.name: None for variant in variants}
-    losses: dict[str, dict[str, float]] = {}
+    losses: dict[str, Losses] = {}
     for variant in variants if arguments.learning_rates else ():
         train = partial(runs.trained, variant, arguments.tuning_seed)
         rates[variant.name], losses[variant.name] = choose_rate(train, arguments.learning_rates or [])
     return rates, losses
 
 
-def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple[float, dict[str, float]]:
+def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple[float, Losses]:
     """The learning rate with the lowest last validation loss, and the losses of all; a single one needs no run.
 
     Args:
         train: returns the folder of the run with a learning rate.
+
+    Raises:
+        UserError: the runs with all rates diverged.
     """
     if len(rates) == 1:
         return rates[0], {}
-    losses = {rate: read_run(train(rate))["validation"][-1]["loss"] for rate in rates}
-    return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": loss for rate, loss in losses.items()}
+    losses: dict[float, float] = {}
+    for rate in rates:
+        try:
+            losses[rate] = read_run(train(rate))["validation"][-1]["loss"]
+        except DivergedError as error:
+            print(f"learning rate {rate:g}: {error}", flush=True)
+            last = error
+    if not losses:
+        raise UserError(f"the runs with all learning_rates={list(rates)} diverged; give lower ones. The last: {last}")
+    return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": losses.get(rate) for rate in rates}
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run of a folder is finished or has diverged; `pretrain` completes the model by a rename."""
+    return (folder / "model").exists() or (folder / DIVERGED).exists()
+
+
+def train_once(arguments: PretrainArguments) -> Path:
+    """The folder of a run, which is made, or goes on, unless it is finished or has diverged.
+
+    Raises:
+        DivergedError: it has diverged, now or before.
+    """
+    folder = Path(arguments.output)
+    if (told := folder / DIVERGED).exists():
+        raise DivergedError(f"{told.read_text(encoding='utf-8')}; remove {folder} to train it again")
+    if not has_ended(folder):
+        print(f"\n{folder}", flush=True)
+        try:
+            pretrain(arguments)
+        except DivergedError as error:
+            write_whole(told, str(error))
+            raise
+    return folder
 
 
 class OutOfTimeError(Exception):
@@ -109,19 +151,28 @@ class Runs:
     deadline: float = math.inf
 
     def trained(self, variant: Variant, seed: int, rate: float | None) -> Path:
-        """The folder of a finished run; `pretrain` completes it by a rename, so it is either whole or goes on."""
+        """The folder of a finished run.
+
+        Raises:
+            OutOfTimeError: it would have to be trained.
+            DivergedError: it has diverged, now or before.
+        """
+        arguments = self.arguments(variant, seed, rate)
+        if time.monotonic() > self.deadline and not has_ended(Path(arguments.output)):
+            raise OutOfTimeError("the time is over; the same command goes on where it stopped")
+        return train_once(arguments)
+
+    def arguments(self, variant: Variant, seed: int, rate: float | None) -> PretrainArguments:
+        """The arguments of a run, whose folder is named after variant, seed and rate.
+
+        Raises:
+            UserError: they contradict one another.
+        """
         name = variant.name if rate is None else f"{variant.name}-{rate:g}"
-        folder = self.output / f"seed-{seed}" / name
-        if not (folder / "model").exists():
-            if time.monotonic() > self.deadline:
-                raise OutOfTimeError("the time is over; the same command goes on where it stopped")
-            print(f"\n{folder}", flush=True)
-            pretrain(PretrainArguments(output=str(folder), seed=seed, **_with_rate(variant.options, rate)))
-        return folder
-
-
-def _with_rate(options: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
-    return {**options} if rate is None else {**options, "learning_rate": rate}
+        changes = {} if rate is None else {"learning_rate": rate}
+        return PretrainArguments(
+            output=str(self.output / f"seed-{seed}" / name), seed=seed, **{**variant.options, **changes}
+        )
 
 
 def command_of(arguments: CompareArguments) -> str:

@@ -4,8 +4,8 @@
 
 Each file holds arguments of `dynattn pretrain` for one variant, of any model type; the first is the baseline. All must
 read the same data with the same tokenizer, or their losses would not compare. With --learning_rates each variant gets
-the best of them, chosen on a seed that is not measured. Finished runs are not repeated: an interrupted comparison goes
-on where it stopped, and more seeds can be added later.
+the best of them, chosen on a seed that is not measured; one whose run diverges is the worst. Finished runs are not
+repeated: an interrupted comparison goes on where it stopped, and more seeds can be added later.
 """
 
 from collections.abc import Sequence

@@ -9,55 +9,50 @@ update, with a checkpoint from which the same command continues; the exit status
 and 124 where `--max_seconds` were over. `--engine` says how processes share the model.
 """
 
-import sys
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.arguments import parse_arguments
-from ..common.errors import UserError
+from ..common.errors import StoppedError
+from ..common.launcher import is_first_process
 from .arguments import PretrainArguments
-from .launcher import is_first_process
-from .stopping import StoppedError
 
 RECIPES = Path(__file__).parent / "recipes"
 DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and returns its exit status; under torchrun only the first process reports a user's mistake."""
+    """Runs the job, tells what came of it, in the first of several processes, and returns the exit status."""
+    arguments = parse_arguments(PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION)
     try:
-        arguments = parse_arguments(
-            PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION
-        )
-        if arguments.dry_run:
-            from .planning.dry_run import dry_run
-
-            print(dry_run(arguments))
-            return 0
-        if arguments.sweep is not None:
-            from .sweep import run_sweep
-
-            told = run_sweep(arguments)
-            if is_first_process():
-                print(told)
-            return 0
-        from .job import pretrain  # here, because it imports torch, and help and mistyped options need to be fast
-
-        result = pretrain(arguments)
-    except UserError:
-        if is_first_process():
-            raise
-        return 2
-    except StoppedError as stopped:
-        if is_first_process():
-            print(f"\n{stopped}", file=sys.stderr)
-        return stopped.status
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
-        return 130
+        told = run(arguments)
+    except StoppedError:
+        raise
+    except KeyboardInterrupt as interrupt:
+        left = "the same command continues from the newest checkpoint"
+        raise StoppedError(signal.SIGINT, left) from interrupt
     if is_first_process():
-        print(result.summary())
+        print(told)
     return 0
+
+
+def run(arguments: PretrainArguments) -> str:
+    """Makes the run, the runs of the sweep, or the estimate that the arguments ask for; returns what is to be told.
+
+    What computes is imported here, once the arguments are sound.
+    """
+    if arguments.dry_run:
+        from .planning.dry_run import dry_run
+
+        return dry_run(arguments)
+    if arguments.sweep is not None:
+        from .sweep import run_sweep
+
+        return run_sweep(arguments)
+    from .job import pretrain
+
+    return pretrain(arguments).summary()
 
 
 def find_shipped(argv: Sequence[str]) -> list[str]:

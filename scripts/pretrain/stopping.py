@@ -5,34 +5,16 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from ..common.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A terminal sends its signal to all processes, and torchrun then passes it on to them once more.
 SAME_REQUEST_SECONDS = 1.0
-TIME_IS_OVER = 124
-
-
-class StoppedError(KeyboardInterrupt):
-    """A signal, or the limit `max_seconds`, ended the run; the message says what is left of it.
-
-    Attributes:
-        number: of the signal; 0 for the limit.
-    """
-
-    def __init__(self, number: int, left: str) -> None:
-        super().__init__(number, left)
-        self.number, self.left = number, left
-
-    def __str__(self) -> str:
-        cause = signal.Signals(self.number).name if self.number else "max_seconds"
-        return f"stopped by {cause}; {self.left}"
-
-    @property
-    def status(self) -> int:
-        """The exit status of the process: that of a shell for the signal, or that of timeout(1) for the limit."""
-        return 128 + self.number if self.number else TIME_IS_OVER
 
 
 class StopSignals:
@@ -76,10 +58,8 @@ class StopSignals:
         self._finishes_updates = wanted
 
     def _install(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in SIGNALS:
-            if number not in self._earlier and signal.getsignal(number) not in (signal.SIG_IGN, None):
+        for number in heard_signals():
+            if number not in self._earlier:
                 self._earlier[number] = signal.signal(number, self._receive)
 
     def _restore(self) -> None:
@@ -101,6 +81,33 @@ class StopSignals:
         if self.speaks:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())
+
+
+def heard_signals() -> list[int]:
+    """Those of `SIGNALS` that this process does not ignore; none outside the main thread, which alone has handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+
+
+@contextmanager
+def signals_received(receive: Callable[[int], object]) -> Iterator[list[int]]:
+    """Calls `receive` with the number of each signal that comes while the block runs; yields the list of them.
+
+    Signals that this process ignores, as under nohup, stay ignored, and outside the main thread all are left alone.
+    """
+    requested: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        requested.append(number)
+        receive(number)
+
+    earlier = {number: signal.signal(number, handle) for number in heard_signals()}
+    try:
+        yield requested
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def ignore_signals(worker: int) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 from ..common.atomic_file import write_json
 from ..common.errors import UserError
+from ..common.launcher import is_first_process
 from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
-from .launcher import is_first_process
 from .options.sweep import Sweep
 from .sweep_processes import Job, run_jobs
 

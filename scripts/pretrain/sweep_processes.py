@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -10,8 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..common.errors import UserError
-from .stopping import SIGNALS, StoppedError
+from ..common.errors import StoppedError, UserError
+from .stopping import SIGNALS, signals_received
 
 Answer = TypeVar("Answer")
 
@@ -50,7 +49,7 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
         UserError: a job raised it, or its process died.
     """
     waiting, working, failures = list(jobs), list[Place](), list[BaseException]()
-    with passed_on(working) as requested:
+    with signals_received(lambda number: pass_on(number, working)) as requested:
         while working or (waiting and not failures and not requested):
             free = [number for number in range(at_once) if number not in {place.number for place in working}]
             if waiting and free and not failures and not requested:
@@ -116,27 +115,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def passed_on(working: list[Place]) -> Iterator[list[int]]:
-    """Passes signals on to the processes that work while the block runs; yields the list of those that came.
-
-    Signals that this process ignores, as under nohup, stay ignored.
-    """
-    requested: list[int] = []
-
-    def receive(number: int, _: object) -> None:
-        requested.append(number)
-        pass_on(number, working)
-
-    heard = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    earlier = {number: signal.signal(number, receive) for number in heard}
-    try:
-        yield requested
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 def pass_on(number: int, places: list[Place]) -> None:

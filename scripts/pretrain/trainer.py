@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ..common.errors import StoppedError
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
 from .data.objectives import Examples
@@ -27,7 +28,7 @@ from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan, sharing_of
 from .schedule import group_schedules, prepare_update
-from .stopping import StoppedError, StopSignals, ignore_signals
+from .stopping import StopSignals, ignore_signals
 from .validation import Validation, to_device, validate
 from .weight_average import WeightAverage
 

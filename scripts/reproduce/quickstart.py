@@ -7,6 +7,7 @@ Every step is a command that is printed before it runs. Steps that an interrupte
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from typing import Any
 
 from ..common.arguments import parse_arguments
 from ..common.atomic_file import write_json
-from ..common.errors import UserError
+from ..common.errors import StoppedError, UserError
+from ..pretrain.stopping import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
 # The MLP is wider, so that the plain Transformer has as many parameters as the DCFormer with its composition.
@@ -89,12 +91,26 @@ def run_once(result: Path, command: Sequence[str]) -> None:
 
     Raises:
         UserError: the command failed; what it printed says why.
+        StoppedError: a signal came, and the command has ended.
     """
     print(f"\n$ dynattn {shlex.join(command)}", flush=True)
     if result.exists():
         print(f"  done before: {result}", flush=True)
         return
-    status = subprocess.run([sys.executable, "-m", "dynattn.scripts.cli", *command], check=False).returncode
+    working: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int) -> None:
+        for process in working:
+            if number != signal.SIGINT:  # which a terminal sends to that process itself
+                process.send_signal(number)
+
+    with signals_received(pass_on) as requested:
+        working.append(subprocess.Popen([sys.executable, "-m", "dynattn.scripts.cli", *command]))
+        if requested:  # while it was started, so that it did not hear of it
+            pass_on(requested[0])
+        status = working[0].wait()
+    if requested:
+        raise StoppedError(requested[0], "run this again to go on from there")
     if status:
         raise UserError(f"'dynattn {command[0]}' ended with status {status}; run this again to go on from there")
 

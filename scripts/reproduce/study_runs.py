@@ -1,18 +1,20 @@
 """The runs of a study: each is made once, several at a time if wanted, and its result is kept in a file of its own."""
 
 import json
+import signal
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ..common.atomic_file import write_json
-from ..common.errors import UserError
+from ..common.errors import StoppedError, UserError
+from ..pretrain.stopping import signals_received
 
 Result = dict[str, Any]
 
@@ -117,8 +119,25 @@ def worker_pool(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
         yield map
         return
     # Processes are started afresh: one that is forked hangs in libraries whose threads it does not have.
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
-        yield pool.map
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_prepare_worker) as pool:
+        try:
+            with signals_received(_stop):
+                yield pool.map
+        except StoppedError:
+            for process in active_children():  # they would wait for work for ever, or delay the end
+                process.terminate()
+            raise
+
+
+def _stop(number: int) -> None:
+    raise StoppedError(number, "finished runs are kept, and the same command makes the others")
+
+
+def _prepare_worker() -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all processes, and the first one ends the others
+    _one_thread()
 
 
 def _one_thread() -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +18,7 @@ from dynattn import __version__
 from dynattn.scripts import cli
 from dynattn.scripts.common.arguments import command_line, make_parser, name_first, parse_arguments
 from dynattn.scripts.common.builtin_corpus import builtin_documents
-from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.errors import StoppedError, UserError
 from dynattn.scripts.reproduce import quickstart
 from dynattn.scripts.reproduce.plots import draw_losses
 
@@ -58,6 +60,32 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("dynattn pretrain: error: ")
     assert "none.txt" in error
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "message"),
+    [
+        (
+            StoppedError(signal.SIGTERM, "update 3 is saved"),
+            128 + signal.SIGTERM,
+            "stopped by SIGTERM; update 3 is saved",
+        ),
+        (StoppedError(0, "update 3 is saved"), 124, "stopped by max_seconds; update 3 is saved"),
+        (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),
+    ],
+)
+def test_what_a_signal_ends_is_one_line_of_any_job(
+    ended: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(argv: list[str]) -> int:
+        raise ended
+
+    monkeypatch.setattr("dynattn.scripts.doctor.main.main", main)
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == f"\n{message}\n"
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == ""
 
 
 def test_the_module_runs_as_the_command_does() -> None:
@@ -291,11 +319,11 @@ def test_the_quickstart_does_not_repeat_what_is_done(
 ) -> None:
     started: list[list[str]] = []
 
-    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def start(command: list[str]) -> SimpleNamespace:
         started.append(command)
-        return subprocess.CompletedProcess(command, 2)
+        return SimpleNamespace(wait=lambda: 2)
 
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     quickstart.run_once(finished_runs / "dcformer" / "result.json", ["pretrain", "--no-such-option"])
     assert "done before" in capsys.readouterr().out
     assert not started

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from dynattn import DCModernBertConfig, DCModernBertForMaskedLM
 
 from ...common.atomic_file import partial_path, put_in_place
-from ...compare.job import choose_rate
-from ...pretrain import PretrainArguments, pretrain
+from ...compare.job import Losses, choose_rate, train_once
+from ...pretrain import PretrainArguments
 from ...pretrain.data.documents import iterate_texts, load_documents
 from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
 from ...pretrain.model import build_config
@@ -45,18 +45,15 @@ class Runs:
     def trained(self, seed: int, arm: str, rate: float) -> Path:
         """The folder of a finished run; `seed` decides initial weights, masks and the order of the data."""
         folder, steps = self._folder(seed, f"{arm}-{rate:g}"), self.arguments.steps
-        if not (folder / "model").exists():
-            print(f"\n{folder}", flush=True)
-            every = steps // self.arguments.validations
-            initial = str(self._initial(seed, arm))
-            lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // WARMUP}
-            saves: dict[str, Any] = {"eval_every": every, "save_every": every, "keep_checkpoints": 1}
-            pretrain(
-                self._options(output=str(folder), seed=seed, learning_rate=rate, init_from=initial, **lengths, **saves)
-            )
-        return folder
+        every = steps // self.arguments.validations
+        initial = str(self._initial(seed, arm))
+        lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // WARMUP}
+        saves: dict[str, Any] = {"eval_every": every, "save_every": every, "keep_checkpoints": 1}
+        return train_once(
+            self._options(output=str(folder), seed=seed, learning_rate=rate, init_from=initial, **lengths, **saves)
+        )
 
-    def choose_rate(self, arm: str) -> tuple[float, dict[str, float]]:
+    def choose_rate(self, arm: str) -> tuple[float, Losses]:
         """The learning rate with the lowest last validation loss on the tuning seed, and the losses of all."""
         seed = self.arguments.tuning_seed
         return choose_rate(lambda rate: self.trained(seed, arm, rate), self.arguments.learning_rates)

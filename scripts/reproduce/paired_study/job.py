@@ -1,5 +1,6 @@
 """A study of arms from end to end: its missing runs, then record, table and plot of all finished ones."""
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -182,6 +183,8 @@ def merit(study: Study, result: Result) -> float:
     """What makes one learning rate of an arm better than another."""
     metric = study.tasks[result["run"]["task"]].chosen_by
     value = result["metrics"][metric.name]
+    if math.isnan(value):  # the run diverged
+        return -math.inf
     return value if metric.better == "higher" else -value
 
 

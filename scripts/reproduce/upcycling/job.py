@@ -5,6 +5,7 @@ from pathlib import Path
 from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...compare.figures import PLOT, draw_arms
+from ...compare.job import Losses
 from ...compare.record import Record, make_record, read_run
 from ...compare.study_folder import RECORD, claim, draw
 from ...compare.table import table
@@ -53,7 +54,7 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     )
 
 
-def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, Losses]]:
     """The learning rate of each arm, one for all that compose, and the losses from which the rates are chosen."""
     chosen = {
         name: runs.choose_rate(arguments.tuning_seed, name, arguments.learning_rates) for name in ("plain", "composed")

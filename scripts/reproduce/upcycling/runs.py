@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...compare.job import choose_rate
+from ...compare.job import Losses, choose_rate, train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
-from ...pretrain import PretrainArguments, pretrain
+from ...pretrain import PretrainArguments
 
 MODEL = {
     "hidden_size": 128,
@@ -79,7 +79,7 @@ class Runs:
             freeze_parent_steps=-(-self.steps // FROZEN) if arm.frozen_first else 0,
         )
 
-    def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, dict[str, float]]:
+    def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, Losses]:
         """The learning rate with the lowest last validation loss on `seed`, and the losses of all.
 
         A single rate is returned without a run.
@@ -101,17 +101,14 @@ class Runs:
         return folder
 
     def _train(self, folder: Path, steps: int, seed: int, **options: Any) -> Path:
-        if not (folder / "model").exists():
-            every = max(1, steps // VALIDATIONS)
-            lengths: dict[str, Any] = {
-                "max_steps": steps,
-                "warmup_steps": steps // WARMUP,
-                "eval_every": every,
-                "save_every": every,
-            }
-            print(f"\n{folder}", flush=True)
-            pretrain(PretrainArguments(output=str(folder), seed=seed, **lengths, **COMMON, **options))
-        return folder
+        every = max(1, steps // VALIDATIONS)
+        lengths: dict[str, Any] = {
+            "max_steps": steps,
+            "warmup_steps": steps // WARMUP,
+            "eval_every": every,
+            "save_every": every,
+        }
+        return train_once(PretrainArguments(output=str(folder), seed=seed, **lengths, **COMMON, **options))
 
     def _folder(self, seed: int, name: str) -> Path:
         return self.output / f"seed-{seed}" / name

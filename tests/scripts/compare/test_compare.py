@@ -1,6 +1,8 @@
 """`dynattn compare`: its statistics, its refusals, and a tiny comparison from end to end."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from dynattn.scripts.common.paired import holm
 from dynattn.scripts.compare import job
 from dynattn.scripts.compare.record import compare, loss_at, losses_at_equal_seconds, token_ratio, tokens_to
 from dynattn.scripts.compare.variants import read_variants
+from dynattn.scripts.pretrain.guard import DivergedError
+from dynattn.scripts.pretrain.trainer import Trainer
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 RUN = {
@@ -127,7 +131,10 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
 
 @pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
-    """A Llama is the baseline of a DCFormer; rates are tuned on another seed, and a third seed is added later."""
+    """A Llama is the baseline of a DCFormer; rates are tuned on another seed, and a third seed is added later.
+
+    One rate makes both diverge, which is no reason to stop, nor to train them again.
+    """
     trained: list[str] = []
 
     def pretrain(arguments: Any) -> Any:
@@ -137,18 +144,49 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
     original = job.pretrain
     monkeypatch.setattr(job, "pretrain", pretrain)
     files = [variant(tmp_path, "llama", text, model_type="llama"), variant(tmp_path, "dcformer", text)]
-    command = ["compare", *files, "--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "1e-2"]
+    command = ["compare", *files, "--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "1e-2", "1e30"]
+    assert cli.main(command) == 2  # such a rate times the usual weight decay is refused
+    assert not trained
+    assert not (tmp_path / "study").exists()
+    command += ["--common", '{"weight_decay": 0}']
     assert cli.main([*command, "--seeds", "2"]) == 0
     assert cli.main([*command, "--seeds", "3"]) == 0
-    assert len(trained) == len(set(trained)) == 4 + 2 * 3
+    assert len(trained) == len(set(trained)) == 6 + 2 * 3
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     check_comparison(record, tmp_path / "study")
     assert cli.main([*command, "--seeds", "4", "--max_seconds", "1e-9"]) == 0
     assert len(json.loads((tmp_path / "study" / "record.json").read_text())["arms"]["llama"]["runs"]) == 3
-    assert len(trained) == 4 + 2 * 3
+    assert len(trained) == 6 + 2 * 3
     assert cli.main(["compare", *files[::-1], "--output", str(tmp_path / "study"), "--redraw"]) == 0
     other = ["compare", *files, "--output", str(tmp_path / "study"), "--common", '{"max_steps": 5}']
     assert cli.main(other) == 2
+
+
+def test_rates_that_all_diverge_are_told():
+    def train(rate: float) -> Path:
+        raise DivergedError(f"a loss of nan with {rate}")
+
+    with pytest.raises(UserError, match=r"all learning_rates=\[1.0, 2.0\] diverged; .* a loss of nan with 2.0"):
+        job.choose_rate(train, [1.0, 2.0])
+
+
+def test_a_signal_ends_a_comparison_with_a_line(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def show(trainer: Trainer, *_: Any) -> None:
+        if trainer.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a terminal, and not as in the background of a shell
+    monkeypatch.setattr(Trainer, "_show", show)
+    files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text)]
+    assert cli.main(["compare", *files, "--output", str(tmp_path / "study")]) == 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, earlier)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.endswith(
+        "stopped by SIGTERM; update 2 is finished and saved, and the same command continues from there\n"
+    )
 
 
 def check_comparison(record: dict[str, Any], folder: Path) -> None:
@@ -156,13 +194,13 @@ def check_comparison(record: dict[str, Any], folder: Path) -> None:
     arms = {name: arm["runs"] for name, arm in record["arms"].items()}
     assert list(arms) == ["llama", "dcformer"]
     for name, runs in arms.items():
-        assert losses[name][f"{chosen[name]:g}"] == min(losses[name].values())
+        assert losses[name]["1e+30"] is None
+        assert losses[name][f"{chosen[name]:g}"] == min(losses[name]["0.001"], losses[name]["0.01"])
         assert [run["seed"] for run in runs] == [0, 1, 2]
         assert {run["learning_rate"] for run in runs} == {chosen[name]}
     last = [[run["validation"][-1]["loss"] for run in runs] for runs in arms.values()]
     assert record["comparison"]["dcformer"]["values"] == [theirs - ours for ours, theirs in zip(*last, strict=True)]
-    assert record["command"].startswith(
-        "dynattn compare llama.yaml dcformer.yaml --seeds 3 --learning_rates 0.001 0.01"
-    )
-    assert "Learning rates (chosen on seed 100 from 0.001, 0.01)" in (folder / "table.md").read_text()
+    assert record["command"].startswith("dynattn compare llama.yaml dcformer.yaml --seeds 3 --common")
+    assert "--learning_rates 0.001 0.01 1e+30 --tuning_seed 100" in record["command"]
+    assert "Learning rates (chosen on seed 100 from 0.001, 0.01, 1e+30)" in (folder / "table.md").read_text()
     assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,7 @@
 """What studies of arms share: choice of learning rates, paired statistics, table, plot, and how a study goes on."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from scipy import stats
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce.model_training import learning_rate_factor
 from dynattn.scripts.reproduce.paired_study.arguments import PairedStudyArguments
-from dynattn.scripts.reproduce.paired_study.job import Metric, Run, Study, Task, run_study
+from dynattn.scripts.reproduce.paired_study.job import Metric, Run, Study, Task, merit, run_study
 
 QUALITY, ERROR = Metric("quality", "quality", "higher"), Metric("error", "error", "lower")
 # What two arms reach with each seed; the second learns best with the smaller of two rates.
@@ -74,6 +75,12 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
     assert "| New | 10 | 2.00 | 1 | 0.1 | 0.683 ± 0.029 | 0.317 ± 0.029 |" in text
     assert "| New \N{MINUS SIGN} Old | +0.183 (-0.006 to +0.373) |" in text
     assert (tmp_path / "study" / "arms.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rate_whose_run_diverged_is_the_worst():
+    """The first of them diverged, so that nothing is greater than its error."""
+    runs = [{"run": {"task": "read"}, "metrics": {"error": error}} for error in (math.nan, 0.4, 0.3)]
+    assert [merit(STUDY, run) for run in runs] == [-math.inf, -0.4, -0.3]
 
 
 @pytest.mark.usefixtures("coarse_plots")

@@ -1,0 +1,45 @@
+"""Studies that run other processes end those when a signal ends them."""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+
+from dynattn.scripts.common.errors import StoppedError
+from dynattn.scripts.reproduce.quickstart import run_once
+from dynattn.scripts.reproduce.study_runs import worker_pool
+
+# In the place of Python: asks its parent to stop, and says that it has been asked in turn.
+STOPS_ITS_PARENT = """#!/bin/sh
+trap 'touch "$0.asked"; exit 143' TERM
+kill -TERM $PPID
+while :; do sleep 0.05; done
+"""
+
+
+def test_the_quickstart_passes_a_signal_on_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    command = tmp_path / "python"
+    command.write_text(STOPS_ITS_PARENT)
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM; run this again to go on from there"):
+        run_once(tmp_path / "result.json", ["pretrain"])
+    assert (tmp_path / "python.asked").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.slow
+def test_processes_of_a_study_end_with_it():
+    started = time.monotonic()
+    with pytest.raises(StoppedError, match="stopped by SIGTERM; finished runs are kept"), worker_pool(2) as results_of:
+        assert list(results_of(abs, [-1, -2])) == [1, 2]
+        waiting = results_of(time.sleep, [600, 600])
+        os.kill(os.getpid(), signal.SIGTERM)
+        next(iter(waiting))
+    assert time.monotonic() - started < 300
+    assert not active_children()
