@@ -1,6 +1,7 @@
 """What the families with composed attention share around their layers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,14 +134,11 @@ class ComposedDecoderBody(DecoderBody):
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }
-        firsts = {layer_type: self.config.layer_types.index(layer_type) for layer_type in set(self.config.layer_types)}
-        counts = (key_count(cache, layer, length) for layer in firsts.values())
-        if given.paged is not None:
-            counts = (given.paged.key_count(layer) for layer in firsts.values())
-        keys = max(counts)
-        tables = self._distance_tables(keys, hidden_states.device)
+        first_of_type = {kind: self.config.layer_types.index(kind) for kind in set(self.config.layer_types)}
+        count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
+        tables = self._distance_tables(max(map(count_keys, first_of_type.values())), hidden_states.device)
         arguments = {}
-        for layer_type, layer in firsts.items():
+        for layer_type, layer in first_of_type.items():
             offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
             arguments[layer_type] = shared | {
                 "position_embeddings": self._rotations(layer_type, inputs),

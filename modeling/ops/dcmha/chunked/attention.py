@@ -127,11 +127,6 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def attend_op(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
-    """`attend` with derivatives, as one node of a compiled graph; returns `[B, T, H, D]`."""
-    return _forward_op(*inputs, *settings)
-
-
 @under_transforms(dcmha_eager)
 def dcmha_chunked(
     query: Tensor,
@@ -158,27 +153,18 @@ def dcmha_chunked(
         The output `[B, T, H, D]`, and None in place of attention maps.
     """
     query, key, value = autocast(query, key, value)
-    if query.shape[2] == 1:
-        attention_mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
     if attention_mask is not None:
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] == 1:
-        # Entering a context takes a good part of a short step, so it is done only where autocast is on.
-        autocasts = torch.is_autocast_enabled(query.device.type)
-        with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
-            if tables.offset is not None:
-                attention_mask, sliding_window = mask_one_query(
-                    attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
-                )
-            return _attend_one_query(
-                query, key, value, pre, post, scaling, attention_mask, sliding_window, tables
-            ), None
+        mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
+        arguments = (query, key, value, pre, post, scaling, mask, is_causal, sliding_window, tables)
+        return _attend_one_query(*arguments), None
     offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
     factors = (*pack_factors(pre), *pack_factors(post))
     inputs = ChunkedInputs(query, key, value, *factors, attention_mask, first_keys, tables.bias, tables.gain, offset)
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
     settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, tables.compose_bias)
-    return attend_op(inputs, settings), None
+    return _forward_op(*inputs, *settings), None
 
 
 def mask_one_query(
@@ -206,13 +192,13 @@ def _attend_one_query(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
+    is_causal: bool,
     sliding_window: int | None,
     tables: DistanceTables,
 ) -> Tensor:
     """Attention of the query `[B, H, 1, D]` that stands at `tables.offset`, by default at the last key.
 
-    Causality hides nothing, and a window is a slice of the last keys; where the query does not stand at the last key,
-    the mask has both.
+    There causality hides nothing, and a window is a slice of the last keys; anywhere else the mask has both.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
@@ -221,10 +207,17 @@ def _attend_one_query(
     Returns:
         `[B, 1, H, D]`.
     """
+    if tables.offset is not None:
+        mask, sliding_window = mask_one_query(
+            mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
+        )
     if sliding_window is not None and sliding_window < key.shape[2]:
         window = slice(-sliding_window, None)
         key, value = key[:, :, window], value[:, :, window]
         pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
         if mask is not None and mask.shape[-1] > 1:
             mask = mask[..., window]
-    return attend_to_cache(query, key, value, pre, post, scaling, mask, tables)
+    # Entering a context takes a good part of a short step, so it is done only where autocast is on.
+    autocasts = torch.is_autocast_enabled(query.device.type)
+    with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
+        return attend_to_cache(query, key, value, pre, post, scaling, mask, tables)

@@ -15,7 +15,7 @@ from ...masking import key_distances, masked_softmax, split_mask
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .composers.choice import compile_mode
 from .composers.stepwise import same_group
-from .decode_native import attend, serves
+from .decode_native import decode_in_c, serves
 
 
 def attend_to_cache(
@@ -39,11 +39,11 @@ def attend_to_cache(
     # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
     pays = not (compiles and query.dtype == torch.float32)
     if pays and serves(query, key, value, pre, post, mask, tables) and _has_c():
-        return (attend_op if compiles else _attend_in_c)(*arguments)
-    return _attend_with_operators(*arguments)
+        return (_decode_as_operator if compiles else _decode)(*arguments)
+    return _decode_in_pytorch(*arguments)
 
 
-def _attend_in_c(
+def _decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,12 +53,12 @@ def _attend_in_c(
     mask: Tensor | None,
     tables: DistanceTables,
 ) -> Tensor:
-    """`attend_to_cache` where `serves`: returns `[B, 1, H, D]`, by operators if there is no C code for these sizes."""
-    output = attend(query, key, value, pre, post, scaling, mask, tables)
-    return _attend_with_operators(query, key, value, pre, post, scaling, mask, tables) if output is None else output
+    """`attend_to_cache` where `serves`: returns `[B, 1, H, D]`, in PyTorch if there is no C code for these sizes."""
+    output = decode_in_c(query, key, value, pre, post, scaling, mask, tables)
+    return _decode_in_pytorch(query, key, value, pre, post, scaling, mask, tables) if output is None else output
 
 
-def attend_op(
+def _decode_as_operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -68,17 +68,17 @@ def attend_op(
     mask: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
-    """`_attend_in_c` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
+    """`_decode` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
     factors = [*list_tensors(pre), *list_tensors(post)]
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     composes = [pre is not None, post is not None]
     offset = None if tables.offset is None else torch.as_tensor(tables.offset)
     given = (tables.bias, tables.gain, offset, tables.compose_bias)
-    return _attend_op(query, key, value, factors, mask, composes, groups, scaling, *given)
+    return _decode_op(query, key, value, factors, mask, composes, groups, scaling, *given)
 
 
 @torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
-def _attend_op(
+def _decode_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,7 +92,7 @@ def _attend_op(
     offset: Tensor | None,
     compose_bias: bool,
 ) -> Tensor:
-    """`_attend_in_c`, which returns `[B, 1, H, D]`.
+    """`_decode`, which returns `[B, 1, H, D]`.
 
     Args:
         factors: `list_tensors` of both stages, one after the other.
@@ -103,16 +103,16 @@ def _attend_op(
     pre = from_list(factors[:count], groups) if composes[0] else None
     post = from_list(factors[count:], groups) if composes[1] else None
     tables = DistanceTables(position_bias, position_gain, offset, compose_bias)
-    return _attend_in_c(query, key, value, pre, post, scaling, mask, tables)
+    return _decode(query, key, value, pre, post, scaling, mask, tables)
 
 
-@_attend_op.register_fake
+@_decode_op.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
     """An empty `[B, 1, H, D]` for a query `[B, H, 1, D]`."""
     return query.new_empty(query.transpose(1, 2).shape)
 
 
-def _attend_with_operators(
+def _decode_in_pytorch(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -28,11 +28,11 @@ def serves(
     mask: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> bool:
-    """Whether `attend` takes these arguments.
+    """Whether `decode_in_c` takes these arguments.
 
     It takes plain tensors on a CPU, in one of `DTYPES` and all but mask and tables in the same, whose last dimension is
     contiguous. No gradient may be needed, and both stages have to have the same head groups. The query is
-    `[B, H, 1, D]`, and the other shapes are those of `attend`.
+    `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
     """
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
@@ -52,7 +52,7 @@ def serves(
     return all(type(one) is Tensor and one.is_cpu for one in tensors)
 
 
-def attend(
+def decode_in_c(
     query: Tensor,
     key: Tensor,
     value: Tensor,

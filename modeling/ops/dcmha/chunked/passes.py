@@ -24,7 +24,7 @@ from .tiling import (
 
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
-    """Returns the output `[B, T, H, D]`, which has no gradients: call it through `attend_op`."""
+    """Returns the output `[B, T, H, D]`, which has no gradients: call it through the operator of attention.py."""
     if serves(inputs, settings):
         return attend_in_c(inputs, settings)
     batch, heads, queries, width = inputs.query.shape

@@ -71,11 +71,11 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     results: list[Tensor] = []
 
     def recorded(*args: Any) -> Tensor | None:
-        output = decode_native.attend(*args)
+        output = decode_native.decode_in_c(*args)
         results.extend([] if output is None else [output])
         return output
 
-    monkeypatch.setattr(decode, "attend", recorded)
+    monkeypatch.setattr(decode, "decode_in_c", recorded)
     return results
 
 
@@ -328,9 +328,9 @@ def test_a_compiled_step_in_bfloat16_is_one_call_of_c_code(
 
     def recorded(*args: Any) -> Tensor | None:
         by_compiler.append(args)
-        return decode_native.attend(*args)
+        return decode_native.decode_in_c(*args)
 
-    monkeypatch.setattr(decode, "attend", recorded)
+    monkeypatch.setattr(decode, "decode_in_c", recorded)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attend, fullgraph=True)
