@@ -94,7 +94,7 @@ class Guard:
         accelerator, choice = self.engine.accelerator, self.arguments.on_bad_update
         layer = find_layer(accelerator.unwrap_model(model), forward, batches, self.engine.gradient)
         self.engine.end_scoring(model)
-        kept = self.run.incidents / f"update-{progress.step + 1:06d}"
+        kept = self.run.incidents / incident_name(progress)
         bad = BadUpdate(progress.step + 1, fault, layer, documents, kept)
         on_all(self.run.path, lambda: keep_batch(bad, batches, accelerator.process_index))
         progress.bad_updates += 1
@@ -132,6 +132,12 @@ class Guard:
         """Which checkpoint holds weights from before the fault, in words."""
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
+
+
+def incident_name(progress: TrainingProgress) -> str:
+    """The folder of a bad update; after a rollback the same update reads other data, and each may be bad."""
+    data = f"-data-{progress.data_step + 1:06d}" if progress.skipped else ""
+    return f"update-{progress.step + 1:06d}{data}"
 
 
 def find_fault(loss: float, norm: float, recent: Sequence[float], threshold: float | None) -> str | None:

@@ -98,6 +98,23 @@ def test_a_rollback_goes_on_behind_the_bad_batch(corpus: Path, tmp_path: Path, s
     assert math.isfinite(result.validation_loss)
 
 
+def test_the_same_update_may_be_bad_again_with_other_data(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Update 7 is bad with the data of 7; it is made again with that of 10, which is bad, too."""
+    usual = Trainer._accumulate
+
+    def accumulate(trainer: Trainer, batches: Any) -> torch.Tensor:
+        return usual(trainer, batches) * (math.inf if trainer.progress.data_step + 1 in (7, 10) else 1.0)
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    run(tmp_path / "run", corpus, on_bad_update="rollback")
+    folders = sorted((tmp_path / "run" / "incidents").iterdir())
+    assert [folder.name for folder in folders] == ["update-000007", "update-000007-data-000010"]
+    one, two = (load_file(folder / "batch-00000.safetensors")["0.input_ids"] for folder in folders)
+    assert not torch.equal(one, two)
+
+
 def test_a_rollback_stays_on_the_line_that_an_earlier_checkpoint_began(
     interrupted: Path, corpus: Path, tmp_path: Path, seen: list[list[int]]
 ):
