@@ -1,7 +1,7 @@
 """The arguments of `dynattn pretrain`: all options together, and which of them exclude each other."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import UserError
@@ -51,6 +51,18 @@ class PretrainArguments(RangedOptions):
         """Whether the weights that compose heads follow a schedule of their own."""
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
+    def of_sweep(self, name: str, value: float) -> "PretrainArguments":
+        """The arguments of the run of a sweep that has `value` as its argument `name`.
+
+        Raises:
+            UserError: the value is out of range, or contradicts another.
+        """
+        changes: dict[str, Any] = {name: value, "sweep": None, "sweep_workers": 1}
+        try:
+            return replace(self, **changes)
+        except UserError as error:
+            raise UserError(f"sweep={self.sweep}: {error}") from error
+
     def _check_combinations(self) -> None:
         if self.max_steps is not None and self.epochs is not None:
             raise UserError(f"max_steps={self.max_steps} and epochs={self.epochs} exclude each other; give one")
@@ -65,7 +77,6 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
         self._check_data()
         self._check_objective()
-        self._check_sweep()
         if self.carry_memory and self.mask_documents:
             raise UserError(
                 "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
@@ -80,6 +91,7 @@ class PretrainArguments(RangedOptions):
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
             )
+        self._check_sweep()
 
     def _check_objective(self) -> None:
         """Refuses what needs a next token where hidden ones are predicted."""
@@ -90,12 +102,14 @@ class PretrainArguments(RangedOptions):
                 raise UserError(f"{option} is for objective=causal_lm; leave it out with objective={self.objective}")
 
     def _check_sweep(self) -> None:
-        """Refuses a sweep that is malformed, or could lose what earlier commands have made."""
+        """Refuses a sweep that is malformed, has a run that is refused, or could lose what earlier ones have made."""
         if self.sweep is None:
             if self.sweep_workers > 1:
                 raise UserError(f"sweep_workers={self.sweep_workers} is for a sweep; give sweep, or leave it out")
             return
-        Sweep.parse(self.sweep)
+        sweep = Sweep.parse(self.sweep)
+        for value in sweep.values:
+            self.of_sweep(sweep.name, value)
         if self.overwrite or self.resume not in ("auto", "intact"):
             raise UserError("a sweep goes on where it was interrupted; leave out overwrite and resume")
 

@@ -101,17 +101,14 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
     if (result := output / "result.json").exists():
         return Outcome(value, json.loads(result.read_text(encoding="utf-8"))["validation_loss"])
     changes: dict[str, Any] = {
-        name: value,
         "output": str(output),
-        "sweep": None,
-        "sweep_workers": 1,
         "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
         "max_seconds": None if limit is None else max(1.0, limit - (time.monotonic() - started)),
     }
     if is_first_process():
         print(f"\n{name}: {value:g}", flush=True)
     try:
-        return Outcome(value, pretrain(replace(arguments, **changes)).validation_loss)
+        return Outcome(value, pretrain(replace(arguments.of_sweep(name, value), **changes)).validation_loss)
     except DivergedError as error:
         return Outcome(value, None, str(error))
 

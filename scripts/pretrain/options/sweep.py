@@ -1,5 +1,6 @@
 """What `--sweep` means: one number that runs differ in, and its values."""
 
+import math
 import re
 from dataclasses import dataclass, fields
 
@@ -7,7 +8,7 @@ from ...common.errors import UserError
 from .optimization import OptimizationOptions
 
 SHORT_NAMES = {"lr": "learning_rate"}
-NUMBER = r"[0-9.]+(?:e[+-]?[0-9]+)?"
+NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 MOST_RUNS = 1000
 
 
@@ -28,9 +29,10 @@ class Sweep:
         """Reads `NAME=FIRST:LAST:COUNT`; `lr` is short for `learning_rate`.
 
         Raises:
-            UserError: the option is not a number of the optimization, or the values are not positive and ascending.
+            UserError: the option is not a number of the optimization, or the values are not positive, ascending and
+                different in their first three digits.
         """
-        match = re.fullmatch(rf"(\w+)=({NUMBER}):({NUMBER}):([0-9]+)", text.lower())
+        match = re.fullmatch(rf"(\w+)=({NUMBER}):({NUMBER}):([0-9]{{1,9}})", text.lower())
         if match is None:
             raise UserError(f"sweep={text} must be NAME=FIRST:LAST:COUNT, like lr=1e-4:1e-2:7")
         name = SHORT_NAMES.get(match[1], match[1])
@@ -38,8 +40,11 @@ class Sweep:
         if name not in known:
             raise UserError(f"sweep={text}: {name} is none of {', '.join(known)}")
         first, last, count = float(match[2]), float(match[3]), int(match[4])
-        if not (0 < first < last and 2 <= count <= MOST_RUNS):
+        if not (0 < first < last and last / first < math.inf and 2 <= count <= MOST_RUNS):
             raise UserError(f"sweep={text} must go up from a positive number, in 2 to {MOST_RUNS} runs")
+        exact = (first * (last / first) ** (index / (count - 1)) for index in range(count))
         # Rounded as a user would write them: the names of folders and the line for the recipe say them.
-        values = (first * (last / first) ** (index / (count - 1)) for index in range(count))
-        return cls(name, tuple(float(f"{value:.3g}") for value in values))
+        values = tuple(float(f"{value:.3g}") for value in exact)
+        if len(set(values)) < count:
+            raise UserError(f"sweep={text} has values that are equal to three digits; make fewer runs, or go further")
+        return cls(name, values)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def test_values_ascend_by_equal_factors():
         ("lr=1:2:1", "must go up from a positive number"),
         ("seed=1:2:3", "sweep=seed=1:2:3: seed is none of"),
         ("schedule=1:2:3", "schedule is none of"),
+        ("lr=1.2.3:4:5", "must be NAME=FIRST:LAST:COUNT"),
+        ("lr=1:1e999:3", "must go up from a positive number"),
+        ("lr=1:1.001:3", "has values that are equal to three digits"),
+        ("adam_beta2=0.9:1:2", "sweep=adam_beta2=0.9:1:2: adam_beta2=1.0 must be below 1"),
+        ("lr=1:100:3", "sweep=lr=1:100:3: weight_decay=0.1 times the learning rate 10.0 must be below 1"),
     ],
 )
 def test_what_is_no_sweep_is_one_clear_error(text: str, message: str):
@@ -72,9 +78,7 @@ def test_runs_survive_interruptions_and_end_in_a_plot_and_a_line(corpus: Path, t
     steps = [line["step"] for line in read_metrics(output / "learning_rate=0.001" / "metrics.jsonl", "train")]
     assert steps == [1, 2, 3, 4]
     with pytest.raises(UserError, match=r"other settings \(batch_size was 4, is 2\)"):
-        run_sweep(
-            arguments(output, corpus, **{**RUN, **SHORT, "batch_size": 2}, sweep="lr=1e-3:1e30:3", max_grad_norm=1e38)
-        )
+        run_sweep(replace(sweep, batch_size=2))
 
 
 def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path):
