@@ -330,7 +330,7 @@ def test_arguments_from_a_yaml_file(checkpoint: Path, tmp_path: Path, capsys: py
     assert f"| {TASK} | 1     | 2 |" in capsys.readouterr().out
     arguments.write_text(f"model: {checkpoint}\nnum_fewshot: [many]\n")
     assert main(["evaluate", str(arguments)]) == 2
-    assert_one_line(capsys, "num_fewshot must be a whole number of at least 0, not 'many'")
+    assert_one_line(capsys, f"{arguments}: argument --num_fewshot/--num-fewshot: invalid int value: 'many'")
 
 
 @pytest.mark.slow
