@@ -140,7 +140,7 @@ def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: 
         UserError: it would.
     """
     sources = arguments.sources
-    single = next(iter(sources.values()))  # which passes do not name
+    single = next(iter(sources.values()))  # its passes bear no name
     for name, passes in order.passes(max_steps if arguments.max_steps else max_steps - 1).items():
         source = sources.get(name, single)
         if source.max_epochs is not None and passes > source.max_epochs:
