@@ -134,9 +134,8 @@ def _stop(number: int) -> None:
 
 
 def _prepare_worker() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all processes, and the first one ends the others
+    # A terminal sends it to all processes; the one that started the others ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _one_thread()
 
 
