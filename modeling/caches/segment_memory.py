@@ -103,6 +103,11 @@ class StreamingLayerMixin:
 class _StreamingDynamicMixin(StreamingLayerMixin):
     """Operations that only dynamic layers have."""
 
+    def reset(self) -> None:
+        """Forgets contexts as the plain layer forgets keys, so that what comes next may have another batch or dtype."""
+        self.contexts = {}
+        super().reset()
+
     def activate_past_recording(self) -> None:
         if hasattr(super(), "activate_past_recording"):
             super().activate_past_recording()  # type: ignore[misc]

@@ -90,6 +90,8 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
             "fill a DynamicCache() made without a configuration, and use full attention"
         )
     length = cache.get_seq_length()
+    if length == 0:
+        raise ValueError("the cache holds no tokens to edit; run the model on a prompt with it first")
     if not 0 <= start <= stop <= length:
         raise ValueError(f"start ({start}) and stop ({stop}) must be places among the {length} cached tokens, in order")
     rows = cache.layers[0].keys.shape[0]  # type: ignore[union-attr]

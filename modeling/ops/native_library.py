@@ -93,7 +93,8 @@ _failures: list[str] = []
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Returns the library compiled from `source`, from the cache if this machine has compiled the same before.
 
-    The library is linked to no OpenMP runtime: threads.h finds that of PyTorch, which is loaded already.
+    Where there is no compiler any more, what any compiler has left in the cache serves. The library is linked to no
+    OpenMP runtime: threads.h finds that of PyTorch, which is loaded already.
 
     Args:
         source: text of one C file without local includes.
@@ -102,30 +103,34 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
     Raises:
         OSError: there is no compiler, it fails or takes longer than `COMPILER_SECONDS`, or its result cannot be loaded.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise OSError("no C compiler: install gcc or clang, or set CC to one")
-    command = (compiler, *FLAGS, *_capability()[0], *(f"-D{name}={value}" for name, value in macros))
+    options = (*FLAGS, *_capability()[0], *(f"-D{name}={value}" for name, value in macros))
     newer = _newer_flags()
     if newer:
         try:
-            return _load((*command, *newer), source)
+            return _load((*options, *newer), source)
         except TimeoutError:
             raise
         except OSError:  # of a compiler that is older than these flags, or of one that fails without them too
             pass
-    return _load(command, source)
+    return _load(options, source)
 
 
-def _load(command: tuple[str, ...], source: str) -> ctypes.CDLL:
-    """Loads the library that is cached for `source` and `command`, after compiling it if there is none."""
-    key = hashlib.sha256("\n".join((source, *command)).encode()).hexdigest()[:24]
-    folder = _cache_folder()
-    for path in folder.glob(f"{key}-*.so"):
+def _load(options: tuple[str, ...], source: str) -> ctypes.CDLL:
+    """Loads the library that is cached for `source` and `options`, after compiling it if there is none."""
+    compiler, folder = find_compiler(), _cache_folder()
+    key = _hash("\n".join((source, *options)))
+    made_by = key if compiler is None else f"{key}-{_hash(compiler)}"
+    for path in folder.glob(f"{made_by}-*.so"):
         if _is_intact(path):
             return ctypes.CDLL(str(path))
         path.unlink(missing_ok=True)
-    return ctypes.CDLL(str(_compile(command, source, folder, key)))
+    if compiler is None:
+        raise OSError("no C compiler: install gcc or clang, or set CC to one")
+    return ctypes.CDLL(str(_compile((compiler, *options), source, folder, made_by)))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _is_intact(path: Path) -> bool:
@@ -152,13 +157,14 @@ def _cache_folder() -> Path:
 
     The second one serves where there is no home to write to, so that not every process compiles anew.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for folder in (Path(root) / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    for place in (root / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
         try:
+            folder = place.expanduser()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) and not _can_be_replaced(folder):
                 return folder
-        except OSError:
+        except (OSError, RuntimeError):  # the second is about a user whose home nobody knows
             continue
     return _temporary_folder(os.getpid())
 
@@ -183,14 +189,14 @@ def _remove(folder: Path, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(command: tuple[str, ...], source: str, folder: Path, key: str) -> Path:
+def _compile(command: tuple[str, ...], source: str, folder: Path, name: str) -> Path:
     """Compiles in a temporary folder and then moves the library into `folder`, so that no process loads half of one."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         compiled, linked = Path(temporary) / "code.o", Path(temporary) / "library.so"
         _call((*command, "-x", "c", "-c", "-", "-o", str(compiled)), source)
         _call((command[0], "-shared", str(compiled), "-o", str(linked), "-lm"), "")
         linked.chmod(0o700)
-        return linked.rename(folder / f"{key}-{_checksum(linked)}.so")
+        return linked.rename(folder / f"{name}-{_checksum(linked)}.so")
 
 
 def _call(command: tuple[str, ...], text: str) -> None:

@@ -74,6 +74,16 @@ def test_a_streaming_token_sees_itself_and_its_memory_in_every_layer() -> None:
 
 
 @torch.no_grad()
+def test_memory_that_was_reset_takes_another_batch_and_dtype() -> None:
+    model = make()
+    memory = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(IDS[:1], past_key_values=memory)
+    memory.reset()
+    found = model.double()(IDS, past_key_values=memory).logits
+    torch.testing.assert_close(found, model(IDS).logits)
+
+
 def test_memory_of_inference_mode_goes_on_outside_of_it() -> None:
     model = make()
     expected = model(IDS).logits

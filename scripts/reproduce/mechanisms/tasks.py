@@ -218,7 +218,7 @@ TASKS: dict[str, Task] = {
     "recall-12": Recall(12),
     "selective-copy-4": SelectiveCopy(4, 12, alphabet=8),
     "ordered-match-2": OrderedMatch(2, letters=6, values=8),
-    "two-hops-4": TwoHops(4),
+    "two-hops-5": TwoHops(5),
     "find-block-3": FindBlock(3, letters=8),
 }
 # As many positions as a task has, and twice the load.

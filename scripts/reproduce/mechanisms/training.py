@@ -59,17 +59,19 @@ def definition(run: Run, preset: Preset) -> dict[str, str]:
 def train(model: PreTrainedModel, task: Task, run: Run, preset: Preset, device: str) -> list[tuple[int, float]]:
     """Trains on fresh sequences; returns (sequences, accuracy) of every score.
 
-    All arms of a seed read the same sequences in the same order.
+    All arms of a seed read the same sequences in the same order. Those that are scored are not learned from.
     """
     fresh = Generator().manual_seed(crc32(f"{run.task} {run.seed}".encode()))
     held_out = task.sample(preset.held_out, Generator().manual_seed(HELD_OUT_SEED))
+    known = set(map(_bytes, held_out[0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, preset.steps))
     curve: list[tuple[int, float]] = []
     for step in range(1, preset.steps + 1):
         model.train()
-        tokens, targets = (each.to(device) for each in task.sample(preset.batch, fresh))
-        loss = F.cross_entropy(*answers(model, tokens, targets))
+        tokens, targets = task.sample(preset.batch, fresh)
+        targets[[_bytes(row) in known for row in tokens]] = IGNORED
+        loss = F.cross_entropy(*answers(model, tokens.to(device), targets.to(device)))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -80,6 +82,11 @@ def train(model: PreTrainedModel, task: Task, run: Run, preset: Preset, device: 
             if curve[-1][1] >= SOLVED:
                 break
     return curve
+
+
+def _bytes(row: Tensor) -> bytes:
+    """The tokens `[T]` of a sequence as something to compare by."""
+    return row.numpy().tobytes()
 
 
 def answers(model: PreTrainedModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,6 +115,12 @@ def test_places_and_rows_have_to_be_in_the_cache(start: int, stop: int, rows: in
         edit_cache(model, cache, start, stop, torch.zeros(rows, 1, dtype=torch.long))
 
 
+def test_an_empty_cache_is_refused() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="holds no tokens to edit"):
+        edit_cache(model, DynamicCache(config=model.config), 0, 0, torch.zeros(1, 1, dtype=torch.long))
+
+
 def test_every_layer_has_to_keep_all_tokens() -> None:
     model = make()
     cache = StaticCache(config=model.config, max_cache_len=20)

@@ -1,6 +1,7 @@
 """The cache of compiled libraries: only what this user wrote, and wrote completely, is loaded."""
 
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,25 @@ def test_folders_and_links_of_somebody_else_are_gone_around(cache: Path, monkeyp
     link = temporary / "link"
     link.symlink_to(cache)
     assert not native_library._is_private(link)
+
+
+def test_what_was_compiled_serves_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer()
+    monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    assert answer() == 42
+    with pytest.raises(OSError, match="no C compiler"):
+        native_library.load_library.__wrapped__(SOURCE, (("ANSWER", 43),))
+
+
+def test_a_user_without_a_home_has_a_cache_among_the_temporary_files(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a number without a name
+    assert answer() == 42
+    (library,) = libraries_in(Path(tempfile.gettempdir()))
+    assert library.parent.name == f"dynattn-{os.geteuid()}"
 
 
 def test_processes_without_a_cache_share_what_one_compiles(cache: Path) -> None:

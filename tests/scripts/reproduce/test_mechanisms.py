@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from dynattn.scripts import cli
+from dynattn.scripts.reproduce.mechanisms import training
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
 from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
@@ -110,6 +111,23 @@ def test_every_arm_learns_from_every_answer(name: str):
     assert not missing
     heads = model.config.num_attention_heads
     assert heads == (8 if name == "plain-2h" else 4)
+
+
+def test_sequences_that_are_scored_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = []
+
+    def remember(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if model.training:
+            learned.extend(row.tolist() for row in tokens[(targets != IGNORED).any(dim=1)])
+        return original(model, tokens, targets)
+
+    original = training.answers
+    monkeypatch.setattr(training, "answers", remember)
+    task = TwoHops(3)  # of which there are 216 sequences
+    preset = Preset(Size(8, heads=2, head_dim=4, layers=1), {"two-hops-3": task}, batch=64, steps=5, held_out=40)
+    run_one(Run("two-hops-3", "plain", 1, 2, 0, 1e-3), preset)
+    scored = task.sample(40, Generator().manual_seed(training.HELD_OUT_SEED))[0].tolist()
+    assert len(learned) > 150 and not [row for row in learned if row in scored]
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():

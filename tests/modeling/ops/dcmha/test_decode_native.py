@@ -283,9 +283,10 @@ def test_float64_is_exact_and_no_work_for_c_code(in_c: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_warning_and_no_compiler_are_as_exact(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, in_c: list[Tensor], libraries: None
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_c: list[Tensor], libraries: None
 ) -> None:
     monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="no C compiler: install gcc or clang, or set CC to one") as caught:
         for _ in range(2):
             assert_as_exact_as_the_reference(step_inputs(Step(100), dtype))

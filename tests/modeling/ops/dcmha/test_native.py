@@ -278,9 +278,12 @@ print(len({line.split()[-1] for line in Path("/proc/self/maps").read_text().spli
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
-def test_one_warning_and_no_compiler_give_the_same_answer(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
+def test_one_warning_and_no_compiler_give_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: None
+) -> None:
     tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(70, 70)))
     monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="no C compiler: install gcc or clang, or set CC to one") as caught:
         results = [run(tensors, keywords, "chunked") for _ in range(2)]
     assert len([warning for warning in caught if "C compiler" in str(warning.message)]) == 1
