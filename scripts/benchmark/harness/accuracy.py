@@ -50,7 +50,11 @@ def judge(results: Results, exact: Results, reference: Results) -> Verdict:
     Every tensor must be within a multiple of the reference's own error, or of epsilon, in both measures. A gradient
     that is zero in theory (of a bias on keys, for example) is a sum that cancels: what remains is rounding of its
     terms, which are of the size of the largest gradient.
+
+    Raises:
+        FloatingPointError: a tensor of the reference op is not finite, so that no error can be told from its own.
     """
+    check_finite(exact, reference)
     gradient_scale = max((root_mean_square(exact[name]) for name in exact if name != "output"), default=0.0)
     excesses = {
         name: excess(results.get(name), tensor, reference[name], 0.0 if name == "output" else gradient_scale)
@@ -64,6 +68,18 @@ def judge(results: Results, exact: Results, reference: Results) -> Verdict:
         excess=excesses[where],
         where=where,
     )
+
+
+def check_finite(exact: Results, reference: Results) -> None:
+    """Raises FloatingPointError unless the reference op gives finite tensors, in float64 and in the measured dtype."""
+    for name, tensor in exact.items():
+        for given in (tensor, reference[name]):
+            if not given.isfinite().all():
+                dtype = str(given.dtype).removeprefix("torch.")
+                raise FloatingPointError(
+                    f"{name} of the reference op is not finite in {dtype}, so that nothing can be compared with it; "
+                    "give a dtype with a larger range, or shorter sequences"
+                )
 
 
 def excess(result: Tensor | None, exact: Tensor, reference: Tensor, terms: float = 0.0) -> float:
