@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...common.errors import UserError
+
 # By default glibc returns large blocks to the system at once. Page faults on allocating them again would then dominate
 # the time of an implementation with large temporaries.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
@@ -20,10 +22,13 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
 
     The allocator and OpenMP read them only when a process starts. What the user has set stays, except for a number of
     threads that contradicts `threads`.
+
+    Raises:
+        UserError: the environment gives a number of threads that is none.
     """
-    wanted = {**ALLOCATOR, THREADS: "1", **os.environ}
-    if threads is not None:
-        wanted[THREADS] = str(threads)
+    wanted = {**ALLOCATOR, **os.environ}
+    wanted[THREADS] = str(threads) if threads is not None else wanted.get(THREADS, "").strip() or "1"
+    threads_of(wanted[THREADS])
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", *argv], wanted)
@@ -31,7 +36,19 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
 
 def pinned_threads() -> int:
     """The number of threads that the pinned environment asks for."""
-    return int(os.environ[THREADS])
+    return threads_of(os.environ[THREADS])
+
+
+def threads_of(value: str) -> int:
+    """What OpenMP takes of its variable: the first of the numbers, which are for regions inside one another.
+
+    Raises:
+        UserError: it is no positive number.
+    """
+    first = value.partition(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise UserError(f"{THREADS}={value!r} must be a positive number of threads; set it so, or give --threads")
+    return int(first)
 
 
 def source_commit() -> str | None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from dynattn.scripts.benchmark.harness import process
+from dynattn.scripts.common.errors import UserError
 
 
 def test_the_process_starts_anew_only_where_settings_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +25,28 @@ def test_the_process_starts_anew_only_where_settings_are_missing(monkeypatch: py
     process.pin_process([], threads=2)
     assert started.pop()[1][process.THREADS] == "2"
     assert not started
+
+
+def test_threads_of_the_environment_are_those_that_openmp_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list is for regions inside one another, and an empty variable is none."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given[2]))
+    monkeypatch.setenv(process.THREADS, " 2,1")
+    process.pin_process([], threads=None)
+    assert process.pinned_threads() == 2
+    monkeypatch.setenv(process.THREADS, "")
+    process.pin_process([], threads=None)
+    assert [variables[process.THREADS] for variables in started] == ["2,1", "1"]
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "2.5", ",2"])
+def test_threads_that_are_no_number_are_refused_unless_others_are_given(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given[2]))
+    monkeypatch.setenv(process.THREADS, value)
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS='{value}' must be a positive number of threads"):
+        process.pin_process([], threads=None)
+    process.pin_process([], threads=3)
+    assert [variables[process.THREADS] for variables in started] == ["3"]
