@@ -1,6 +1,7 @@
 """`dynattn JOB ...`: the one command of the package. Each job is a folder here with a `main(argv) -> int`."""
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -56,12 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job and returns its exit status.
 
     A user's mistake prints one line and returns 2; what a signal or Ctrl-C ends prints one line, too, and returns 128
-    and the signal's number. Of several processes under torchrun only the first prints.
+    and the signal's number. A job whose output nothing reads any more, as after `| head`, ends without a word as
+    SIGPIPE would end it. Of several processes under torchrun only the first prints.
 
     Every job takes `--import MODULE`, which is imported before it starts: a module of the user's that registers models
     or attention functions.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            # Notices here, and not when the interpreter ends, that nothing reads any more. Without a standard output
+            # there is nothing to flush, and `print` knows that.
+            print(end="", flush=True)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # What is still to be written goes nowhere: the interpreter would complain of it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: list[str]) -> int:
+    """What `main` does while its output is read."""
     if argv[:1] == ["--version"]:
         print(f"dynattn {__version__}")
         return 0
@@ -79,6 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _tell("\ninterrupted")
         return 128 + signal.SIGINT
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nothing reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are always told
+    return bool(poll.poll(0))
 
 
 def _tell(message: str) -> None:

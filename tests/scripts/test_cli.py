@@ -88,6 +88,30 @@ def test_what_a_signal_ends_is_one_line_of_any_job(
     assert capsys.readouterr().err == ""
 
 
+def test_a_job_whose_reader_is_gone_ends_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--help` of a job ends by SystemExit, before what it has written reaches the pipe."""
+    for argv in (["--version"], ["completion", "bash"], ["reproduce", "upcycling", "--help"]):
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "w") as output, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            os.close(reader)
+            assert cli.main(argv) == 128 + signal.SIGPIPE
+            print("more", flush=True)  # goes nowhere, and is no error at the end
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_of_its_own_that_breaks_is_an_error_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: list[str]) -> int:
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setattr("dynattn.scripts.doctor.main.main", main)
+    with (tmp_path / "output").open("w") as output, pytest.raises(BrokenPipeError, match="a worker is gone"):
+        monkeypatch.setattr(sys, "stdout", output)
+        cli.main(["doctor"])
+
+
 def test_the_module_runs_as_the_command_does() -> None:
     command = [sys.executable, "-m", "dynattn", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"dynattn {__version__}\n"
