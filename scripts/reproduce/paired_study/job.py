@@ -1,5 +1,6 @@
 """A study of arms from end to end: its missing runs, then record, table and plot of all finished ones."""
 
+import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -42,7 +43,8 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        return f"{self.task}/{self.arm}-seed-{self.seed}-rate-{self.learning_rate:g}.json"
+        purpose = "-tuning" if self.tuning else ""  # the two are scored on different data
+        return f"{self.task}/{self.arm}-seed-{self.seed}-rate-{self.learning_rate:g}{purpose}.json"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     output = Path(arguments.output)
     tasks = chosen("task", arguments.tasks, study.tasks)
     arms = chosen("arm", arguments.arms, study.arms)
+    name_older_runs(output / "runs")
     runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
     plan = Plan(study, arguments, tasks, arms, runs)
     if not arguments.redraw:
@@ -122,6 +125,13 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     write_json(output / RECORD, make_record(description(study, tasks, arms), plan.settings(), results), indent=1)
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
     return draw(output, table, draw_arms, PLOT) + rest
+
+
+def name_older_runs(folder: Path) -> None:
+    """Gives every finished run the name of its file; earlier versions called those for tuning like measured ones."""
+    for path in folder.glob("*/*.json"):
+        run = Run(**json.loads(path.read_text(encoding="utf-8"))["run"])
+        path.rename(folder / run.file_name)
 
 
 @dataclass(frozen=True)

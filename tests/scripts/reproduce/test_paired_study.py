@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ class Sizes:
 def run_one(run: Run) -> dict[str, Any]:
     calls.append(run)
     quality = QUALITIES[run.arm][run.seed] - (run.learning_rate != BEST_RATES[run.arm]) * 0.1
+    quality -= run.tuning * 0.2  # other data are scored
     return {
-        "run": {"task": run.task, "arm": run.arm, "seed": run.seed, "learning_rate": run.learning_rate},
+        "run": asdict(run),
         "metrics": {"quality": quality, "error": 1 - quality},
         "parameters": 10,
         "flops": 2_000_000,
@@ -64,7 +65,7 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
     assert {(run.arm, run.learning_rate) for run in calls[4:]} == set(BEST_RATES.items())
     assert [run.seed for run in calls[4:]] == [0, 0, 1, 1, 2, 2]
     record = json.loads((tmp_path / "study" / "record.json").read_text())
-    assert record["settings"]["tuning"]["read"]["new"] == pytest.approx({"0.1": 0.4, "0.2": 0.5})
+    assert record["settings"]["tuning"]["read"]["new"] == pytest.approx({"0.1": 0.6, "0.2": 0.7})
     for metric, sign in (("quality", 1), ("error", -1)):
         (row,) = record["results"]["read"]["differences"][metric]
         assert row["values"] == pytest.approx([0.2 * sign, 0.1 * sign, 0.25 * sign])
@@ -101,6 +102,27 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
         run_study(STUDY, arguments(tmp_path, quick=True))
     assert "+0.183" in run_study(STUDY, arguments(tmp_path, redraw=True))
     assert "4 runs are left" in run_study(STUDY, arguments(tmp_path, redraw=True, seeds=[0, 1, 2, 3, 4]))
+
+
+@pytest.mark.usefixtures("coarse_plots")
+@pytest.mark.parametrize("older", [False, True], ids=["", "older"])
+def test_a_run_that_tuned_is_not_measured_nor_the_reverse(older: bool, tmp_path: Path):
+    """Also in folders of earlier versions, which gave both the same name."""
+    run_study(STUDY, arguments(tmp_path, seeds=[0, 1], tuning_seed=9))
+    files = sorted((tmp_path / "study" / "runs").glob("*/*-tuning.json"))
+    assert len(files) == 4
+    for file in files if older else ():
+        file.rename(file.with_name(file.name.replace("-tuning", "")))
+    calls.clear()
+    run_study(STUDY, arguments(tmp_path, seeds=[1, 9], tuning_seed=0))
+    assert sorted({(run.seed, run.tuning) for run in calls}) == [(0, True), (9, False)]
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    (row,) = record["results"]["read"]["differences"]["quality"]
+    assert row["values"] == pytest.approx([0.1, 0.1])  # 0.7 - 0.6 and 0.6 - 0.5
+    assert record["settings"]["tuning"]["read"]["old"] == pytest.approx({"0.1": 0.8, "0.2": 0.7})
+    calls.clear()
+    run_study(STUDY, arguments(tmp_path, seeds=[0, 1], tuning_seed=9))
+    assert not calls
 
 
 @pytest.mark.usefixtures("coarse_plots")
