@@ -1,10 +1,8 @@
 """The whole study: its missing runs, then record, table and plots of all finished ones."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...common.atomic_file import write_json, write_whole
 from ...common.errors import UserError
@@ -13,7 +11,7 @@ from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
 from .probe import measure
-from .record import make_record, read_runs
+from .record import check_comparable, make_record, read_runs
 from .table import format_record
 from .text import Corpus, load_corpus
 from .training import run_one
@@ -34,14 +32,22 @@ def run_study(arguments: StudyArguments) -> str:
 
 
 def train_all(arguments: StudyArguments, output: Path) -> None:
-    """Makes every run that is missing, and measures an update of each type once."""
+    """Makes every run that is missing, and measures an update of each type once.
+
+    Raises:
+        UserError: a text is missing, or a finished run does not compare with these.
+    """
     corpora = load_corpora(arguments)
     settings = {
         group: choose_setting(arguments, GROUPS[group], corpora[GROUPS[group].corpus])
         for group in arguments.groups
         if GROUPS[group].corpus in corpora
     }
-    for run in plan(settings, arguments.seeds):
+    runs = plan(settings, arguments.seeds)
+    finished = [run for cell in read_runs(output).values() for run in cell]
+    planned = [{"settings": run.settings(), "data": corpora[run.corpus].description} for run in runs]
+    check_comparable([*finished, *planned])  # before the first run, and not when it is reported
+    for run in runs:
         make_once(run, corpora[run.corpus], output / run.file_name)
     if not (output / PROBE).exists():
         print("time and memory of an update", flush=True)
@@ -77,14 +83,9 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
 
 
 def make_once(run: Run, corpus: Corpus, path: Path) -> None:
-    """Trains and scores a model, unless its file exists.
-
-    Raises:
-        UserError: the file belongs to a run with other settings.
-    """
+    """Trains and scores a model, unless its file exists."""
     label = f"{run.group}: {run.variant}, seed {run.seed}"
     if path.exists():
-        check_same(json.loads(path.read_text(encoding="utf-8")), run, corpus, path)
         print(f"{label}: done before", flush=True)
         return
     result = run_one(run, corpus, path.with_suffix(".checkpoint.pt"))
@@ -95,19 +96,11 @@ def make_once(run: Run, corpus: Corpus, path: Path) -> None:
     print(f"{label}: validation {bits:.4f} bits per character, accuracy {accuracy:.4f}, {seconds:.0f} s", flush=True)
 
 
-def check_same(result: Mapping[str, Any], run: Run, corpus: Corpus, path: Path) -> None:
-    """Raises UserError if a finished run had other settings or another text."""
-    wanted = {"settings": json.loads(json.dumps(run.settings())), "data": corpus.sources}
-    stored = {"settings": result["settings"], "data": {name: result["data"].get(name) for name in corpus.sources}}
-    if stored != wanted:
-        raise UserError(f"{path} is a run with other settings or another text; give another --output")
-
-
 def report(output: Path) -> str:
     """Writes record, table and plots of all finished runs; returns the table.
 
     Raises:
-        UserError: there is no finished run.
+        UserError: there is no finished run, or some do not compare.
     """
     runs = read_runs(output)
     if not runs:

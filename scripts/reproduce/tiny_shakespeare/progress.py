@@ -68,23 +68,26 @@ class StudyProgress:
         self.curve.append({"step": self.step, **self.part.scores()})
         self.part = Tally()
 
-    def save(self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Writes everything that a run of these settings needs to resume."""
+    def save(self, path: Path, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Writes everything that a run needs to resume; `identity` is what it is recognized by, in JSON types."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({"settings": settings, "progress": asdict(self), **state}, partial)
+        torch.save({"identity": identity, "progress": asdict(self), **state}, partial)
         partial.replace(path)
 
     @classmethod
     def resume(
-        cls, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+        cls, path: Path, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> "StudyProgress":
-        """Loads what `save` wrote into model and optimizer; a fresh start if no checkpoint has these settings."""
+        """Loads what `save` wrote into model and optimizer; a fresh start if no checkpoint has this identity.
+
+        Checkpoints of earlier versions do not say which text they have read, so their runs start afresh.
+        """
         if not path.exists():
             return cls()
         stored = torch.load(path, weights_only=True)
-        if stored["settings"] != settings:
+        if stored.get("identity") != identity:
             return cls()
         model.load_state_dict(stored["model"])
         optimizer.load_state_dict(stored["optimizer"])

@@ -1,11 +1,12 @@
 """The record of the study: its finished runs, their comparisons, and the figures that the paper reports."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import UserError
 from ...common.paired import paired_difference, spread
 from .plan import GROUPS, TYPES
 
@@ -31,6 +32,8 @@ QUOTED = {
     ),
 }
 SCORES = ("accuracy", "bits_per_character")
+# What may differ between the runs that a group compares.
+OF_A_VARIANT = ("group", "variant", "seed", "model")
 
 
 def read_runs(output: Path) -> dict[Cell, list[Run]]:
@@ -48,8 +51,12 @@ def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | N
     Args:
         runs: finished runs; groups may be incomplete; comparisons use the seeds that both variants have.
         probe: time and memory of an update.
+
+    Raises:
+        UserError: some do not compare.
     """
     every = [run for group in runs.values() for run in group]
+    check_comparable(every)
     return {
         "quoted": QUOTED,
         "cells": [summarize(cell, group) for cell, group in runs.items()],
@@ -63,6 +70,37 @@ def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | N
         **{name: distinct(run[name] for run in every) for name in ("hardware", "versions", "threads")},
         "runs": every,
     }
+
+
+def check_comparable(runs: Iterable[Mapping[str, Any]]) -> None:
+    """Raises UserError unless all runs that are averaged or paired were trained, and scored, in the same way.
+
+    Args:
+        runs: `settings` and `data` of finished or planned ones.
+    """
+    first: dict[Any, Mapping[str, Any]] = {}
+    for run in runs:
+        cell = run["settings"]["group"], run["settings"]["variant"]
+        # A group and the one of its baseline share a protocol, and the runs of a variant the model, too.
+        for place, ignored in ((GROUPS[cell[0]].baseline[0], OF_A_VARIANT), (cell, ("seed",))):
+            other = first.setdefault(place, run)
+            if changed := differences(run, other, ignored):
+                raise UserError(
+                    f"the runs {name_of(other)} and {name_of(run)}, finished or asked for, differ in "
+                    f"{', '.join(changed)}; give another --output, or move those of one kind out of its runs"
+                )
+
+
+def differences(run: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
+    """In which settings, but for some, two runs differ, and whether in the text."""
+    one, another = run["settings"], other["settings"]
+    names = [name for name in {**one, **another} if name not in ignored and one.get(name) != another.get(name)]
+    return names if run["data"] == other["data"] else [*names, "text"]
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    """How messages call a run."""
+    return "{group}: {variant}, seed {seed}".format(**run["settings"])
 
 
 def summarize(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
@@ -32,6 +33,11 @@ class Corpus:
     validation: Tensor
     vocabulary: str
     sources: dict[str, dict[str, str | int]]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What results say about the text: its sources and the size of its vocabulary."""
+        return {**self.sources, "vocabulary": len(self.vocabulary)}
 
 
 def load_corpus(source: str, validation: str | None = None, *, expect: str | None = None) -> Corpus:

@@ -41,7 +41,7 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
     checkpoint.unlink(missing_ok=True)
     return {
         "settings": run.settings(),
-        "data": {**corpus.sources, "vocabulary": len(corpus.vocabulary)},
+        "data": corpus.description,
         "parameters": count_parameters(model),
         "train": train_scores,
         **told,
@@ -72,7 +72,8 @@ def train(model: RCMHAForCausalLM, run: Run, corpus: Corpus, checkpoint: Path) -
     streams, patience = training_streams(run, corpus), run.setting.patience
     steps, first = run.setting.steps, first_segment(run, streams)
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8)
-    progress = StudyProgress.resume(checkpoint, run.settings(), model, optimizer)
+    identity = {"settings": run.settings(), "data": corpus.description}
+    progress = StudyProgress.resume(checkpoint, identity, model, optimizer)
     model.train()
     while progress.step < steps:
         index = (first + progress.step) % len(streams)
@@ -87,7 +88,7 @@ def train(model: RCMHAForCausalLM, run: Run, corpus: Corpus, checkpoint: Path) -
             if len(progress.validations) - 1 - progress.best_pass >= patience:
                 break
         if progress.step < steps:
-            progress.save(checkpoint, run.settings(), model, optimizer)
+            progress.save(checkpoint, identity, model, optimizer)
     return progress
 
 

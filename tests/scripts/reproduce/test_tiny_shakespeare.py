@@ -21,7 +21,7 @@ from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
 from dynattn.scripts.reproduce.tiny_shakespeare.progress import Tally
-from dynattn.scripts.reproduce.tiny_shakespeare.record import make_record
+from dynattn.scripts.reproduce.tiny_shakespeare.record import check_comparable, make_record
 from dynattn.scripts.reproduce.tiny_shakespeare.text import Corpus, load_corpus
 
 WORDS = ["speak", "we", "are", "accounted", "poor", "citizens", "the", "gods", "know"]
@@ -154,6 +154,23 @@ def test_an_interrupted_run_goes_on_after_its_last_pass_as_if_nothing_had_happen
     calls = kill_at(monkeypatch, "read_segment", 13)
     check_that_it_goes_on(run, corpus, checkpoint, expected)
     assert calls == [13 + 12 + 4 + 4]  # the updates after the first pass, then the segments of both splits
+
+
+def test_an_interrupted_run_does_not_go_on_with_another_text(
+    small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the same length, with the same characters."""
+    corpus, checkpoint = corpus_of(129), tmp_path / "run.checkpoint.pt"
+    source = {**corpus.sources["train"], "sha256": "1"}
+    other = replace(corpus, train=corpus.train.flip(0), sources={"train": source, "validation": source})
+    run = run_of(replace(TINY, steps=20))
+    expected = training.run_one(run, corpus, checkpoint)
+    kill_at(monkeypatch, "read_segment", 13)
+    with pytest.raises(KeyboardInterrupt):
+        training.run_one(run, other, checkpoint)
+    assert checkpoint.exists()
+    found = training.run_one(run, corpus, checkpoint)
+    assert (found["curve"], found["validation"]) == (expected["curve"], expected["validation"])
 
 
 def test_training_ends_when_passes_stop_helping_and_tells_the_best(
@@ -305,11 +322,8 @@ def test_the_papers_order_is_checked_on_means_and_in_every_seed(
 
 def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for group in ("sensible", "official"):
-        for (_, kind), results in runs_of(group, IN_ORDER_ONCE).items():
-            for seed, result in enumerate(results):
-                path = tmp_path / f"runs/{group}/{kind}-seed-{seed}.json"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(result), encoding="utf-8")
+        for results in runs_of(group, IN_ORDER_ONCE).values():
+            write_runs(tmp_path, *results)
     assert cli.main(["reproduce", "tiny-shakespeare", "--output", str(tmp_path), "--report_only"]) == 0
     shown = capsys.readouterr().out
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
@@ -319,6 +333,60 @@ def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, ca
     assert "1 of 2 seeds" in table
     assert "| accuracy | 0.566 | 0.557 | 0.555 | 0.572 |" in table
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("curves.png", "bars.png"))
+
+
+def write_runs(output: Path, *results: dict[str, Any]) -> None:
+    """As finished runs of a study."""
+    for result in results:
+        settings = result["settings"]
+        path = output / f"runs/{settings['group']}/{settings['variant']}-seed-{settings['seed']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def changed(result: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {**result, "settings": {**result["settings"], **settings}}
+
+
+OTHER_TEXT = {"train": {"sha256": "1"}, "validation": {"sha256": "1"}, "vocabulary": 30}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (changed(result_of("sensible", "mha", 5, 0.5), steps=10), "sensible: mha, seed 5, .* differ in steps"),
+        (changed(result_of("sensible", "rmha", 0, 0.5), steps=10), "sensible: rmha, seed 0, .* differ in steps"),
+        (changed(result_of("sensible", "mha", 5, 0.5), model={"mem_len": 1}), "mha, seed 5, .* differ in model"),
+        ({**result_of("sensible", "mha", 5, 0.5), "data": OTHER_TEXT}, "differ in text;"),
+        # Ablations are compared with a run of another group.
+        (
+            changed(result_of("ablations", "mha, rotary", 0, 0.5), steps=10),
+            "mha, rotary, seed 0, .* in steps",
+        ),
+    ],
+    ids=["seed", "variant", "model", "text", "baseline"],
+)
+def test_runs_that_were_made_in_other_ways_are_not_reported_together(other: dict[str, Any], told: str, tmp_path: Path):
+    write_runs(tmp_path, *(result_of("sensible", "mha", seed, 0.5) for seed in range(2)), other)
+    with pytest.raises(UserError, match=told):
+        job.report(tmp_path)
+    assert not (tmp_path / "record.json").exists()
+
+
+def test_runs_of_groups_that_are_not_compared_may_be_of_any_length(tmp_path: Path):
+    longer = changed(result_of("longer", "mha", 0, 0.5), steps=10)
+    check_comparable([result_of("sensible", "mha", 0, 0.5), longer])
+
+
+def test_nothing_is_trained_into_a_folder_with_runs_that_do_not_compare(
+    book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Though no file of them is among those that would be made."""
+    write_runs(tmp_path / "study", changed(result_of("sensible", "mha", 5, 0.5), steps=10))
+    monkeypatch.setattr(job, "run_one", None)
+    command = ["reproduce", "tiny-shakespeare", "--other_text", "--data", book, "--output", str(tmp_path / "study")]
+    assert cli.main([*command, "--seeds", "0", "1"]) == 2
+    assert "sensible: mha, seed 0, finished or asked for, differ in steps, text; give" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -415,4 +483,4 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
     assert cli.main([*command, "--steps", "2"]) == 0
     assert capsys.readouterr().out.count("done before") == 40
     assert cli.main([*command, "--steps", "3"]) == 2
-    assert "a run with other settings or another text" in capsys.readouterr().err
+    assert "sensible: mha, seed 0, finished or asked for, differ in steps; give another" in capsys.readouterr().err
