@@ -1,5 +1,6 @@
 """The arguments of a comparison. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,6 @@ def check_seeds(seeds: list[int], tuning_seed: int) -> None:
 
 
 def check_rates(learning_rates: list[float]) -> None:
-    """Raises UserError unless all are positive and there is one."""
-    if not learning_rates or not min(learning_rates) > 0:
+    """Raises UserError unless all are positive, none is infinite, and there is one."""
+    if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
         raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")

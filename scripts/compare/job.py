@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -19,6 +20,7 @@ from .figures import PLOT, draw_arms
 from .record import Record, make_record, read_run
 from .study_folder import RECORD, claim, draw
 from .table import table
+from .texts import check_same_texts
 from .variants import Variant, read_variants
 
 Rates = dict[str, float | None]
@@ -58,14 +60,16 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     """Trains what is missing and returns the record of the seeds that all variants have finished.
 
     Raises:
-        UserError: a rate is refused, the folder holds something else, or time was over before there were two of them.
+        UserError: a rate is refused, the folder holds something else or runs that have read other texts, or time was
+            over before there were two of them.
     """
     runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
-    for variant in variants:  # refuse a rate before the runs with others, and not after them
-        for rate in arguments.learning_rates or (None,):
-            runs.arguments(variant, arguments.tuning_seed, rate)
+    # Refuses a rate before the runs with others, and not after them.
+    cells = product(variants, (arguments.tuning_seed, *range(arguments.seeds)), arguments.learning_rates or (None,))
+    planned = [runs.arguments(*cell) for cell in cells]
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
+    check_same_texts(planned)
     folders: list[dict[str, Path]] = []
     try:
         rates, losses = choose_rates(runs, variants, arguments)

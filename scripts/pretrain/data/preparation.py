@@ -28,6 +28,8 @@ SOURCE_FILE = "source.json"
 VALIDATION = "validation"
 # What lies beside the folders of sources, each of which is called as its source is.
 TAKEN_NAMES = (SOURCE_FILE, VALIDATION)
+# What recognizes the texts of a run, by what they are for.
+Fingerprints = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     Raises:
         UserError: the data or the tokenizer cannot be used, or what the run already has is damaged.
     """
-    splits = _load_stream(arguments) if arguments.streaming else _load(arguments)
+    splits = _load_splits(arguments)
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
     if given is None and not splits.train:
         raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
@@ -127,10 +129,24 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     return _write_prepared(run, chosen, splits, source, arguments)
 
 
+def fingerprints(arguments: PretrainArguments) -> Fingerprints:
+    """What recognizes the texts of a run, under the names that `Source` has for them.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+    splits = _load_splits(arguments)
+    return {"training_data": splits.training_data, "validation_data": splits.validation_data}
+
+
 def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
     """Gives the tokenizer the chat template that the run asks for, and returns the fingerprint of both."""
     template = give_chat_template(given, arguments.chat_template) if arguments.chat_column else ""
     return f"{tokenizer.fingerprint(given)} chat {template}" if template else tokenizer.fingerprint(given)
+
+
+def _load_splits(arguments: PretrainArguments) -> Splits:
+    return _load_stream(arguments) if arguments.streaming else _load(arguments)
 
 
 def _load(arguments: PretrainArguments) -> Splits:

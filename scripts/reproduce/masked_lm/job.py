@@ -8,6 +8,7 @@ from ...compare.figures import PLOT, draw_arms
 from ...compare.record import Record, compare, make_record, read_run
 from ...compare.study_folder import RECORD, claim, draw
 from ...compare.table import table
+from ...compare.texts import check_same_texts
 from .arguments import ARMS, MaskedLMArguments
 from .runs import Runs
 
@@ -29,10 +30,12 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     """Trains what is missing and returns the record.
 
     Raises:
-        UserError: the folder holds a study with other settings, or a run failed.
+        UserError: a rate is refused, the folder holds a study with other settings or texts, or a run failed.
     """
     runs = Runs(output, arguments)
+    planned = runs.planned()
     claim(output, runs.settings(), "study of masked language modeling")
+    check_same_texts(planned)
     chosen = {arm: runs.choose_rate(arm) for arm in arguments.arms}
     rates = {arm: rate for arm, (rate, _) in chosen.items()}
     folders = {seed: {arm: runs.trained(seed, arm, rate) for arm, rate in rates.items()} for seed in arguments.seeds}

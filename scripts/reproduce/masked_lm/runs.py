@@ -4,6 +4,7 @@ A run is a folder that `dynattn pretrain` completes by a rename, so it is either
 """
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,32 @@ class Runs:
 
     def trained(self, seed: int, arm: str, rate: float) -> Path:
         """The folder of a finished run; `seed` decides initial weights, masks and the order of the data."""
-        folder, steps = self._folder(seed, f"{arm}-{rate:g}"), self.arguments.steps
-        every = steps // self.arguments.validations
-        initial = str(self._initial(seed, arm))
-        lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // WARMUP}
-        saves: dict[str, Any] = {"eval_every": every, "save_every": every, "keep_checkpoints": 1}
-        return train_once(
-            self._options(output=str(folder), seed=seed, learning_rate=rate, init_from=initial, **lengths, **saves)
-        )
+        self._make_initial(seed, arm)
+        return train_once(self._training(seed, arm, rate))
+
+    def planned(self) -> list[PretrainArguments]:
+        """The runs from which a study may be made, each arm with each learning rate.
+
+        Raises:
+            UserError: a learning rate is refused.
+        """
+        given = self.arguments
+        cells = product((given.tuning_seed, *given.seeds), given.arms, given.learning_rates)
+        return [self._training(*cell) for cell in cells]
 
     def choose_rate(self, arm: str) -> tuple[float, Losses]:
         """The learning rate with the lowest last validation loss on the tuning seed, and the losses of all."""
         seed = self.arguments.tuning_seed
         return choose_rate(lambda rate: self.trained(seed, arm, rate), self.arguments.learning_rates)
+
+    def _training(self, seed: int, arm: str, rate: float) -> PretrainArguments:
+        folder, initial = self._folder(seed, f"{arm}-{rate:g}"), self._initial(seed, arm)
+        steps = self.arguments.steps
+        every = steps // self.arguments.validations
+        lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // WARMUP}
+        saves: dict[str, Any] = {"eval_every": every, "save_every": every, "keep_checkpoints": 1}
+        start: dict[str, Any] = {"seed": seed, "learning_rate": rate, "init_from": str(initial)}
+        return self._options(output=str(folder), **start, **lengths, **saves)
 
     def _options(self, **options: Any) -> PretrainArguments:
         return PretrainArguments(
@@ -69,8 +83,11 @@ class Runs:
         )
 
     def _initial(self, seed: int, arm: str) -> Path:
+        return self._folder(seed, f"initial-{arm}")
+
+    def _make_initial(self, seed: int, arm: str) -> Path:
         """A model before training, with the plain model's weights where it has such weights, and the tokenizer."""
-        folder = self._folder(seed, f"initial-{arm}")
+        folder = self._initial(seed, arm)
         if not folder.exists():
             tokenizer = self._tokenizer()
             torch.manual_seed(seed)
@@ -111,6 +128,4 @@ class Runs:
         return load_tokenizer(folder)
 
     def _folder(self, seed: int, name: str) -> Path:
-        folder = self.output / f"seed-{seed}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / name
+        return self.output / f"seed-{seed}" / name

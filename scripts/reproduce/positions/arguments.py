@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import UserError
+from ...compare.arguments import check_rates, check_seeds
 
 TASKS = ("copy-one", "copy-many", "sort", "sum", "reverse", "parity", "addition", "addition-reversed")
 # What the configuration of each scheme's model has.
@@ -76,12 +77,8 @@ class PositionsArguments:
                 raise UserError(f"{name}={unknown if given else given} must be some of {', '.join(known)}")
         if set(self.wide) - set(self.schemes):
             raise UserError(f"wide={self.wide} must be some of the schemes {self.schemes}")
-        if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"seeds={self.seeds} must be two or more different ones; a single one shows no spread")
-        if self.tuning_seed in self.seeds:
-            raise UserError(f"tuning_seed={self.tuning_seed} is one of the measured seeds={self.seeds}; take another")
-        if not self.learning_rates or min(self.learning_rates) <= 0:
-            raise UserError(f"learning_rates={self.learning_rates} must be one or more positive numbers")
+        check_seeds(self.seeds, self.tuning_seed)
+        check_rates(self.learning_rates)
         if self.steps < 2 or self.layers < 1 or not 0 <= self.longest <= 20:
             raise UserError(
                 f"steps={self.steps} must be 2 or more, layers={self.layers} 1 or more, longest={self.longest} 0 to 20"

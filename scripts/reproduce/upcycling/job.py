@@ -9,6 +9,7 @@ from ...compare.job import Losses
 from ...compare.record import Record, make_record, read_run
 from ...compare.study_folder import RECORD, claim, draw
 from ...compare.table import table
+from ...compare.texts import check_same_texts
 from .arguments import UpcyclingArguments
 from .runs import ARMS, Runs
 
@@ -37,10 +38,12 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     """Trains what is missing and returns the record.
 
     Raises:
-        UserError: the folder holds a study with other settings, or a run failed.
+        UserError: a rate is refused, the folder holds a study with other settings or texts, or a run failed.
     """
     runs = Runs(output, arguments.parent_steps, arguments.steps)
+    planned = runs.planned((arguments.tuning_seed, *arguments.seeds), arguments.learning_rates)
     claim(output, runs.settings(), "upcycling study")
+    check_same_texts(planned)
     rates, losses = choose_rates(arguments, runs)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
     measured = {

@@ -3,7 +3,9 @@
 A run is a folder that `dynattn pretrain` or `dynattn convert` completes by a rename, so it is either whole or absent.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +66,23 @@ class Runs:
 
     def parent(self, seed: int) -> Path:
         """A GPT-NeoX from scratch; `seed` decides its initial weights and the order of the data."""
-        return self._train(self._folder(seed, "parent"), self.parent_steps, seed, model_config=MODEL, **PARENT)
+        return train_once(self._pretraining(seed))
 
     def continued(self, seed: int, name: str, rate: float) -> Path:
         """The parent of `seed`, trained further as the arm `name`; all arms read the same tokens in the same order."""
-        arm = ARMS[name]
-        return self._train(
-            self._folder(seed, f"{name}-{rate:g}"),
-            self.steps,
-            seed,
-            init_from=str(self._upcycled(seed) if arm.composed else self.parent(seed) / "model"),
-            learning_rate=rate,
-            composition_learning_rate=None if arm.rate_ratio == 1 else arm.rate_ratio * rate,
-            freeze_parent_steps=-(-self.steps // FROZEN) if arm.frozen_first else 0,
-        )
+        self.parent(seed)
+        if ARMS[name].composed:
+            self._upcycle(seed)
+        return train_once(self._continuing(seed, name, rate))
+
+    def planned(self, seeds: Sequence[int], rates: Sequence[float]) -> list[PretrainArguments]:
+        """The runs from which a study may be made: parents, and each arm with each learning rate.
+
+        Raises:
+            UserError: a learning rate is refused.
+        """
+        parents = [self._pretraining(seed) for seed in seeds]
+        return parents + [self._continuing(*cell) for cell in product(seeds, ARMS, rates)]
 
     def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, Losses]:
         """The learning rate with the lowest last validation loss on `seed`, and the losses of all.
@@ -92,15 +97,28 @@ class Runs:
         shares = {"warmup_share": 1 / WARMUP, "frozen_share": 1 / FROZEN}
         return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": COMMON}
 
-    def _upcycled(self, seed: int) -> Path:
-        """The parent as a DCPythia; the conversion checks that its logits are the parent's."""
-        folder = self._folder(seed, "upcycled")
+    def _upcycle(self, seed: int) -> None:
+        """Makes the parent a DCPythia; the conversion checks that its logits are the parent's."""
+        source, folder = self._parent_model(seed), self._upcycled(seed)
         if not folder.exists():
-            source = self.parent(seed) / "model"
             upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)
-        return folder
 
-    def _train(self, folder: Path, steps: int, seed: int, **options: Any) -> Path:
+    def _pretraining(self, seed: int) -> PretrainArguments:
+        return self._options(seed, "parent", self.parent_steps, model_config=MODEL, **PARENT)
+
+    def _continuing(self, seed: int, name: str, rate: float) -> PretrainArguments:
+        arm = ARMS[name]
+        return self._options(
+            seed,
+            f"{name}-{rate:g}",
+            self.steps,
+            init_from=str(self._upcycled(seed) if arm.composed else self._parent_model(seed)),
+            learning_rate=rate,
+            composition_learning_rate=None if arm.rate_ratio == 1 else arm.rate_ratio * rate,
+            freeze_parent_steps=-(-self.steps // FROZEN) if arm.frozen_first else 0,
+        )
+
+    def _options(self, seed: int, name: str, steps: int, **options: Any) -> PretrainArguments:
         every = max(1, steps // VALIDATIONS)
         lengths: dict[str, Any] = {
             "max_steps": steps,
@@ -108,7 +126,14 @@ class Runs:
             "eval_every": every,
             "save_every": every,
         }
-        return train_once(PretrainArguments(output=str(folder), seed=seed, **lengths, **COMMON, **options))
+        output = str(self._folder(seed, name))
+        return PretrainArguments(output=output, seed=seed, **lengths, **COMMON, **options)
+
+    def _parent_model(self, seed: int) -> Path:
+        return self._folder(seed, "parent") / "model"
+
+    def _upcycled(self, seed: int) -> Path:
+        return self._folder(seed, "upcycled")
 
     def _folder(self, seed: int, name: str) -> Path:
         return self.output / f"seed-{seed}" / name

@@ -24,7 +24,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Runs) -> None:
-    folders = {arm: runs._initial(3, arm) for arm in ARMS}
+    folders = {arm: runs._make_initial(3, arm) for arm in ARMS}
     weights = {arm: load_file(folder / "model.safetensors") for arm, folder in folders.items()}
     plain = weights.pop("plain")
     for arm, found in weights.items():
@@ -33,7 +33,7 @@ def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Run
         assert len(shared) == len(plain) - (6 if arm == "wide" else 0)  # three matrices of two MLPs
     sizes = {arm: sum(tensor.numel() for tensor in found.values()) for arm, found in weights.items()}
     assert abs(sizes["wide"] / sizes["all"] - 1) < 0.01
-    assert not load_file(runs._initial(4, "plain") / "model.safetensors")["model.embed_tokens.weight"].equal(
+    assert not load_file(runs._make_initial(4, "plain") / "model.safetensors")["model.embed_tokens.weight"].equal(
         plain["model.embed_tokens.weight"]
     )
     dropout = AutoConfig.from_pretrained(folders["dropout"])
@@ -50,6 +50,8 @@ def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Run
         (["--seeds", "1", "100"], "tuning_seed=100 is one of the measured"),
         (["--steps", "4", "--validations", "5"], "validations=5 1 to steps"),
         (["--learning_rates", "0"], "must be one or more positive numbers"),
+        (["--learning_rates", "1e-3", "nan"], "must be one or more positive numbers"),
+        (["--learning_rates", "1e-3", "20"], "times the learning rate 20.0 must be below 1"),
         (["--redraw"], "holds no record.json"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -57,6 +59,7 @@ def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Run
 def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "masked-lm", "--output", str(tmp_path / "new"), *options]) == 2
     assert told in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

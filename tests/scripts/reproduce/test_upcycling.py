@@ -88,6 +88,7 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
         ({"seeds": [1, 1]}, "must be two or more different ones"),
         ({"seeds": [0, 100]}, "tuning_seed=100 is one of the measured"),
         ({"learning_rates": [1e-3, 0.0]}, "must be one or more positive numbers"),
+        ({"learning_rates": [1e-3, float("inf")]}, "must be one or more positive numbers"),
         ({"steps": 1}, "steps=1 2 or more"),
         ({"redraw": True, "output": "nowhere"}, "nowhere holds no record.json"),
     ],
@@ -96,6 +97,14 @@ def test_mistakes_are_told(options: dict[str, Any], message: str, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         draw(Path(str(UpcyclingArguments(**options).output)), table, draw_arms, PLOT)
+
+
+def test_a_rate_that_one_arm_refuses_is_told_before_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The composition of one arm learns three times as fast as the rest."""
+    options = ["--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "4"]
+    assert cli.main(["reproduce", "upcycling", *options]) == 2
+    assert "times the learning rate 12.0 must be below 1" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
 
 
 def test_quick_has_its_own_folder():

@@ -1,0 +1,39 @@
+"""Whether the runs of a study read the same texts, by the fingerprints that each keeps beside its tokens."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..common.errors import UserError
+from ..pretrain import PretrainArguments
+from ..pretrain.data.preparation import SOURCE_FILE, Fingerprints, fingerprints
+from ..pretrain.outputs.run_folder import RunFolder
+
+
+def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
+    """Refuses to continue a study with other texts than its runs have read, which may have the same names.
+
+    Args:
+        planned: the runs of the study, which name the same texts; those that have not begun are passed by.
+
+    Raises:
+        UserError: a run has read other texts than there are now.
+    """
+    now: dict[bool, Fingerprints] = {}  # a stream is recognized by its beginning, and other texts by all of them
+    for arguments in planned:
+        read = read_texts(Path(arguments.output))
+        if read is None:
+            continue
+        if arguments.streaming not in now:
+            now[arguments.streaming] = fingerprints(arguments)
+        if changed := [name for name, found in now[arguments.streaming].items() if read.get(name, found) != found]:
+            raise UserError(
+                f"{arguments.output} has read other {' and '.join(changed).replace('_', ' ')} than there are now; give "
+                "those texts, or another --output"
+            )
+
+
+def read_texts(run: Path) -> Fingerprints | None:
+    """What the run of a folder has read, as far as its version says; None if it has not begun."""
+    file = RunFolder(run).data / SOURCE_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
