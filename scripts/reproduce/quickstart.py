@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains and evaluates both models, prints the comparison, and reloads the DCFormer in a fresh process."""
     arguments = parse_arguments(QuickstartArguments, argv, prog="dynattn quickstart", description=__doc__)
     output = Path(arguments.output)
+    check_finished(output, arguments)
     for name in MODELS:
         run_once(output / name / "result.json", pretrain_command(output, name, arguments))
     for name in MODELS:
@@ -75,6 +76,18 @@ def main(argv: Sequence[str]) -> int:
     generate(output / "dcformer" / "model")
     print(closing_words(output))
     return 0
+
+
+def check_finished(output: Path, arguments: QuickstartArguments) -> None:
+    """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place."""
+    for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
+        trained = json.loads(file.read_text(encoding="utf-8"))["arguments"]
+        for option in ("max_steps", "seed"):
+            if trained[option] != getattr(arguments, option):
+                raise UserError(
+                    f"{file} is of a run with {option}={trained[option]}, and not {getattr(arguments, option)}; give "
+                    "another --output"
+                )
 
 
 def pretrain_command(output: Path, name: str, arguments: QuickstartArguments) -> list[str]:

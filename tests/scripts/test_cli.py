@@ -329,6 +329,22 @@ def test_the_quickstart_says_where_its_losses_fell(finished_runs: Path, moved: f
     assert quickstart.placement(finished_runs, quickstart.QuickstartArguments(seed=1)) == ""
 
 
+@pytest.mark.parametrize("option", [["--max_steps", "25"], ["--seed", "1"]], ids=["max_steps", "seed"])
+def test_the_quickstart_does_not_show_runs_with_other_arguments(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two models one is finished."""
+    (tmp_path / "dcformer").mkdir()
+    result = {"arguments": {"max_steps": 300, "seed": 0}}
+    (tmp_path / "dcformer" / "result.json").write_text(json.dumps(result))
+    monkeypatch.setattr(quickstart, "run_once", None)
+    assert cli.main(["quickstart", "--output", str(tmp_path), *option]) == 2
+    name, value = option[0].removeprefix("--"), option[1]
+    told = f"is of a run with {name}={result['arguments'][name]}, and not {value}; give another --output"
+    assert told in capsys.readouterr().err
+    quickstart.check_finished(tmp_path, quickstart.QuickstartArguments())
+
+
 def test_the_recorded_losses_are_those_of_the_record() -> None:
     content = json.loads((Path(__file__).parents[2] / "model_cards/records/quickstart/record.json").read_text())
     losses = {name: round(runs["training"]["validation_loss"], 4) for name, runs in content.items()}
