@@ -6,18 +6,22 @@ A folder may come from anywhere, so nothing in it is taken at its word: not its 
 import json
 import os
 import reprlib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError, last_line
 
-# Patterns of file names: a tokenizer's, and those of what else lies beside weights and configuration.
+# Patterns of paths in a folder: a tokenizer's, and those of what else lies beside weights and configuration.
 TOKENIZER_PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
+    *("vocab.txt", "merges.txt", "*.model", "*.spm", "target_vocab.json", "*.tiktoken", "tekken.json"),
+    *("*.jinja", "additional_chat_templates/*.jinja"),
 )
-COMPANION_PATTERNS = ("generation_config.json", "preprocessor_config.json", "LICENSE*", "NOTICE*")
+COMPANION_PATTERNS = (
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
+)
 # Transformers loads the base model that this file names, from wherever it is, instead of the folder that it is in.
 ADAPTER = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -123,13 +127,26 @@ def refusal_of(error: Exception) -> str:
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """The sorted names of the files in `folder` that match one of `patterns`.
+    """The sorted paths, relative to `folder`, of the files in it that match one of `patterns`.
 
     Raises:
-        UserError: one is a link to a file elsewhere.
+        UserError: one is a link to a file elsewhere, or in such a folder.
     """
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(require_inside(path).name for path in found)
+    return sorted(require_inside(path, folder).relative_to(folder).as_posix() for path in found)
+
+
+def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
+    """Copies the files that `matching_files` has found in the folder `source`, and the sub-folders that they are in."""
+    for name in names:
+        (destination / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, destination / name)
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """The bytes of all files in `folder` and its sub-folders, by their sorted relative paths."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def file_of_index(index: Path, name: object) -> Path:
@@ -147,13 +164,13 @@ def file_of_index(index: Path, name: object) -> Path:
     return require_inside(index.with_name(str(name)))
 
 
-def require_inside(path: Path) -> Path:
-    """Returns `path`, a file directly in a checkpoint folder.
+def require_inside(path: Path, folder: Path | None = None) -> Path:
+    """Returns `path`, a file in the checkpoint folder `folder`; without it, directly in one.
 
     Raises:
         UserError: it is a link that leaves the folder, other than from a snapshot in the Hub's cache to its blobs.
     """
-    folder = path.parent.resolve()
+    folder = (folder or path.parent).resolve()
     try:
         target = path.resolve()
     except (OSError, RuntimeError) as error:

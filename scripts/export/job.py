@@ -1,7 +1,6 @@
 """The job: load the checkpoint, trace its graphs aside, prove them, then move the folder in place."""
 
 import logging
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..common.atomic_folder import check_destination, recover, staged_folder
-from ..common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
 from ..common.errors import UserError, first_line
 from ..common.folder_names import resolve_destination, resolve_folder
 from .arguments import ExportArguments
@@ -59,9 +58,8 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
         prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
         write_graphs(staging, model, target)
         proof = prove(staging, target, model, prompt, mask, arguments.tokens)
-        for name in matching_files(source, TOKENIZER_PATTERNS):
-            shutil.copyfile(source / name, staging / name)
-        sizes = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+        copy_files(matching_files(source, TOKENIZER_PATTERNS), source, staging)
+        sizes = file_sizes(staging)
     return Export(destination, description, sizes, proof)
 
 

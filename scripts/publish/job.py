@@ -1,6 +1,5 @@
 """The job: check the checkpoint, write a temporary folder, verify it, move it into place, push it."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from dynattn.remote_code import write_code
 
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_destination, recover, staged_folder
-from ..common.checkpoint_files import read_config
+from ..common.checkpoint_files import copy_files, file_sizes, read_config
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
@@ -50,9 +49,9 @@ def publish(arguments: PublishArguments) -> Publication:
     if repo is not None:
         options = {name: getattr(arguments, name) for name in ("private", "revision", "commit_message")}
         url = push(destination, repo, **options)
-    sizes = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
-    left_out = sorted(path.name for path in checkpoint.folder.iterdir() if path.name not in sizes)
-    return Publication(destination, checkpoint, sizes, check, url, left_out)
+    written = {path.name for path in destination.iterdir()}
+    left_out = sorted(path.name for path in checkpoint.folder.iterdir() if path.name not in written)
+    return Publication(destination, checkpoint, file_sizes(destination), check, url, left_out)
 
 
 def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArguments) -> None:
@@ -61,8 +60,7 @@ def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArgumen
     Raises:
         UserError: the model card or the scores are not what the Hub accepts.
     """
-    for name in checkpoint.files_to_copy:
-        shutil.copyfile(checkpoint.folder / name, folder / name)
+    copy_files(checkpoint.files_to_copy, checkpoint.folder, folder)
     write_code(checkpoint.config, folder)
     config = {**read_config(checkpoint.folder), "auto_map": checkpoint.config.auto_map}
     write_json(folder / "config.json", config, sort_keys=True)

@@ -1,7 +1,6 @@
 """The files of a checkpoint beside weights and configuration: tokenizer, generation configuration, license."""
 
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -12,19 +11,13 @@ from ...common.errors import last_line
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def find_companions(source: Path) -> list[Path]:
-    """The files of tokenizer, generation configuration and license.
+def find_companions(source: Path) -> list[str]:
+    """The paths in `source` of the files of tokenizer, processor, generation configuration and license.
 
     Raises:
         UserError: one is a link to a file elsewhere.
     """
-    return [source / name for name in matching_files(source, (*TOKENIZER_PATTERNS, *COMPANION_PATTERNS))]
-
-
-def copy_companions(companions: Iterable[Path], destination: Path) -> None:
-    """Copies files that `find_companions` has found."""
-    for path in companions:
-        shutil.copyfile(path, destination / path.name)
+    return matching_files(source, (*TOKENIZER_PATTERNS, *COMPANION_PATTERNS))
 
 
 def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str]:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from ...common.atomic_folder import check_destination, recover, staged_folder
-from ...common.checkpoint_files import check_sizes, read_config
+from ...common.checkpoint_files import check_sizes, copy_files, file_sizes, read_config
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
-from .companion_files import copy_companions, find_companions
+from .companion_files import find_companions
 from .tensor_source import TensorSource
 from .weight_map import Step
 from .writing import write_weights
@@ -129,11 +129,11 @@ def convert(
     plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)
     with staged_folder(destination) as staging:
         write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
-        copy_companions(companions, staging)
+        copy_files(companions, source, staging)
         plan.warnings.extend(plan.write_config(staging))
         if arguments.verify:
             plan.verify(staging)
-        plan.sizes = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+        plan.sizes = file_sizes(staging)
     return plan
 
 

@@ -7,7 +7,9 @@ import pytest
 from dynattn.scripts.common.checkpoint_files import (
     DEEPEST,
     check_sizes,
+    copy_files,
     file_of_index,
+    file_sizes,
     matching_files,
     read_json,
     refusal_of,
@@ -52,6 +54,21 @@ def test_patterns_match_files_but_no_folders(tmp_path: Path) -> None:
     tmp_path.with_name("elsewhere").touch()
     with pytest.raises(UserError, match="LICENSE is a link"):
         matching_files(tmp_path, ["LICENSE*"])
+
+
+def test_files_of_sub_folders_are_found_and_copied_with_them(tmp_path: Path) -> None:
+    source, copied = tmp_path / "source", tmp_path / "copied"
+    (source / "part").mkdir(parents=True)
+    copied.mkdir()
+    (source / "a.txt").write_text("a")
+    (source / "part" / "b.txt").write_text("bb")
+    names = matching_files(source, ["*.txt", "part/*.txt"])
+    copy_files(names, source, copied)
+    assert names == ["a.txt", "part/b.txt"]
+    assert file_sizes(copied) == file_sizes(source) == {"a.txt": 1, "part/b.txt": 2}
+    link(source / "linked", "../copied/part")
+    with pytest.raises(UserError, match=r"b\.txt is a link to .*, outside the checkpoint's folder"):
+        matching_files(source, ["linked/*.txt"])
 
 
 def test_json_may_be_deep_but_not_too_deep(tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ def test_a_name_on_the_hub_is_downloaded_in_one_format(
     assert convert(*words) == 0
     assert (asked["name"], asked["revision"]) == ("someone/pythia", "step3000")
     assert {"*.safetensors", "*.bin"} & set(asked["allow_patterns"]) == {wanted}
-    assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(asked["allow_patterns"])
+    others = {"config.json", "tokenizer.json", "*.spm", "additional_chat_templates/*.jinja", "generation_config.json"}
+    assert others <= set(asked["allow_patterns"])
 
 
 @pytest.mark.parametrize(
