@@ -21,12 +21,14 @@ class Answers:
         ways: logits or hidden states `[...]` of each way of asking.
         noise: the largest difference between ways that should agree, which is rounding alone.
         loss: the model's loss on the probe, where it has one.
+        generated: the tokens `[2, T]` that it generates, where it was asked to; it may stop before another model does.
     """
 
     question: str
     ways: tuple[Tensor, ...]
     noise: float
     loss: float | None = None
+    generated: Tensor | None = None
 
 
 class Probe(NamedTuple):
@@ -49,12 +51,21 @@ class Probe(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models' answers: the largest difference over all ways, what rounding explains, and both losses."""
+    """Two models' answers to one probe, compared.
+
+    Attributes:
+        question: what was asked, in words.
+        difference: the largest one over all ways of asking.
+        noise: what rounding alone explains.
+        losses: of both models.
+        generate_alike: whether both generate the same tokens, where they were asked to.
+    """
 
     question: str
     difference: float
     noise: float
     losses: tuple[float | None, float | None]
+    generate_alike: bool = True
 
     @property
     def limit(self) -> float:
@@ -63,17 +74,16 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.difference <= self.limit
+        """Whether rounding explains the difference, and generated tokens are the same."""
+        return self.generate_alike and self.difference <= self.limit
 
     def describe(self) -> str:
-        """How far the logits are from each other, in one line."""
+        """How far the logits are from each other, and whether generated tokens differ, in one line."""
+        logits = f"differ by {self.difference:.1e} (float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
         if self.difference == 0:
-            return f"{self.question}: logits are equal bit for bit"
-        return (
-            f"{self.question}: logits differ by {self.difference:.1e} "
-            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
-        )
+            logits = "are equal bit for bit"
+        generated = "" if self.generate_alike else ", but other tokens are generated; compare the generation settings"
+        return f"{self.question}: logits {logits}{generated}"
 
     def describe_effect(self) -> str:
         """What the second model's difference does to loss and logits, in one line."""
@@ -91,13 +101,18 @@ def compare_answers(first: Answers, second: Answers) -> Comparison:
     """Compares two models' answers to the same probe.
 
     Raises:
-        UserError: the first model's logits are not finite.
+        UserError: the first model's logits are not finite, or the second model's have another shape.
     """
     if not first.ways[0].isfinite().all():
         raise UserError("the first model's logits are not finite; its weights are damaged")
-    pairs = zip(first.ways, second.ways, strict=True)
+    pairs = list(zip(first.ways, second.ways, strict=True))
+    for one, other in pairs:
+        if one.shape != other.shape:
+            raise UserError(f"answers of shapes {tuple(one.shape)} and {tuple(other.shape)} cannot be compared")
     difference = torch.tensor([largest(one - other) for one, other in pairs]).max().item()  # NaN if there is one
-    return Comparison(first.question, difference, first.noise, (first.loss, second.loss))
+    generated = [answers.generated for answers in (first, second) if answers.generated is not None]
+    alike = len(generated) < 2 or torch.equal(*generated)
+    return Comparison(first.question, difference, first.noise, (first.loss, second.loss), alike)
 
 
 def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:

@@ -23,9 +23,10 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     )
     return Answers(
         f"{ids.numel()} tokens, short and long sources, padded, cached and generated",
-        (full, _logits(model, target, source), padded, decoded, tokens.float()),
+        (full, _logits(model, target, source), padded, decoded),
         rounding_between((full, padded), (full, decoded)),
         functional.cross_entropy(full[:, :-1].flatten(0, 1), target[:, 1:].flatten()).item(),
+        tokens,
     )
 
 
