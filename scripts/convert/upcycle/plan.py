@@ -16,10 +16,13 @@ from ..common.answers import Comparison, Probe, compare_answers
 from ..common.driver import ConversionPlan
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.probe import TEXT
 from ..common.tensor_source import TensorSource, count_elements
+from ..common.translation_probe import TRANSLATION
 from ..common.weight_map import WeightMap, plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
+from .by_model_type import write_generation_settings, write_preprocessors
 from .config import (
     NO_COMPOSITION,
     check_parent,
@@ -62,7 +65,9 @@ class Upcycling(ConversionPlan):
 
     def write_config(self, folder: Path) -> Sequence[str]:
         write_transformers_config(folder, self.config, self.dtype)
-        return ()
+        if self.probe is TEXT or self.probe is TRANSLATION:  # others do not generate
+            write_generation_settings(self.source.folder, folder)
+        return list(write_preprocessors(self.source.folder, folder))
 
     def verify(self, written: Path) -> None:
         """Checks that the written weights give the source's logits when run with the source's settings.
@@ -78,10 +83,10 @@ class Upcycling(ConversionPlan):
         twin = None if self.same_model else self.twin
         proof = compare_answers(theirs, probe.ask(self._load(written, config=twin), inputs))
         if not proof.equal:
-            raise UserError(
-                f"the written model's logits differ from the source's by {proof.difference:.1e}; rounding explains "
-                f"{proof.limit:.1e}. Nothing was written"
-            )
+            what = f"'s logits differ from the source's by {proof.difference:.1e}; rounding explains {proof.limit:.1e}"
+            if proof.difference <= proof.limit:
+                what = " has the source's logits, but generates other tokens"
+            raise UserError(f"the written model{what}. Nothing was written")
         self.proof = proof
         if not self.same_model:
             self.effect = compare_answers(theirs, probe.ask(self._load(written), inputs))
