@@ -58,11 +58,13 @@ def place(tmp_path: Path) -> Path:
 def refused(originals: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Damages a copy of a source, converts it in vain, and returns the one line that says why."""
 
-    def run(kind: str, damage: Callable[[Path], object], *options: object) -> str:
+    def run(
+        kind: str, damage: Callable[[Path], object], *options: object, destination: object = place / "made"
+    ) -> str:
         source = Path(shutil.copytree(originals / kind, place / "source", dirs_exist_ok=True))
         damage(source)
         before = sorted(path.name for path in place.iterdir())
-        line = refusal(capsys, KINDS[kind], source, place / "made", "--no-verify", *options)
+        line = refusal(capsys, KINDS[kind], source, destination, "--no-verify", *options)
         assert sorted(path.name for path in place.iterdir()) == before
         return line
 
@@ -125,7 +127,7 @@ def test_links_out_of_the_folder(name: str, target: str, place: Path, refused: C
         (source / name).unlink(missing_ok=True)
         (source / name).symlink_to(target if target.startswith("..") else place / target)
 
-    line = refused("llama", link, "--destination", place / "parent" / "made")
+    line = refused("llama", link, destination=place / "parent" / "made")
     assert f"{name} is a link to {place / 'outside'}, outside the checkpoint's folder" in line
 
 
@@ -257,14 +259,14 @@ def test_hostile_destinations(
     (place / "link").symlink_to("source")
     (place / "circle").symlink_to("circle")
     is_beside = destination not in ("", "/", ".", "..")
-    line = refused("llama", lambda _: None, "--destination", f"../{destination}" if is_beside else destination)
+    line = refused("llama", lambda _: None, destination=f"../{destination}" if is_beside else destination)
     assert says in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_destination_that_may_not_be_written(place: Path, refused: Callable[..., str]) -> None:
     (place / "closed").mkdir(mode=0o500)
-    assert "Permission denied" in refused("llama", lambda _: None, "--destination", place / "closed" / "made")
+    assert "Permission denied" in refused("llama", lambda _: None, destination=place / "closed" / "made")
 
 
 @pytest.mark.parametrize(
