@@ -58,9 +58,7 @@ def place(tmp_path: Path) -> Path:
 def refused(originals: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Damages a copy of a source, converts it in vain, and returns the one line that says why."""
 
-    def run(
-        kind: str, damage: Callable[[Path], object], *options: object, destination: object = place / "made"
-    ) -> str:
+    def run(kind: str, damage: Callable[[Path], object], *options: object, destination: object = place / "made") -> str:
         source = Path(shutil.copytree(originals / kind, place / "source", dirs_exist_ok=True))
         damage(source)
         before = sorted(path.name for path in place.iterdir())
