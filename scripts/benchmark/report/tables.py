@@ -99,13 +99,12 @@ def _heading(record: Record) -> str:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers", "python"))
     allocator = ", ".join(f"{name}={value}" for name, value in record["allocator"].items())
     rates = record["machine"]["gemm_flops_per_second"] / 1e9, record["machine"]["copy_bytes_per_second"] / 1e9
-    load, load_after = record["load_average"][0], record["load_average_after"][0]
     lines = [
         f"`{' '.join(record['command'])}`",
         "",
         f"{record['started']}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
         f"{record['threads']} threads, {versions}, {allocator}. Matrix product {rates[0]:,.0f} GFLOP/s, "
-        f"copy {rates[1]:,.1f} GB/s. Load average {load:.1f} before and {load_after:.1f} after.",
+        f"copy {rates[1]:,.1f} GB/s. Load average {record['load_average'][0]:.1f} before and {_load_after(record)}.",
     ]
     if record["left_out"]:
         lines += ["", f"Left out: {', '.join(record['left_out'])}."]
@@ -114,6 +113,12 @@ def _heading(record: Record) -> str:
     if record.get("clocks"):
         lines += ["", ", ".join(f"{name} {value}" for name, value in record["clocks"].items()) + "."]
     return "\n".join(lines)
+
+
+def _load_after(record: Record) -> str:
+    """The load at the end; a run that was interrupted has the cases that it came to."""
+    load = record.get("load_average_after")
+    return "not known after: the run was interrupted, and lacks cases" if load is None else f"{load[0]:.1f} after"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -35,7 +35,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None])
 def test_defaults_of_pytorch_change_nothing(case: Case, default: str) -> None:
     """C code reads and writes float32 on the CPU, whatever new tensors are by default."""
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def derivatives(function: Callable[[Tensor], Tensor], at: Tensor) -> list[Tensor
     ]
 
 
-@pytest.mark.parametrize("case", [Case(6, 6), Case(1, 6), Case(6, 9, tables=("bias",), offset=2)], ids=str)
+@pytest.mark.parametrize("case", [Case(6, 6), Case(1, 6), Case(6, 9, tables=("bias",), offset=2)])
 def test_transforms_have_the_derivatives_of_the_reference(case: Case) -> None:
     torch.manual_seed(0)
     tensors, keywords = random_inputs(case)

@@ -30,3 +30,5 @@ def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypat
     plots_there = {path.name: path.read_bytes() for path in (tmp_path / "second").glob("*.png")}
     assert plots_there.keys() == PLOTS
     assert all(content.startswith(b"\x89PNG") for content in plots_there.values())
+    del record["load_average_after"]
+    assert "not known after: the run was interrupted" in format_record(record)
