@@ -4,8 +4,10 @@ import json
 import signal
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice, takewhile
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from ..common.errors import StoppedError, UserError
 from ..pretrain.stopping import signals_received
 
 Result = dict[str, Any]
+ResultsOf = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[tuple[Any, Any]]]
 
 
 class AnyRun(Protocol):
@@ -62,14 +65,11 @@ class StudyRuns:
     def make(self, runs: Iterable[AnyRun]) -> int:
         """Makes those that have no file, in their order, until the deadline; returns how many are left."""
         missing = [run for run in runs if not self.has(run)]
+        in_time = takewhile(lambda _: time.monotonic() <= self.deadline, missing)
         with worker_pool(self.workers) as results_of:
-            for first in range(0, len(missing), self.workers):
-                if time.monotonic() > self.deadline:
-                    return len(missing) - first
-                batch = missing[first : first + self.workers]
-                for run, result in zip(batch, results_of(self.run_one, batch), strict=True):
-                    self._keep(run, result)
-        return 0
+            for run, result in results_of(self.run_one, in_time):
+                self._keep(run, result)
+        return sum(not self.has(run) for run in missing)
 
     def has(self, run: AnyRun) -> bool:
         """Whether the run is finished."""
@@ -112,21 +112,37 @@ def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> 
 
 
 @contextmanager
-def worker_pool(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Something like `map` that uses so many processes, each with one thread; a single one is this process."""
+def worker_pool(workers: int) -> Iterator[ResultsOf]:
+    """A function that calls another one for every item, in so many processes, each with one thread.
+
+    It yields items and results in the order in which they are finished. A single worker is this process.
+    """
     if workers == 1:
         _one_thread()
-        yield map
+        yield lambda function, items: ((item, function(item)) for item in items)
         return
     # Processes are started afresh: one that is forked hangs in libraries whose threads it does not have.
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_prepare_worker) as pool:
         try:
             with signals_received(_stop):
-                yield pool.map
+                yield partial(_as_finished, pool, workers)
         except StoppedError:
             for process in active_children():  # they would wait for work for ever, or delay the end
                 process.terminate()
             raise
+
+
+def _as_finished(
+    pool: Executor, workers: int, function: Callable[[Any], Any], items: Iterable[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Items and results. An item is taken when a worker is free for it, so that `items` can end at a deadline."""
+    left = iter(items)
+    running = {pool.submit(function, item): item for item in islice(left, workers)}
+    while running:
+        finished, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            yield running.pop(future), future.result()
+        running |= {pool.submit(function, item): item for item in islice(left, len(finished))}
 
 
 def _stop(number: int) -> None:

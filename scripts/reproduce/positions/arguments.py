@@ -62,6 +62,10 @@ class PositionsArguments:
     longest: int = field(
         default=0, metadata={"help": "longest trained length; 0: 20 for copying and reversing, 8 for the others"}
     )
+    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
+    max_seconds: float | None = field(
+        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+    )
     quick: bool = field(
         default=False,
         metadata={"help": "16 small runs of copy-one, whatever else is given"},
@@ -79,7 +83,8 @@ class PositionsArguments:
             raise UserError(f"wide={self.wide} must be some of the schemes {self.schemes}")
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
-        if self.steps < 2 or self.layers < 1 or not 0 <= self.longest <= 20:
+        if self.steps < 2 or min(self.layers, self.workers) < 1 or not 0 <= self.longest <= 20:
             raise UserError(
-                f"steps={self.steps} must be 2 or more, layers={self.layers} 1 or more, longest={self.longest} 0 to 20"
+                f"steps={self.steps} must be 2 or more, layers={self.layers} and workers={self.workers} 1 or more, "
+                f"longest={self.longest} 0 to 20"
             )

@@ -1,7 +1,6 @@
 """The whole study: its missing runs, then record, table and plot."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...common.environment import hardware, versions
+from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
+from ..study_runs import Result, StudyRuns
 from .arguments import PositionsArguments
 from .figures import draw_lengths
 from .record import make_record, table, trained_match
@@ -26,26 +27,45 @@ def run_study(arguments: PositionsArguments) -> str:
     """Trains what is missing, then writes record, table and plot; returns the table and the names of the files.
 
     Raises:
-        UserError: the folder holds a study with other settings, or there is no record to redraw.
+        UserError: the folder holds a study with other settings, there is no record to redraw, or time was over before
+            two seeds were finished.
     """
     output = Path(str(arguments.output))
-    if not arguments.redraw:
-        claim(output, {name: getattr(arguments, name) for name in COMMON}, "study of positions")
-        rates, tuning = choose_rates(arguments, output)
-        runs = [measure(run, output) for run in plan(arguments, rates)]
-        settings = {name: getattr(arguments, name) for name in (*COMMON, "tasks", "schemes", "wide", "seeds")}
-        settings |= {"learning_rates": arguments.learning_rates, "tuning": tuning, "chosen": rates, "model": MODEL}
-        measured: dict[str, Any] = {"hardware": hardware(torch.device("cpu")), "versions": versions()}
-        measured["threads"] = torch.get_num_threads()
-        record = {"command": command_of(arguments), **measured, **make_record(settings, runs)}
-        write_json(output / RECORD, record, indent=1)
-    return draw(output, table, draw_lengths, PLOT)
+    if arguments.redraw:
+        return draw(output, table, draw_lengths, PLOT)
+    claim(output, {name: getattr(arguments, name) for name in COMMON}, "study of positions")
+    runs = StudyRuns(output / "runs", train, _told, arguments.workers, arguments.max_seconds)
+    left = runs.make(tuning_runs(arguments))
+    left = left or runs.make(measured_runs(arguments, chosen_rates(arguments, runs), arguments.seeds))
+    rest = f"{left} runs are left; the same command goes on with them" if left else ""
+    seeds = finished_seeds(arguments, runs)
+    if len(seeds) < 2:
+        raise UserError(f"{rest}, and two finished seeds make a record")
+    write_json(output / RECORD, record_of(arguments, runs, seeds), indent=1)
+    return f"{draw(output, table, draw_lengths, PLOT)}\n{rest}".rstrip()
 
 
-def plan(arguments: PositionsArguments, rates: dict[str, float]) -> Iterator[Run]:
-    """The measured runs. A seed is finished in all cells before the next one begins."""
+def tuning_runs(arguments: PositionsArguments) -> list[Run]:
+    """The runs by which plain and composed models get their learning rates; none if there is nothing to choose."""
     shared = {name: getattr(arguments, name) for name in COMMON}
-    for seed in arguments.seeds:
+    rates = arguments.learning_rates if len(arguments.learning_rates) > 1 else []
+    return [
+        Run(TUNING_TASK, TUNING_SCHEME, composition, arguments.tuning_seed, rate, **shared)
+        for composition in ("off", "on")
+        for rate in rates
+    ]
+
+
+def chosen_rates(arguments: PositionsArguments, runs: StudyRuns) -> dict[str, float]:
+    """The learning rate of plain and of composed models: that with the most right answers on trained lengths."""
+    only = dict.fromkeys(("off", "on"), arguments.learning_rates[0])
+    return only | {str(cell): rate for cell, rate in runs.best_rates(tuning_runs(arguments), trained_match).items()}
+
+
+def measured_runs(arguments: PositionsArguments, rates: Mapping[str, float], seeds: list[int]) -> Iterator[Run]:
+    """The runs that count. A seed is finished in all cells before the next one begins."""
+    shared = {name: getattr(arguments, name) for name in COMMON}
+    for seed in seeds:
         for task in arguments.tasks:
             for scheme in arguments.schemes:
                 for composition in ("off", "on", *(["wide"] if scheme in arguments.wide else [])):
@@ -53,33 +73,35 @@ def plan(arguments: PositionsArguments, rates: dict[str, float]) -> Iterator[Run
                     yield Run(task, scheme, composition, seed, rate, **shared)
 
 
-def choose_rates(arguments: PositionsArguments, output: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """The learning rate of plain and of composed models, and the numbers from which they are chosen.
-
-    The best is that with the most right answers on trained lengths. A single rate is taken without a run.
-    """
-    if len(arguments.learning_rates) == 1:
-        return dict.fromkeys(("off", "on"), arguments.learning_rates[0]), {}
-    shared = {name: getattr(arguments, name) for name in COMMON}
-    found: dict[str, Any] = {"seed": arguments.tuning_seed, "task": TUNING_TASK, "scheme": TUNING_SCHEME}
-    for composition in ("off", "on"):
-        runs = [
-            Run(TUNING_TASK, TUNING_SCHEME, composition, arguments.tuning_seed, rate, **shared)
-            for rate in arguments.learning_rates
-        ]
-        found[composition] = {f"{run.learning_rate:g}": trained_match(measure(run, output)) for run in runs}
-    return {name: float(max(found[name], key=found[name].get)) for name in ("off", "on")}, found
+def finished_seeds(arguments: PositionsArguments, runs: StudyRuns) -> list[int]:
+    """Those that every cell has, so that cells can be compared."""
+    if not all(map(runs.has, tuning_runs(arguments))):
+        return []
+    rates = chosen_rates(arguments, runs)
+    return [seed for seed in arguments.seeds if all(map(runs.has, measured_runs(arguments, rates, [seed])))]
 
 
-def measure(run: Run, output: Path) -> dict[str, Any]:
-    """The result of a run, from its file if it was made before."""
-    path = output / "runs" / run.name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        result = train(run)
-        write_json(path, result)
-        print(f"{run.name}: trained {trained_match(result):.3f}, {result['seconds']:.0f} s", flush=True)
-    return json.loads(path.read_text(encoding="utf-8"))
+def record_of(arguments: PositionsArguments, runs: StudyRuns, seeds: list[int]) -> dict[str, Any]:
+    """The record of the finished seeds, with what learning rates were chosen by."""
+    rates = chosen_rates(arguments, runs)
+    settings = {name: getattr(arguments, name) for name in (*COMMON, "tasks", "schemes", "wide", "learning_rates")}
+    settings |= {"seeds": seeds, "tuning": tuning_of(arguments, runs), "chosen": rates, "model": MODEL}
+    measured = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "threads": torch.get_num_threads()}
+    results = runs.results(measured_runs(arguments, rates, seeds))
+    return {"command": command_of(arguments), **measured, **make_record(settings, results)}
+
+
+def tuning_of(arguments: PositionsArguments, runs: StudyRuns) -> dict[str, Any]:
+    """The numbers from which learning rates were chosen, by composition and rate; empty if there was no choice."""
+    found: dict[str, Any] = {}
+    for run in tuning_runs(arguments):
+        found.setdefault(run.cell, {})[f"{run.learning_rate:g}"] = trained_match(runs.read(run))
+    where = {"seed": arguments.tuning_seed, "task": TUNING_TASK, "scheme": TUNING_SCHEME}
+    return where | found if found else {}
+
+
+def _told(result: Result) -> str:
+    return f"trained {trained_match(result):.3f}, {result['seconds']:.0f} s"
 
 
 def command_of(arguments: PositionsArguments) -> str:

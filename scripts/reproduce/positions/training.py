@@ -51,8 +51,13 @@ class Run:
     longest: int
 
     @property
-    def name(self) -> str:
-        """The name of its file."""
+    def cell(self) -> str:
+        """What gets a learning rate of its own."""
+        return self.composition
+
+    @property
+    def file_name(self) -> str:
+        """Of its result."""
         return f"{self.task}/{self.scheme}-{self.composition}-seed-{self.seed}-rate-{self.learning_rate:g}.json"
 
 
@@ -94,13 +99,14 @@ def make_model(run: Run) -> DCFormerForCausalLM:
 
 
 def config_of(run: Run, *, composed: bool, **fields: Any) -> DCFormerConfig:
-    """The configuration of a model. On such short sequences the reference implementation is the fastest with maps."""
+    """The configuration of a model, with the implementation that is the fastest on such short sequences."""
     config = DCFormerConfig(
         **{**MODEL, **SCHEMES[run.scheme], "num_hidden_layers": run.layers, **fields},
         compose_pre=composed,
         compose_post=composed,
     )
-    config._attn_implementation = "eager" if composed or config.has_distance_tables else "sdpa"
+    plain = "eager" if config.has_distance_tables else "sdpa"
+    config._attn_implementation = "chunked" if composed else plain
     return config
 
 

@@ -111,6 +111,7 @@ def test_composed_models_start_from_the_weights_of_plain_ones(scheme: str) -> No
         (["--seeds", "1"], "must be two or more different ones"),
         (["--seeds", "1", "100"], "tuning_seed=100 is one of the measured"),
         (["--steps", "1"], "steps=1 must be 2 or more"),
+        (["--workers", "0"], "workers=0 1 or more"),
         (["--wide", "rope-quarter"], "wide=['rope-quarter'] must be some of the schemes"),
         (["--learning_rates", "0"], "must be one or more positive numbers"),
         (["--redraw"], "holds no record.json"),
@@ -122,11 +123,15 @@ def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys
     assert told in capsys.readouterr().err
 
 
-def test_a_tiny_study_runs_resumes_and_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_study_runs_resumes_and_keeps_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(training, "TEST_EXAMPLES", 4)
     monkeypatch.setattr(training, "BATCH", 4)
     words = ["reproduce", "positions", "--output", str(tmp_path), "--steps", "3", "--layers", "1", "--longest", "3"]
     words += ["--tasks", "copy-many", "--schemes", "rope", "alibi-composed", "--wide", "rope", "--seeds", "0", "1"]
+    assert cli.main([*words, "--learning_rates", "1e-3", "2e-3", "--max_seconds", "1e-9"]) != 0
+    assert "4 runs are left" in capsys.readouterr().err
     assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert len(record["runs"]) == 10 and len(list((tmp_path / "runs").rglob("*.json"))) >= 12
@@ -134,6 +139,10 @@ def test_a_tiny_study_runs_resumes_and_keeps_its_settings(tmp_path: Path, monkey
     assert set(record["settings"]["tuning"]["off"]) == {"0.001", "0.002"}
     monkeypatch.setattr("dynattn.scripts.reproduce.positions.job.train", lambda run: pytest.fail(f"repeats {run}"))
     assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
+    monkeypatch.undo()
+    assert cli.main([*words, "2", "--learning_rates", "1e-3", "2e-3", "--max_seconds", "1e-9"]) == 0
+    assert json.loads((tmp_path / "record.json").read_text())["settings"]["seeds"] == [0, 1]
+    assert "5 runs are left" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds a study with other steps"):
         from dynattn.scripts.reproduce.positions.job import run_study
 
