@@ -30,13 +30,13 @@ TAG = "tag:yaml.org,2002:"
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Shows defaults, and descriptions in lines of their own."""
+    """Adds each option's default to its help, and keeps the line breaks of the description."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `on`, `off`, `yes` and `no` as words, as YAML 1.2 does, and the keys of mappings as text.
+    """Reads `on`, `off`, `yes` and `no` as strings, as YAML 1.2 does, and the keys of mappings as strings.
 
-    YAML 1.1 takes these words for truth values, and `on` is an option, `no` the value of another.
+    PyYAML follows YAML 1.1, which turns these words into booleans. Here they can be the name of an option or its value.
     """
 
     yaml_implicit_resolvers = {
@@ -45,7 +45,7 @@ class YamlLoader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys are the text that stands there."""
+        """Builds a mapping whose keys are the text in the file: `1:` is "1" and `true:` is "true"."""
         if isinstance(node, yaml.MappingNode):
             self.flatten_mapping(node)
             for key, _ in node.value:
@@ -68,11 +68,12 @@ def parse_arguments(
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
     Args:
-        common: values by name that override those of the file.
+        common: values by name that override those of the file; options override both.
 
     Raises:
         UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, or a value of
             the file or of `common` is not of its argument's type.
+        SystemExit: `--help` was given, or an option has a value that is not of its type.
     """
     argv = list(argv)
     parser = make_parser(cls, prog=prog, description=description)
@@ -86,15 +87,16 @@ def parse_arguments(
 
 
 def name_first(argv: Sequence[str], option: str) -> list[str]:
-    """Lets a first word that is neither an option nor a YAML file be the value of `--option`."""
+    """Puts `--option` in front of a first word that is neither an option nor a YAML file: `X` means `--option X`."""
     named = not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml"))
     return list(argv) if named else [f"--{option}", *argv]
 
 
 def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
-    """Names the words that stand anywhere among the options: they are the first `count` fields of `cls`.
+    """Turns positional words into options, such as `SRC DST` into `--source SRC --destination DST`.
 
-    Those of the fields that are given as options stay out of it.
+    The words may stand anywhere among the options. They become the values of the first `count` fields of `cls`, in
+    order. A field that is given as an option is passed over, so that its word goes to the next field.
     """
     fields = dataclasses.fields(cls)
     switches = {field.name for field in fields if field.type is bool}
@@ -133,10 +135,10 @@ def make_parser(cls: type[Any], *, prog: str, description: str | None = None) ->
     """Returns a parser with an option for each field of the dataclass `cls`, spelled with `_` or with `-`.
 
     A field without a default is required. A `bool` may stand without a value, which means true; if it is true by
-    default, `--no_NAME` makes it false. A list takes one value or more, a `Literal` one of its own.
+    default, `--no_NAME` makes it false. A list takes one or more values, a `Literal` one of its members.
 
     Raises:
-        TypeError: a field has a type that no option can have.
+        TypeError: a field is a union of several types other than `str`.
     """
     usage = "%(prog)s [FILE.yaml] [--option value ...]"
     parser = ArgumentParser(
@@ -161,7 +163,7 @@ def _add_option(parser: ArgumentParser, field: dataclasses.Field[Any], hint: Any
 
 
 def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """The default of an option, or that it has none."""
+    """Argparse's `default` of an option, or `required` for a field without a default."""
     if field.default is not dataclasses.MISSING:
         return {"default": field.default}
     if field.default_factory is not dataclasses.MISSING:
@@ -182,10 +184,10 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _without_none(name: str, hint: Any) -> Any:
-    """The type `X` of `X | None`; of another union with text, which on the command line can be nothing else, `str`.
+    """The type to parse a value as: `X` for `X | None`, and `str` for other unions, such as `str | dict`.
 
     Raises:
-        TypeError: a union of several types, none of which is text.
+        TypeError: a union of several types, none of which is `str`.
     """
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] if is_union else [hint]
@@ -195,16 +197,16 @@ def _without_none(name: str, hint: Any) -> Any:
 
 
 def _choice_of(choices: Sequence[Any]) -> Callable[[str], Any]:
-    """Turns the text of a choice into the choice; argparse refuses what is none."""
+    """A converter from the text of a choice to the choice; it returns other text unchanged, which argparse refuses."""
     by_text = {str(choice): choice for choice in choices}
     return lambda text: by_text.get(text, text)
 
 
 def parse_bool(text: str) -> bool:
-    """Reads a truth value.
+    """Reads a boolean, in upper or lower case.
 
     Raises:
-        ArgumentTypeError: the text is none.
+        ArgumentTypeError: the text is in neither `TRUE` nor `FALSE`.
     """
     if text.lower() not in (*TRUE, *FALSE):
         raise ArgumentTypeError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
@@ -212,7 +214,11 @@ def parse_bool(text: str) -> bool:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a mapping of names to values."""
+    """Reads a mapping of names to values; an empty file is an empty mapping.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or holds something else.
+    """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
@@ -221,7 +227,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not UTF-8 text: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    if content is None:  # an empty file
+    if content is None:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of argument names to values, not a {type(content).__name__}")
@@ -232,13 +238,14 @@ def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str
     """Makes values by name the defaults of the parser's options, converted and checked as on the command line.
 
     Raises:
-        UserError: a name is no option, or a value is not one that it takes.
+        UserError: a name is not an option, or an option does not take its value. The message begins with `source`.
     """
     hints = get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(values.keys() - known):
         raise UserError(f"{source} has unknown arguments {unknown}; known are {sorted(known)}")
-    options = {action.dest: action for action in reversed(parser._actions)}  # before `--no_NAME` there is `--NAME`
+    # `--NAME` and `--no_NAME` share a `dest`. The last entry of a key counts, and in reverse order that is `--NAME`.
+    options = {action.dest: action for action in reversed(parser._actions)}
     for name, value in values.items():
         options[name].required = False
         try:
@@ -248,10 +255,10 @@ def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str
 
 
 def _as_option(parser: ArgumentParser, option: Action, hint: Any, value: Any) -> Any:
-    """The value of an option as the command line would have given it.
+    """Converts a value as argparse would convert its text; None and mappings stay as they are if `hint` allows them.
 
     Raises:
-        ArgumentError: it is none that the option takes.
+        ArgumentError: the option does not take the value.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if (value is None and NoneType in kinds) or (isinstance(value, dict) and any(get_origin(k) is dict for k in kinds)):
@@ -262,7 +269,7 @@ def _as_option(parser: ArgumentParser, option: Action, hint: Any, value: Any) ->
 
 
 def _as_item(parser: ArgumentParser, option: Action, value: Any) -> Any:
-    """A single value, or one of a list, that went through argparse."""
+    """Converts and checks a single value, or one element of a list, with argparse."""
     if value is None or isinstance(value, dict | list):
         limit = "given, or left out" if value is None else "a single value"
         raise ArgumentError(option, f"{option.dest}={value!r} must be {limit}")

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-# What file systems answer that cannot flush a folder; they have no more to offer.
+# Errors of `fsync` on file systems that cannot flush folders. They are ignored, as nothing more can be done there.
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def partial_path(path: Path) -> Path:
-    """The name beside `path` under which its content is written."""
+    """The name beside `path` under which its content is written before it is renamed."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -28,7 +28,10 @@ def write_json(path: Path, content: Any, *, indent: int | None = 2, **options: A
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Gives a complete file or folder its name once its content is on disk: no crash leaves the name without it."""
+    """Renames a complete file or folder to `final` once its content is on disk.
+
+    Whenever the machine fails, `final` is absent, has its earlier content, or has all of the new.
+    """
     flush_tree(partial)
     partial.replace(final)
     flush(final.parent)

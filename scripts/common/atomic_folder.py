@@ -17,8 +17,10 @@ STAGING, REPLACED = "partial", "replaced"
 def staged_folder(destination: Path) -> Iterator[Path]:
     """Yields a new folder beside `destination` that takes its place at the end, or vanishes if the block fails.
 
+    A folder that is already there is replaced.
+
     Raises:
-        UserError: the disk does not allow it.
+        UserError: a file or folder cannot be written, in the block or here.
     """
     staging, replaced = (_sibling(destination, kind, os.getpid()) for kind in (STAGING, REPLACED))
     try:
@@ -38,7 +40,12 @@ def staged_folder(destination: Path) -> Iterator[Path]:
 
 
 def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
-    """Raises UserError where writing would lose something, or would mix the destination with the source."""
+    """Refuses a destination that overlaps the source, or whose content would be lost.
+
+    Raises:
+        UserError: one folder lies in the other, or the destination is a file, a folder with files and no permission to
+            overwrite them, or a folder with files that are not a checkpoint.
+    """
     if destination == source or destination.is_relative_to(source) or source.is_relative_to(destination):
         raise UserError(f"{destination} and {source} overlap; give another folder to write")
     if not destination.exists():

@@ -1,8 +1,8 @@
 """The built-in corpus: the language reference that ships inside CPython as `pydoc_data.topics`.
 
-Real English on every machine without a download; about 0.4 MB of text after deduplication. Topics repeat each other
+It is English text that every machine has without a download, about 0.4 MB after deduplication. Topics repeat each other
 (the page "compound statements" holds the whole page on "if"), so every paragraph is kept once, in the longest page that
-has it; the last tenth of each page's paragraphs is held out. No held-out paragraph occurs in the training split.
+has it. The last tenth of each page's paragraphs is held out, and none of them occurs in the training split.
 The text differs a little between Python versions; records name the version that they used.
 """
 
@@ -12,8 +12,8 @@ from pydoc_data.topics import topics
 from typing import Literal, get_args
 
 Split = Literal["train", "validation"]
-HELD_OUT_SHARE = 0.1
-HELD_OUT_EVERY = 10
+HELD_OUT_SHARE = 0.1  # of the paragraphs of each page
+HELD_OUT_EVERY = 10  # one conversation in so many is held out
 # A heading is a line with another below it that is made of one of these characters.
 UNDERLINES = "*=-~^"
 
@@ -72,7 +72,10 @@ def _unique_pages() -> Iterator[list[str]]:
 
 
 def _headings() -> dict[str, str]:
-    """The paragraphs that stand right below a heading, each in one line, with the first heading of equal ones."""
+    """The heading above each paragraph that directly follows one. Equal paragraphs keep the first of their headings.
+
+    Paragraphs are joined to one line. A paragraph that begins with a space, as code does, counts as following none.
+    """
     found: dict[str, str] = {}
     for _, text in sorted(topics.items()):
         heading = ""

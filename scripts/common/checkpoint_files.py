@@ -1,6 +1,6 @@
 """The files of a checkpoint folder that a user named: finding and reading them, and refusing what is no checkpoint.
 
-A folder may come from anywhere, so nothing in it is taken at its word: not its links, its JSON, or its sizes.
+A folder may come from anywhere, so nothing in it is trusted: not its links, its JSON, or its sizes.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import UserError, last_line
 
-# Patterns of paths in a folder: a tokenizer's, and those of what else lies beside weights and configuration.
+# Path patterns in a checkpoint folder: files of the tokenizer, and what else is copied along with the weights.
 TOKENIZER_PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "*.model", "*.spm", "target_vocab.json", "*.tiktoken", "tekken.json"),
@@ -22,23 +22,23 @@ TOKENIZER_PATTERNS = (
 COMPANION_PATTERNS = (
     *("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
 )
-# Transformers loads the base model that this file names, from wherever it is, instead of the folder that it is in.
+# In a folder with this file Transformers loads the base model that the file names, which may be anywhere.
 ADAPTER = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# What all formats call the number of layers, and the sizes that are dimensions of tensors or divide them.
+# Names that any checkpoint format has for the number of layers, and for sizes that are, or divide, a tensor dimension.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 WIDTHS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("dim", "n_head", "vocab", "d_model", "d_ff", "heads"),
 )
-# Bounds of JSON files: levels of lists and objects, and the integers that tensors and configurations can hold.
+# Limits of JSON files: levels of nested lists and objects, and the largest 64-bit integer, as tensors hold no larger.
 DEEPEST, LARGEST = 64, 2**63 - 1
 # Bytes that file systems allow in the name of a file.
 LONGEST_NAME = 255
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of `config.json`; a `generation_config.json` beside it, which is passed on, must be JSON too.
+    """Returns the content of `config.json`. A `generation_config.json` beside it, which jobs copy, must be JSON too.
 
     Raises:
         UserError: the folder, or a file, is missing or damaged, or the model is quantised or an adapter.
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raises UserError where a field of `config.json` that configuration classes do not check has no possible value."""
+    """Raises UserError if a field of `config.json` that configuration classes do not check has an impossible value."""
     for name in ("dtype", "torch_dtype"):
         if config.get(name) is not None and config[name] not in DTYPES:
             raise UserError(_impossible(config, name, f"it can be {', '.join(DTYPES)}"))
@@ -121,7 +121,10 @@ def read_json(path: Path) -> Any:
 
 
 def refusal_of(error: Exception) -> str:
-    """Why a configuration or a model refused the fields of `config.json`, in one line."""
+    """Why a configuration or a model refused the fields of `config.json`, in one line.
+
+    An error whose message alone says nothing, such as a KeyError with its key, is preceded by its type.
+    """
     is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
     return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
 
@@ -165,10 +168,12 @@ def file_of_index(index: Path, name: object) -> Path:
 
 
 def require_inside(path: Path, folder: Path | None = None) -> Path:
-    """Returns `path`, a file in the checkpoint folder `folder`; without it, directly in one.
+    """Returns `path` if, with links followed, it lies in `folder`, which is the folder that contains it by default.
+
+    In the Hub's cache a snapshot's files are links to blobs outside the snapshot; these are allowed.
 
     Raises:
-        UserError: it is a link that leaves the folder, other than from a snapshot in the Hub's cache to its blobs.
+        UserError: it is another link that leaves the folder.
     """
     folder = (folder or path.parent).resolve()
     try:
@@ -190,7 +195,7 @@ def _hub_repository(folder: Path) -> Path | None:
 
 
 def _depth(content: Any) -> int:
-    """Levels of lists and objects in JSON; text and numbers alone have one."""
+    """Levels of lists and objects in JSON, counting the innermost values as a level: `1` has one, `[1]` two."""
     depth, level = 0, [content]
     while level:
         lists = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]

@@ -63,7 +63,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError if `tokenizer` cannot feed `model` or cannot begin a text."""
+    """Raises UserError if `tokenizer` has ids that `model` does not embed, or no token to begin a text with."""
     rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     highest = max(tokenizer.get_vocab().values())
     if highest >= rows:
@@ -72,24 +72,27 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
             "give the tokenizer that the model was trained with (--tokenizer)"
         )
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has neither a bos nor an eos token, one of which must begin a scored text")
+        raise UserError(
+            "the tokenizer has neither a bos nor an eos token, one of which must begin a scored text; set one, or give "
+            "another tokenizer (--tokenizer)"
+        )
 
 
 def refuse_nan(logits: torch.Tensor) -> None:
     """Raises UserError if any of the logits `[B, T, V]` is NaN."""
     if logits.isnan().any():
-        raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+        raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype; try float32")
 
 
 def _check_place(place: str) -> None:
     folder = Path(place)
     if folder.is_dir():
         if not any(folder.iterdir()):
-            raise UserError(f"{place} is an empty folder")
+            raise UserError(f"{place} is an empty folder; give the folder of a checkpoint")
     elif folder.exists():
         raise UserError(f"{place} is a file; give the folder that `save_pretrained` wrote")
     elif not HUB_NAME.fullmatch(place):
-        raise UserError(f"there is no folder {place}")
+        raise UserError(f"there is no folder {place}, and no model on the Hub can have this name; give one of them")
 
 
 def _load_model(path: str, dtype: str, trust_remote_code: bool, changes: Mapping[str, Any]) -> PreTrainedModel:

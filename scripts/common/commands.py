@@ -13,8 +13,8 @@ class CommandTable:
 
     Attributes:
         prog: what a user types before the name of a command.
-        noun: what one of the commands is, for messages.
-        usage: what a user types from the name on.
+        noun: what messages call one of the commands, such as "command" or "direction".
+        usage: what a user types after `prog`, such as "COMMAND".
         commands: for each name its module and one line of help.
     """
 
@@ -42,5 +42,5 @@ class CommandTable:
         """The help text: every command with one line."""
         width = max(map(len, self.commands)) + 2
         lines = [f"  {name:<{width}}{text}" for name, (_, text) in self.commands.items()]
-        hint = f"({self.prog} {self.usage.split()[0]} --help tells the options)"
+        hint = f"({self.prog} {self.usage.split()[0]} --help lists the options)"
         return "\n".join([f"usage: {self.prog} {self.usage} [options]    {hint}", "", *lines])

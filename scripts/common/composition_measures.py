@@ -1,4 +1,4 @@
-"""How much a composition mixes: the matrix of a pair of tokens, the size of each term, and how alike heads are."""
+"""How much a composition mixes heads: its matrix for a pair of tokens, the size of its terms, how alike heads are."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,7 +50,10 @@ def _same_group(heads: int, groups: int, like: Tensor) -> Tensor:
 
 
 def pair_matrices(stage: Composition) -> Tensor:
-    """What mixes the heads of each pair, `[B, T, S, H, H]` indexed [in, out] (1 where all tokens share the matrix)."""
+    """The matrix that mixes the heads of each pair, identity included: `[B, T, S, H, H]` indexed [in, out].
+
+    `T` or `S` is 1 if all queries or all keys have the same matrix.
+    """
     terms = term_matrices(stage)
     heads = next(iter(terms.values())).shape[-1]
     total = torch.eye(heads)[None, None, None]
@@ -61,9 +64,9 @@ def pair_matrices(stage: Composition) -> Tensor:
 
 
 def term_sizes(composition: Composition) -> dict[str, float]:
-    """The size of each term against the identity: the root mean square over tokens of its Frobenius norm by `sqrt(H)`.
+    """The size of each term relative to the identity: its Frobenius norm (root mean square over tokens) over `sqrt(H)`.
 
-    The identity has size 1, and a term of size `s` changes maps whose heads are uncorrelated by `s` times their norm.
+    The identity has size 1. A term of size `s` changes maps with uncorrelated heads by `s` times their norm.
     """
     squares: dict[str, Tensor] = {}
     for side in SIDES:
@@ -79,7 +82,7 @@ def term_sizes(composition: Composition) -> dict[str, float]:
 
 
 def gate_share(sizes: dict[str, float]) -> float:
-    """The gates' part of the sum of the squares of all terms; 0 where there are none."""
+    """The share that gates have in the sum of squares of all `term_sizes`; 0 if there are no terms."""
     squares = {name: size**2 for name, size in sizes.items()}
     total = sum(squares.values())
     return sum(square for name, square in squares.items() if name.endswith("gate")) / total if total else 0.0
@@ -94,7 +97,8 @@ def _low_rank_squares(down: Tensor, up: Tensor, groups: int) -> Tensor:
 def effective_rank(matrices: Tensor) -> float:
     """The mean effective rank of matrices `[..., H, H]`: the exponential of the entropy of their singular values.
 
-    Roy and Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007. The identity has `H`.
+    It is `H` for the identity, and 1 for a matrix of rank one. Roy and Vetterli, "The effective rank: a measure of
+    effective dimensionality", EUSIPCO 2007.
     """
     values = torch.linalg.svdvals(matrices.flatten(0, -3))
     shares = values / values.sum(-1, keepdim=True)
@@ -102,7 +106,7 @@ def effective_rank(matrices: Tensor) -> float:
 
 
 def head_similarity(maps: Tensor, visible: Tensor) -> float:
-    """The mean cosine between the maps `[H, T, S]` of two heads, over the pairs that are `visible` `[T, S]`."""
+    """The mean cosine similarity of the maps `[H, T, S]` of different heads, over the pairs `visible` `[T, S]`."""
     rows = maps[:, visible].float()  # [H, visible pairs]
     rows = rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     cosines = rows @ rows.T
@@ -113,7 +117,8 @@ def head_similarity(maps: Tensor, visible: Tensor) -> float:
 def maps_around(stage: str, maps: AttentionMaps, tables: DistanceTables = NO_TABLES) -> tuple[Tensor, Tensor]:
     """The maps `[B, H, T, S]` that a stage mixes, and those that it makes.
 
-    What it mixes has a bias by distance that is composed too, or the gain, which the maps of the op are without.
+    The maps of the op lack two things that a stage mixes, which are added here: before the softmax a bias by distance
+    (if it is composed), and after it the gain by distance.
     """
     names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
     before, after = (getattr(maps, name) for name in names)

@@ -1,8 +1,8 @@
-"""The exceptions that the command line tells its user without a traceback."""
+"""The exceptions that the command line reports to its user without a traceback."""
 
 import signal
 
-TIME_IS_OVER = 124
+TIME_IS_OVER = 124  # the exit status of timeout(1)
 
 
 class UserError(Exception):
@@ -13,12 +13,13 @@ class UserError(Exception):
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal, or a limit of time, ended the work; the message says what is left of it.
+    """A signal, or a limit of time, ended the work; the message says how the user can continue it.
 
     `dynattn` prints it and exits with `status`.
 
     Attributes:
-        number: of the signal; 0 for the limit.
+        number: the number of the signal; 0 for the time limit.
+        left: the part of the message that says what was saved.
     """
 
     def __init__(self, number: int, left: str) -> None:
@@ -36,12 +37,12 @@ class StoppedError(KeyboardInterrupt):
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of what an error says, where details follow."""
+    """The first line of an error's message, for errors whose message begins with the cause."""
     return _lines(error)[0]
 
 
 def last_line(error: BaseException | str) -> str:
-    """The last line of what an error says, where the cause comes last."""
+    """The last line of an error's message, for errors whose message ends with the cause."""
     return _lines(error)[-1]
 
 

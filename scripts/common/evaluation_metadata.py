@@ -22,7 +22,7 @@ def read_evaluation(path: Path, *, model_type: str, parameters: int) -> list[Eva
 
     Args:
         path: `results.json`, or the folder that holds it.
-        model_type, parameters: of the model that the scores have to be of.
+        model_type, parameters: the type and size of the model that the scores must belong to.
 
     Raises:
         UserError: there is no such file, it holds something else, or its scores are another model's.
@@ -64,10 +64,13 @@ def _entries(task: Mapping[str, Any], results: Mapping[str, Any]) -> list[EvalRe
 
 
 def merge_evaluation(own: list[EvalResult], added: list[EvalResult], name: str) -> list[EvalResult]:
-    """What a card tells with further scores, which replace those of the same task, data and metric.
+    """A card's `own` scores and the `added` ones, which replace those of the same task, data and metric.
+
+    Args:
+        name: the model's name on its card.
 
     Raises:
-        UserError: the Hub could not read them back.
+        UserError: written as metadata and read back, as the Hub does, a score is lost or changed.
     """
     kept = [one for one in own if not any(one.is_equal_except_value(other) for other in added)]
     merged = [*kept, *added]

@@ -1,4 +1,4 @@
-"""Floating point operations that a model of this package needs: two for a multiplication with an addition.
+"""Floating point operations (FLOPs) of the models of this package; a multiplication with an addition counts as two.
 
 Head composition is counted. Masked pairs, recomputation, norms, activations and the softmax are not.
 """
@@ -20,25 +20,25 @@ from dynattn.modeling.layers.headwise_conv import HeadwiseConv
 from dynattn.modeling.layers.image_embeddings import ImageEmbeddings
 from dynattn.modeling.modeling_dcvit import DCViTForImageClassification
 
-# Where in an encoder-decoder an attention stands.
+# Which attention of an encoder-decoder is meant.
 Place = Literal["encoder", "decoder", "cross"]
 
-# A backward pass has two products for each one of the forward pass.
+# Training costs this many forward passes: the backward pass has two matrix products for each one of the forward pass.
 TRAINING = 3
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a decoder or an encoder computes for a token on its way through, and for what the token attends to.
+    """FLOPs of a decoder or an encoder, per token and per pair of tokens.
 
     Attributes:
         token: FLOPs of one token in all projections, composition generators and convolutions.
         output: FLOPs of one token in what makes its logits, and in a head that reads every token.
         pair: FLOPs of one visible (query, key) pair of one layer, all heads together.
-        windows: keys that a token of each layer sees at most: in a decoder itself and earlier ones, in an encoder on
-            either side; None where that is not bounded.
-        is_causal: whether a token sees no later ones.
-        row: FLOPs of a whole row beside those of its tokens, as of a classifier.
+        windows: for each layer, the most keys that a token sees, or None without a limit. In a decoder they are the
+            token itself and earlier ones; in an encoder the number holds on either side, the token not counted.
+        is_causal: whether tokens see only themselves and earlier ones.
+        row: FLOPs of a row of the batch beside those of its tokens, such as a classifier's on the pooled row.
     """
 
     token: int
@@ -53,7 +53,7 @@ class ModelFlops:
         """Counts a decoder, or an encoder of text or images.
 
         Raises:
-            TypeError: the model is another.
+            TypeError: the model is an encoder-decoder, or of a family that is not in this package.
         """
         config, family = model.config, check_known(model.config, encoder_decoder=False)
         outputs = projection_flops(model) - projection_flops(model.base_model)
@@ -66,7 +66,7 @@ class ModelFlops:
             pair=config.num_attention_heads * pair_flops(family, config),
             windows=windows_of(config),
             is_causal="AutoModelForCausalLM" in family.heads,
-            # Tokens in front of the patches are no product of pixels.
+            # `token` counts the patch projection for every token, but prefix tokens (such as [CLS]) do not use it.
             row=outputs * reads_rows - patch * getattr(config, "num_prefix_tokens", 0),
         )
 
@@ -97,11 +97,11 @@ class ModelFlops:
 
 @dataclass(frozen=True)
 class Seq2SeqFlops:
-    """What an encoder-decoder computes.
+    """FLOPs of an encoder-decoder.
 
     Attributes:
-        encoder: for the tokens of the source.
-        decoder: for those of the target, with all of cross-attention that reads the target.
+        encoder: FLOPs of the encoder, for source tokens.
+        decoder: FLOPs of the decoder, for target tokens, with the parts of cross-attention that read the target.
         source: FLOPs of one source token in the cross-attention of all layers.
         cross_pair: FLOPs of a target token and a source token in the cross-attention of all layers.
     """
@@ -116,7 +116,7 @@ class Seq2SeqFlops:
         """Counts an encoder-decoder.
 
         Raises:
-            TypeError: the model is none of this package.
+            TypeError: the model is not an encoder-decoder of this package.
         """
         config: Any = model.config
         body: Any = model.base_model
@@ -192,10 +192,10 @@ def check_known(config: Any, *, encoder_decoder: bool) -> Family:
     """The family of a configuration.
 
     Args:
-        encoder_decoder: whether models of an encoder and a decoder are asked for, or of one of them.
+        encoder_decoder: whether it must be a family of encoder-decoders; otherwise it must not be one.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the configuration is not of such a family.
     """
     known = {name: one for name, one in FAMILIES.items() if encoder_decoder == ("AutoModelForSeq2SeqLM" in one.heads)}
     family = family_of(config)
@@ -210,7 +210,7 @@ def pair_flops(family: Family, config: Any, place: Place | None = None) -> int:
 
 
 def relative_pair_flops(config: Any, place: Place | None) -> int:
-    """Content score, weighted value and, where attention is relative, position score; a source has no positions."""
+    """Content score, weighted value and, where attention is relative, position score, which cross-attention has not."""
     return (6 if config.is_relative and place != "cross" else 4) * config.head_dim
 
 
@@ -231,13 +231,13 @@ def composed_pair_flops(config: Any, place: Place | None) -> int:
 def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:
     """FLOPs of one composition stage for one head of one pair.
 
-    Each side has a product with `rank` factors into the hidden maps, one back, and a gate; the static matrix mixes
-    `static_heads` heads.
+    Each of `sides` (query, key) projects the heads to `rank` hidden maps and back, and may have a gate. A static matrix
+    mixes `static_heads` heads; 0 means that there is none.
     """
     return sides * (2 * 2 * rank + 2 * gate) + 2 * static_heads
 
 
-# By the attention op that a family's layers call.
+# `pair_flops` for each attention op that a family's layers can call (`Family.attention`).
 PAIR_FLOPS: Mapping[str, Callable[[Any, Place | None], int]] = {
     "dcmha": composed_pair_flops,
     "relative": relative_pair_flops,

@@ -1,4 +1,4 @@
-"""The folders, and the revisions on the Hub, that a user names: refused before anything is done with them."""
+"""Names of folders and of revisions on the Hub that a user gives: impossible ones are refused before they are used."""
 
 import os
 import re
@@ -55,6 +55,6 @@ def check_revision(revision: str | None) -> None:
 
 
 def _short(name: str) -> str:
-    """A name in quotes and one line, without its middle if it is long."""
+    """A name in quotes, for messages; the middle of a long one is left out."""
     text = repr(name)
     return text if len(text) <= 80 else f"{text[:40]}...{text[-37:]}"

@@ -1,4 +1,4 @@
-"""Pages of HTML that are one file: text, tables, and pictures inside."""
+"""HTML pages that are a single file, with text, tables and embedded pictures."""
 
 import base64
 import io
@@ -26,7 +26,7 @@ RESOLUTION = 110  # dots per inch of pictures
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """A whole page of parts that the other functions made."""
+    """A whole page; `parts` are the HTML that the other functions of this module return."""
     head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>\n{STYLE}</style>'
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
@@ -56,7 +56,7 @@ def gallery(charts: Sequence[str | None]) -> str:
 
 
 def picture(png: bytes, caption: str) -> str:
-    """A picture with its caption, which is also what a screen reader says."""
+    """A picture with its caption, which is also its text for screen readers."""
     data = base64.b64encode(png).decode("ascii")
     image = f'<img src="data:image/png;base64,{data}" alt="{escape(caption)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"

@@ -1,4 +1,4 @@
-"""What torchrun tells a process about itself, before anything that computes is imported."""
+"""What torchrun says about a process in environment variables, read without importing torch."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Clocks, rounds and allocator high-water marks."""
+"""Measures how long a call takes and how much memory it needs, on a CPU or a GPU."""
 
 import math
 import os
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MOST_CALLS = 1000
-# A call that alone lasts this many samples is slow, not held up.
+MOST_CALLS = 1000  # of a sample
+# A call that takes this many times as long as a sample should is timed only once: it is slow, not just interrupted.
 SLOW_SAMPLES = 20
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = 3  # for candidates that exceed their budget
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call over `n` rounds; `calls` were averaged in each, `spread` is the inter-quartile range."""
+    """Seconds per call over `n` rounds, each the mean of `calls` calls; `spread` is the inter-quartile range."""
 
     n: int
     calls: int
@@ -31,7 +31,7 @@ class Timing:
 
 
 def sample(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Seconds of one of `calls` calls in a row, by CUDA events on a GPU."""
+    """Mean seconds per call of `calls` calls in a row, measured with CUDA events on a GPU."""
     if device.type == "cuda":
         return _sample_cuda(call, calls, device)
     start = time.perf_counter()
@@ -53,7 +53,10 @@ def _sample_cuda(call: Callable[[], Any], calls: int, device: torch.device) -> f
 
 
 def calls_of_a_sample(call: Callable[[], Any], device: torch.device, seconds: float) -> int:
-    """How many calls make a sample of at least `seconds`: by the fastest of three, for one may have been held up."""
+    """How many calls make a sample of at least `seconds`, at most `MOST_CALLS`.
+
+    It is estimated from the fastest of three calls, because other processes may interrupt one.
+    """
     once = sample(call, 1, device)
     if once > SLOW_SAMPLES * seconds:
         return 1
@@ -64,9 +67,9 @@ def calls_of_a_sample(call: Callable[[], Any], device: torch.device, seconds: fl
 def interleave(
     samplers: Mapping[str, Callable[[], float]], rounds: int, budget: float | None = None
 ) -> dict[str, list[float]]:
-    """One sample of each candidate, then the next of each, and so on: drift of the machine affects all alike.
+    """Takes one sample of each candidate, then a second of each, and so on: drift of the machine affects all alike.
 
-    A candidate whose samples took more than `budget` seconds takes no part after `LEAST_ROUNDS` rounds.
+    After `LEAST_ROUNDS` rounds, candidates whose samples took more than `budget` seconds in all are left out.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
@@ -81,13 +84,13 @@ def interleave(
 
 
 def summarize(samples: list[float], calls: int) -> Timing:
-    """Median, minimum and inter-quartile range (0 of a single sample)."""
+    """Median, minimum and inter-quartile range of samples of `calls` calls each; the range of a single sample is 0."""
     quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
     return Timing(len(samples), calls, statistics.median(samples), min(samples), quartiles[2] - quartiles[0])
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call holds at its worst moment above what was held before it, its results included."""
+    """The most bytes that a call holds at once, its results included, beyond those allocated before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -107,7 +110,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Drops what native code writes to the error stream: some builds of the profiler announce every start and stop."""
+    """Discards what native code writes to stderr in the block: some profiler builds report every start and stop."""
     kept = os.dup(2)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -119,7 +122,7 @@ def quiet_profiler() -> Iterator[None]:
 
 
 def gemm_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a large matrix product, the best of five: what this machine can do at most."""
+    """FLOP/s of a large matrix product, the best of five, as the most that this device can reach in practice."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _best(lambda: matrix @ matrix, device)

@@ -1,4 +1,4 @@
-"""The measurements of a run as a file of one JSON object a line."""
+"""The measurements of a run: a file with one JSON object per line."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ Record = dict[str, Any]
 
 
 def read_metrics(path: Path, split: str | None = None) -> list[Record]:
-    """Reads the records of one split, or all; a last line that was cut off is left out."""
+    """Reads the records of one split, or all. Lines that are not JSON are left out, as one that a crash cut off."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -24,7 +24,7 @@ def offline_if_unreachable(timeout: float = 5.0) -> Iterator[bool]:
 
 
 def hub_is_reachable(timeout: float) -> bool:
-    """Whether the Hub answers at all; False too where `HF_HUB_OFFLINE` forbids to ask."""
+    """Whether the Hub answers within `timeout` seconds; False without a request if `HF_HUB_OFFLINE` is set."""
     try:
         get_session().head(constants.ENDPOINT, timeout=timeout)
     except Exception:  # the exception's class depends on the HTTP client of the installed huggingface_hub

@@ -17,10 +17,10 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """`values` minus `others`, seed by seed, with a two-sided paired t-test; interval and p are None for a
-    single seed.
+    """`values` minus `others`, seed by seed, with a two-sided paired t-test.
 
-    They are also None for differences that are equal up to rounding, because these have no spread.
+    The interval and p are None for a single seed, and for differences that are equal up to rounding, which have no
+    spread to test against.
     """
     differences = [value - other for value, other in zip(values, others, strict=True)]
     summary = {**spread(differences), "interval_95": None, "p": None}
@@ -32,10 +32,10 @@ def paired_difference(values: Sequence[float], others: Sequence[float]) -> dict[
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Corrects p values of several comparisons, so that the chance of any false one stays what it is for a single one.
+    """Corrects the p values of several comparisons so that the chance of any false positive is that of a single one.
 
-    Holm's step-down procedure (Scandinavian Journal of Statistics 6, 1979). A comparison without a p value is left out
-    of the count and stays without.
+    Holm's step-down procedure (Scandinavian Journal of Statistics 6, 1979). Comparisons whose p value is None are not
+    counted, and stay None.
     """
     known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)

@@ -18,10 +18,10 @@ from .errors import UserError
 
 
 class CarriedMemory(ABC):
-    """What a model remembers of the batches that it has read, while it is trained or scored.
+    """The memory that a model has of the batches that it has read, while it is trained or scored.
 
-    An update is made of micro-batches, one for each of its forward passes. Each micro-batch has a memory of its own,
-    which the micro-batch at the same place of the next update continues.
+    An update consists of micro-batches, one for each of its forward passes. Micro-batch `i` of an update continues the
+    memory of micro-batch `i` of the update before.
     """
 
     @abstractmethod
@@ -30,7 +30,7 @@ class CarriedMemory(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
-        """The loss `[]` of a batch of tensors `[B, T]`, which `model` reads as `micro_batch` of the update."""
+        """The loss `[]` of a batch of tensors `[B, T]`, the micro-batch number `micro_batch` of the update."""
 
     @abstractmethod
     def empty_copy(self) -> "CarriedMemory":
@@ -68,13 +68,13 @@ class NoMemory(CarriedMemory):
 class StreamMemory(CarriedMemory):
     """Carries the memory of a model along streams of text: each update reads the next segment of every stream.
 
-    What is remembered is detached, so that gradients stay in a segment. Each pass over the streams begins with an empty
+    The memory is detached, so that gradients stay within a segment. Each pass over the streams begins with an empty
     memory.
 
     Args:
-        config: of a model whose cache is a memory.
+        config: configuration of a model whose cache is a memory.
         micro_batches: forward passes that this process makes in an update; each reads streams of its own.
-        segments: of a stream.
+        segments: number of segments in a stream.
     """
 
     def __init__(self, config: PreTrainedConfig, micro_batches: int, segments: int) -> None:
@@ -104,7 +104,7 @@ class StreamMemory(CarriedMemory):
         save_file(tensors, folder / f"memory-{accelerator.process_index:05d}.safetensors", tokens)
 
     def load(self, folder: Path, accelerator: Accelerator) -> None:
-        """Reads what all processes wrote; processes and micro-batches may now share the streams out differently."""
+        """Reads what all processes wrote. The numbers of processes and of micro-batches may have changed since."""
         files = sorted(folder.glob("memory-*.safetensors"))
         states = [load_file(file) for file in files]
         with safe_open(files[0], framework="pt") as file:
@@ -120,10 +120,11 @@ class StreamMemory(CarriedMemory):
 
 
 def check_memory(config: PreTrainedConfig, segment: int = 1) -> None:
-    """Refuses a model that cannot read a text of any length in segments of `segment` tokens.
+    """Refuses a model that cannot read an arbitrarily long text in segments of `segment` tokens.
 
     Raises:
-        UserError: the model has no memory, or its memory would outgrow its positions.
+        UserError: the model has no memory, its memory is not bounded, or text and memory would need more positions
+            than the model has.
     """
     if not hasattr(config, "memory_type"):
         raise UserError(
@@ -131,7 +132,7 @@ def check_memory(config: PreTrainedConfig, segment: int = 1) -> None:
             "leave it out"
         )
     if config.mem_len is None:
-        raise UserError("carry_memory needs a memory that has an end, and mem_len=None keeps everything; set mem_len")
+        raise UserError("carry_memory needs a memory of limited length, and mem_len=None keeps everything; set mem_len")
     if config.position_scheme == "learned":
         raise UserError(
             f"carry_memory reads on beyond the {config.max_position_embeddings} tokens that have learned positions; "
@@ -145,13 +146,16 @@ def check_memory(config: PreTrainedConfig, segment: int = 1) -> None:
 
 
 def longest_segment(config: PreTrainedConfig) -> int:
-    """Tokens that a model can read at once after others; relative positions in a segment memory span the memory too."""
+    """The most tokens that a model can read at once when its memory is full.
+
+    Relative positions in a segment memory span the memory too, which leaves fewer for new tokens.
+    """
     spans_memory = config.memory_type == "segment" and config.is_relative
     return config.max_position_embeddings - (config.mem_len if spans_memory else 0)
 
 
 def memory_tensors(cache: Cache) -> dict[str, Tensor]:
-    """All tensors `[B, ...]` that the layers of a cache hold, named `LAYER.keys`, `LAYER.values` or after a context."""
+    """The tensors `[B, ...]` of a cache: `LAYER.keys`, `LAYER.values` and `LAYER.NAME` for each context of a layer."""
     tensors = {}
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
@@ -162,7 +166,7 @@ def memory_tensors(cache: Cache) -> dict[str, Tensor]:
 
 
 def memory_from_tensors(config: PreTrainedConfig, tensors: dict[str, Tensor], tokens: int) -> Cache:
-    """The cache of tensors `[B, ...]` named as by `memory_tensors`, after it has read `tokens` tokens."""
+    """The inverse of `memory_tensors`: the cache that holds these tensors `[B, ...]` after reading `tokens` tokens."""
     cache = DynamicCache(config=config)
     upgrade_to_memory_cache(cache, config)
     layers: list[Any] = cache.layers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# A target that the loss leaves out: what `torch.nn.functional.cross_entropy` and Transformers ignore by default.
+# A target that the loss leaves out, the default `ignore_index` of `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
 
 
@@ -32,7 +32,7 @@ class TokenStreams:
         Every token but the first is a target once, except for up to `B - 1` tokens at the end that fill no stream.
 
         Raises:
-            ValueError: a number is not positive, or there are too few tokens for as many streams.
+            ValueError: `streams` or `segment` is not positive, or there are too few tokens for so many streams.
         """
         if streams < 1 or segment < 1:
             raise ValueError(f"streams ({streams}) and segment ({segment}) must be positive")
@@ -43,7 +43,7 @@ class TokenStreams:
         return cls(tokens[:used].view(streams, length), tokens[1 : used + 1].view(streams, length), segment)
 
     def __len__(self) -> int:
-        """Segments of a stream."""
+        """Number of segments in each stream."""
         return -(-self.inputs.shape[1] // self.segment)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

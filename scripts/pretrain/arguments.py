@@ -43,7 +43,7 @@ class PretrainArguments(RangedOptions):
 
     @property
     def has_source_epochs(self) -> bool:
-        """Whether the sources say how often they are read, and so how long a run of one epoch is."""
+        """Whether all sources have `epochs`, which then decide how many sequences a run of one epoch reads."""
         return all(source.epochs is not None for source in self.sources.values())
 
     @property
@@ -52,7 +52,7 @@ class PretrainArguments(RangedOptions):
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
     def of_sweep(self, name: str, value: float) -> "PretrainArguments":
-        """The arguments of the run of a sweep that has `value` as its argument `name`.
+        """The arguments of one run of the sweep, in which the argument `name` is `value`.
 
         Raises:
             UserError: the value is out of range, or contradicts another.
@@ -94,7 +94,7 @@ class PretrainArguments(RangedOptions):
         self._check_sweep()
 
     def _check_objective(self) -> None:
-        """Refuses what needs a next token where hidden ones are predicted."""
+        """Refuses options that need next-token prediction if another objective is chosen."""
         if self.objective == "causal_lm":
             return
         for option in ("carry_memory", "chat_column", "z_loss", "length_warmup_steps", "dry_run"):
@@ -114,7 +114,7 @@ class PretrainArguments(RangedOptions):
             raise UserError("a sweep goes on where it was interrupted; leave out overwrite and resume")
 
     def _check_data(self) -> None:
-        """Refuses ways of reading that exclude each other."""
+        """Refuses options of the data that exclude each other."""
         sources = self.sources
         if self.mixture is not None and self.dataset != "builtin":
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
@@ -131,15 +131,17 @@ class PretrainArguments(RangedOptions):
             if self.streaming and getattr(self, option):
                 raise UserError(f"streaming reads one dataset from its start; leave out {option} or streaming")
         if self.streaming and (self.packing != "concatenate" or self.max_steps is None):
-            raise UserError("a stream has no end that is known: give max_steps, and packing: concatenate")
+            raise UserError("a stream has no known end: give max_steps, and packing: concatenate")
         self._check_positions()
         if self.tokenizer == "bpe" and (self.streaming or self.chat_column):
-            raise UserError("a tokenizer that exists is needed for streaming and chat_column; set tokenizer")
+            raise UserError(
+                "streaming and chat_column need a tokenizer that exists; set tokenizer to a folder or a Hub name"
+            )
         if self.chat_template and not self.chat_column:
             raise UserError(f"chat_template={self.chat_template} needs conversations; name their chat_column")
 
     def _check_positions(self) -> None:
-        """Refuses anchors and sampled positions beside what reads positions in another way."""
+        """Refuses packing=anchor and position_sampling with options that use positions in another way."""
         options = ["packing"] if self.packing == "anchor" else []
         options += ["position_sampling"] if self.position_sampling else []
         if self.length_warmup_steps and options:

@@ -77,7 +77,7 @@ print(fill(f"The {fill.tokenizer.mask_token} statement"))"""
 
 @dataclass(frozen=True)
 class Wording:
-    """What a card says of a model by its objective."""
+    """The words of a card that depend on the objective of the run."""
 
     kind: str
     pipeline: str

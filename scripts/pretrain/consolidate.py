@@ -1,9 +1,9 @@
-"""Turns a checkpoint of a pretraining run into a model in Hugging Face format, and proves that it is the same.
+"""Turns a checkpoint of a pretraining run into a model in Hugging Face format, and checks that both are equal.
 
 Run: `dynattn convert consolidate SRC DST [--option value]`
 
-SRC is the folder `step-NNNNNN` of a checkpoint, or of a run, whose newest checkpoint is taken. However many processes
-have written it, one reads all shards; the model has to fit into the memory of the CPU twice.
+SRC is a checkpoint folder (`step-NNNNNN`), or the folder of a run, whose newest checkpoint is then taken. A single
+process reads the shards of all processes that wrote it. The model has to fit into the memory of the CPU twice.
 """
 
 import json
@@ -29,7 +29,7 @@ class ConsolidateArguments:
 
     source: str = field(metadata={"help": "checkpoint or run (SRC, the first argument)"})
     destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the weights that are saved"})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "dtype of the saved weights"})
     average: bool = field(
         default=False, metadata={"help": "take the moving average of the weights, which a run with ema_decay keeps"}
     )
@@ -91,10 +91,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
-    """The model of a checkpoint on the CPU, in float32, ready to be asked.
+    """The model of a checkpoint on the CPU, in float32 and in evaluation mode.
+
+    Args:
+        averaged: read the moving average of the weights instead of the weights.
 
     Raises:
-        UserError: its averages are asked for, and it has none.
+        UserError: `averaged` is asked for, and the run has kept no average.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -119,12 +122,12 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Adds the tokenizer of the run in which the checkpoint lies; says so if there is none."""
+    """Copies the tokenizer of the run that the checkpoint belongs to; prints a warning if there is none."""
     from transformers import AutoTokenizer
 
     from .outputs.run_folder import RunFolder
 
-    # Checkpoints lie in a folder of their run, and those of updates that it has taken back in another one inside that.
+    # A checkpoint is RUN/checkpoints/step-N or, if the run has gone back behind it, RUN/checkpoints/abandoned-N/step-N.
     folders = [RunFolder(path).tokenizer for path in source.resolve().parents[1:3]]
     if found := [folder for folder in folders if folder.is_dir()]:
         AutoTokenizer.from_pretrained(found[0]).save_pretrained(destination)

@@ -13,20 +13,21 @@ from .token_stream import TokenStream
 
 
 class AnchoredSequences(Sequences):
-    """Windows of a token stream behind an anchor, which all documents in them see.
+    """Windows of a token stream, each behind an anchor: a start token that all documents of the window share.
 
-    Each document of the stream begins with a start token. That of a document inside a window is a copy of the anchor:
-    it sees itself alone and stands at position 0, so it has the hidden states of the anchor, and attention that is kept
-    inside documents is attention to one shared token. All other tokens stand at their places in the sequence.
+    Each document of the stream begins with a start token. In a window these tokens have position 0, and attention stays
+    inside documents. So each of them sees only itself, at position 0, and has the same hidden states as the anchor:
+    attention to a document's own start token is attention to the shared anchor. All other tokens have their places in
+    the sequence as positions.
 
-    A window that begins inside a document predicts nothing from the anchor.
+    Nothing is predicted from the anchor, because a start token or the middle of a document follows it.
     """
 
     def __init__(self, stream: TokenStream, name: str, length: int, *, anchor: int, pad: int, score_all: bool) -> None:
         """Puts `anchor`, the start token, in front of windows of `length - 1` tokens.
 
         Raises:
-            UserError: a document of the stream, which is called `name`, does not begin with it.
+            UserError: a document of the stream does not begin with `anchor`; the message calls the stream `name`.
         """
         others = np.flatnonzero(stream.tokens[stream.starts] != anchor)
         if len(others):

@@ -7,15 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-# Sources of a mixture are apportioned in blocks of so many places, so a weight is exact to a part in twice as many.
+# A source of a mixture has the same number of places in every block of so many: its weight, rounded to whole places.
 MIXTURE_BLOCK = 1 << 14
 
 
 class TrainingOrder:
     """The order in which updates read the sequences: each takes the next `global_batch`, epoch after epoch.
 
-    An update may span the end of an epoch. Each epoch is shuffled by `seed`, or in the order of the data if `seed` is
-    None. The first `skip` places are passed over.
+    A place is a position in this order, counted from 0 over all epochs. Each epoch is shuffled by `seed`, or in the
+    order of the data if `seed` is None. An update may span the end of an epoch. The first `skip` places are passed
+    over.
 
     Attributes:
         pass_length: how many sequences a run of one epoch reads.
@@ -66,8 +67,8 @@ class TrainingOrder:
 class MixtureOrder(TrainingOrder):
     """Draws every update from several sources, each of which is read epoch after epoch at its own pace.
 
-    Places are taken in blocks of `MIXTURE_BLOCK`. Each block has the same number of places for a source, which is its
-    weight rounded, in an order that is shuffled anew.
+    The order consists of blocks of `MIXTURE_BLOCK` places. A source has the same number of places in each block, in
+    proportion to its weight; the order of the sources is shuffled for each block.
 
     Args:
         names: of the sources.
@@ -105,7 +106,7 @@ class MixtureOrder(TrainingOrder):
         }
 
     def _in_block(self, block: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sequences `[N]` at `offsets` `[N]` in a block: each the next of the source whose turn it is."""
+        """The sequences `[N]` at `offsets` `[N]` in a block: each is the next one of the source at that place."""
         self._shuffle_block(block)
         turns, ranks = self._sources[offsets], block * self.quotas[self._sources[offsets]] + self._ranks[offsets]
         chosen = np.empty(len(offsets), dtype=np.int64)
@@ -115,7 +116,7 @@ class MixtureOrder(TrainingOrder):
         return chosen
 
     def _shuffle_block(self, block: int) -> None:
-        """Lays out the sources of a block, `[MIXTURE_BLOCK]`, and how often each has had its turn there before."""
+        """Sets the source of each place of a block, `[MIXTURE_BLOCK]`, and how often it came before in this block."""
         if block == self._block:
             return
         turns = np.repeat(np.arange(len(self.quotas)), self.quotas)
@@ -127,7 +128,7 @@ class MixtureOrder(TrainingOrder):
 
 
 def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
-    """Shares `places` out by `weights` `[S]`, with the largest remainders rounded up, at least one to each."""
+    """Divides `places` in proportion to `weights` `[S]` (largest remainder method), with at least one for each."""
     exact = np.array(weights) / sum(weights) * places
     shares = np.maximum(np.floor(exact), 1).astype(np.int64)
     while (left := places - int(shares.sum())) != 0:
@@ -139,7 +140,8 @@ def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
 class ProcessBatches(Sampler[list[tuple[int, int]]]):
     """The batches that one process reads in its forward passes, in order, for a range of updates.
 
-    Each sequence comes as its index and the place at which it is read, which no other reading of it has.
+    A sequence is given as `(index, place)`. The place in the order is another one each time that a sequence is read, so
+    random masks and positions can differ each time.
 
     An update's sequences are laid out as `[gradient accumulation, processes, batch]`, so that only the product of these
     sizes decides what an update sees.

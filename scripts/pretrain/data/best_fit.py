@@ -30,8 +30,8 @@ class Packs:
 def pack_best_fit(lengths: NDArray[np.int64], length: int) -> Packs:
     """Packs documents of `lengths` `[documents]` tokens into sequences of `length`.
 
-    The longest piece comes first, and each goes where the least room is left that it fits in. A rest of one token is
-    left out, because nothing precedes it and so it could only be read.
+    Pieces are placed from the longest to the shortest, each into the sequence with the least room that suffices. A last
+    piece of a single token is left out, because the first token of a piece is never a target.
     """
     document, offset, size = cut_documents(lengths, length)
     order = np.argsort(-size, kind="stable")
@@ -60,8 +60,8 @@ def cut_documents(
 def assign(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """The sequence `[pieces]` of each of the descending `sizes` by best fit.
 
-    Bit `room` of `rooms` says whether a sequence has exactly that much room, so the smallest room that suffices is the
-    lowest bit that is set from the size on.
+    Bit `room` of the integer `rooms` says whether a sequence has exactly that much room. So the smallest room that
+    suffices for a size is the lowest bit that is set at or above the size.
     """
     waiting: list[list[int]] = [[] for _ in range(length + 1)]
     rooms, count = 0, 0

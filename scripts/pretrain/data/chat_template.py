@@ -1,4 +1,4 @@
-"""The chat template of a run on conversations: one of the user's, the tokenizer's own, or the one that ships."""
+"""The chat template of a run on conversations: a file of the user's, the tokenizer's own, or that of this package."""
 
 import hashlib
 from pathlib import Path
@@ -11,10 +11,10 @@ SHIPPED = Path(__file__).parents[1] / "recipes" / "chat.jinja"
 
 
 def give_chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> str:
-    """Gives a tokenizer the template in `file`, or the one that ships if it has none.
+    """Gives a tokenizer the template in `file`. Without a file it keeps its own, or gets that of this package.
 
     Returns:
-        A digest of what it was given; empty if it keeps its own.
+        A digest of the template that it was given; empty if it keeps its own.
 
     Raises:
         UserError: the file cannot be read.
@@ -32,5 +32,5 @@ def give_chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> 
 
 
 def digest_of(template: str) -> str:
-    """What recognizes a template."""
+    """A digest that is equal for equal templates only."""
     return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()

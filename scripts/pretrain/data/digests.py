@@ -1,4 +1,4 @@
-"""Documents by their content: what recognizes prepared data, and finds documents that occur twice."""
+"""Hashes of documents: they show whether prepared data is of the same documents, and which documents occur twice."""
 
 import hashlib
 import logging
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Digest:
-    """Documents by their content; it does not depend on where they are stored.
+    """Hashes of the content of documents, whose storage does not matter.
 
     Attributes:
-        fingerprint: of the documents and their order.
+        fingerprint: a hash of all documents in their order.
         documents: `[N]` a hash of each document.
     """
 
@@ -41,7 +41,7 @@ def digest(dataset: Dataset) -> Digest:
 
 
 def warn_of_copies(train: Mapping[str, Digest], validation: Digest) -> None:
-    """Tells how many documents occur more than once, in a split or in both."""
+    """Warns of documents that occur more than once, in a split or in both."""
     for name, split in {**train, "validation": validation}.items():
         if copies := len(split.documents) - len(np.unique(split.documents)):
             logger.warning(

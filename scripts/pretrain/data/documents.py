@@ -23,10 +23,12 @@ HOLD_OUT_SEED = 0
 
 @dataclass(frozen=True)
 class Documents:
-    """Training documents of each source, validation documents, each a dataset with one column `text`, and a name.
+    """The documents of a run, as datasets with one column `text`.
 
-    Sources whose tokens exist already are not among them. The validation documents are None if all are such sources and
-    no others are named.
+    Attributes:
+        train: the training documents of each source, except for sources whose tokens exist already.
+        validation: the validation documents; None if validation reads tokens that exist already.
+        name: what records and model cards call the training data.
     """
 
     train: Mapping[str, Dataset]
@@ -35,7 +37,7 @@ class Documents:
 
 
 def load_documents(arguments: PretrainArguments) -> Documents:
-    """Loads all splits; documents that are held out are not in the training split, but copies of them may be.
+    """Loads all splits. Held-out documents are taken out of the training split, but copies of them may remain there.
 
     Raises:
         UserError: the data cannot be found or read, lacks the column, or holds no text.
@@ -145,7 +147,7 @@ def is_hub_name(source: str) -> bool:
 
 
 def hold_out(dataset: Dataset, share: float, *, divisible: bool = True) -> tuple[Dataset, Dataset]:
-    """Splits off `share` of the documents, at least one and not all; of a single document its end, after a line.
+    """Splits off `share` of the documents, at least one and not all; a single document is cut in two between lines.
 
     Raises:
         UserError: there is a single document, and it is not divisible.
@@ -164,7 +166,7 @@ def hold_out(dataset: Dataset, share: float, *, divisible: bool = True) -> tuple
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:
-    """Cuts a text in two; the second part has about `share` of the characters."""
+    """Cuts a text in two, if possible between lines; the second part has about `share` of the characters."""
     cut = len(text) - max(1, round(share * len(text)))
     line_end = text.find("\n", cut, len(text) - 1)
     cut = cut if line_end < 0 else line_end + 1
@@ -222,7 +224,7 @@ def _select(dataset: Dataset, arguments: PretrainArguments, source: str) -> Data
 
 
 def as_json(turns: Any) -> str:
-    """A conversation in one way of writing it, so that equal ones are equal."""
+    """A conversation as JSON with sorted keys, so that equal conversations give equal text."""
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 

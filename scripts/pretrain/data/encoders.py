@@ -31,7 +31,7 @@ class Encoded:
         tokens: `[N]`.
         lengths: `[documents]`.
         text_bytes: length in UTF-8 of the text that the targets spell.
-        targets: `[N]`, which tokens are targets, if not all but each document's first are.
+        targets: `[N]`, which tokens are targets; None if all are but the first of each document.
     """
 
     tokens: NDArray[np.int32]
@@ -40,7 +40,7 @@ class Encoded:
     targets: NDArray[np.bool_] | None = None
 
     def column(self, name: str) -> NDArray[Any]:
-        """What goes into the file `name` of a stream."""
+        """The array that is written into the file `name` of a token stream."""
         columns = {TOKENS: self.tokens, TARGETS: self.targets}
         chosen = columns.get(name, self.lengths)
         assert chosen is not None, f"{name} needs an encoder that marks targets"
@@ -86,8 +86,8 @@ class TextEncoder(Encoder):
 class ChatEncoder(Encoder):
     """Conversations, each the JSON of a list of messages, in the tokenizer's chat template.
 
-    Only what the assistant says is a target. A template says where that is with its `generation` tag; for one without
-    it, a turn of the assistant is what the template adds to the conversation before it and the prompt for an answer.
+    Only what the assistant says is a target. A template with the `generation` tag marks these parts. Without the tag, a
+    turn of the assistant is the text that the template adds to the earlier turns and the generation prompt.
     """
 
     marks_targets = True
@@ -143,7 +143,7 @@ class ChatEncoder(Encoder):
         return encoded["input_ids"], targets
 
     def _assistant_spans(self, turns: list[dict[str, Any]], text: str) -> Iterator[tuple[int, int]]:
-        """Where in `text`, the whole conversation, the assistant's turns begin and end."""
+        """Where the assistant's turns begin and end in `text`, the rendered conversation."""
         for index, turn in enumerate(turns):
             if turn["role"] != ASSISTANT:
                 continue

@@ -1,4 +1,4 @@
-"""Which local files a path, a folder or a pattern of the user's names."""
+"""Finds the local files that the user names by a path, a folder or a glob pattern."""
 
 import logging
 import os
@@ -11,14 +11,14 @@ from ..outputs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# What reads the files that end so, by its name in `datasets`.
+# File suffixes, and the name of the loader in `datasets` that reads such files.
 LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def find_files(source: str) -> list[Path] | None:
     """Returns the files that a path, folder or glob names, or None when `source` can only be a Hub name.
 
-    What exists is taken by its name, whatever characters that has; only the rest of a path is a pattern.
+    The part of the path that exists is taken literally, even with `*`, `?` or `[` in it; only the rest is a pattern.
     """
     path = Path(source)
     folder, pattern = split_pattern(path)
@@ -40,7 +40,7 @@ def find_files(source: str) -> list[Path] | None:
 
 
 def split_pattern(path: Path) -> tuple[Path, str]:
-    """The part of a path that exists, as far as it goes, and the rest."""
+    """The longest leading part of a path that exists, and the rest."""
     folder, parts = Path(path.anchor), path.relative_to(path.anchor).parts
     for index, part in enumerate(parts):
         if not os.path.lexists(folder / part):
@@ -50,7 +50,7 @@ def split_pattern(path: Path) -> tuple[Path, str]:
 
 
 def files_below(folder: Path, pattern: str) -> list[Path]:
-    """The files below a folder that match a pattern, but for what runs have left in folders of their own."""
+    """The files below a folder that match a pattern, without those in the output folders of runs."""
 
     @cache
     def is_of_run(inner: Path) -> bool:
@@ -61,7 +61,7 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
 
 
 def leave_out_empty(files: list[Path]) -> list[Path]:
-    """The files that hold something; the others are told.
+    """The files that are not empty; a warning counts the empty ones.
 
     Raises:
         UserError: all are empty.

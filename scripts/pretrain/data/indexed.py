@@ -26,7 +26,7 @@ INDEX, DATA = ".idx", ".bin"
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 # Magic, version, code of the data type, number of sequences, number of document boundaries.
 HEADER = struct.Struct("<9sQBQQ")
-# The codes for numbers that tokens can be stored in; 6 and 7 are floating point.
+# The format's codes of data types; 6 and 7 are floating point, in which tokens cannot be stored.
 TOKEN_TYPES: dict[int, type[np.integer]] = {
     1: np.uint8,
     2: np.int8,
@@ -51,7 +51,7 @@ class IndexedTokens:
     Attributes:
         path: of the `.idx` file.
         sizes: `[sequences]` tokens of each.
-        begins: `[sequences]` index of each one's first token.
+        begins: `[sequences]` index in `tokens` of each one's first token.
         documents: `[documents + 1]` the first sequence of each document, and the number of sequences.
         tokens: `[N]`.
     """
@@ -85,19 +85,19 @@ class IndexedTokens:
         end = int(pointers[-1]) + int(sizes[-1]) * width if count else 0
         if count == 0 or data.stat().st_size < end:
             raise UserError(f"{data} has {data.stat().st_size} bytes, and {index.name} describes {end}; copy it again")
-        # Mode "c" makes the array writable, which torch wants, and not its file.
+        # Torch warns of arrays that are read-only. Mode "c" (copy on write) makes this one writable, not its file.
         tokens: NDArray[np.integer] = np.memmap(data, dtype=dtype, mode="c", shape=(end // width,))
         return cls(index, sizes, pointers // width, documents, tokens)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Recognizes the data by its index and by pages all over its tokens; a whole Pile takes hours to read."""
+        """Identifies the data by its index and a sample of its tokens, as reading all of the Pile would take hours."""
         size, checksum = checksums.measure(self.path)
         sample = zlib.crc32(self.sample().tobytes())
         return f"index {size} bytes {checksum:08x}, {len(self.tokens)} tokens {sample:08x}"
 
     def sample(self) -> NDArray[np.integer]:
-        """The tokens of some pages, from the first to the last."""
+        """The tokens of `PAGES` pages that are spread evenly over the file, or all tokens of a small file."""
         page = PAGE_BYTES // self.tokens.itemsize
         if len(self.tokens) <= PAGES * page:
             return np.asarray(self.tokens)
@@ -118,7 +118,7 @@ class IndexedTokens:
         """Refuses tokens that the tokenizer does not have.
 
         Raises:
-            UserError: there is one among those that are looked at.
+            UserError: there is one in `sample`.
         """
         largest = int(self.sample().max())
         if largest >= len(tokenizer):

@@ -1,7 +1,6 @@
 """Sequences that are cut shorter in the first updates of a run (sequence length warmup, arXiv 2108.06084).
 
-A sequence is cut into pieces rather than cut off, so an update has the same tokens and targets at any length, and
-which ones they are does not change.
+A sequence is cut into pieces, none of which is dropped: an update has the same tokens and targets at any length.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ...common.errors import UserError
 from ...common.token_streams import IGNORE_INDEX
 from ..arguments import PretrainArguments
 
-# The first length as a part of the last, if it is not given.
+# Unless the arguments give it, the first length is `sequence_length` divided by this.
 USUAL_PARTS = 8
 
 
@@ -23,7 +22,7 @@ class LengthWarmup:
     """The length of sequences as a function of the update.
 
     Attributes:
-        lengths: to choose from, ascending; each is twice the one before, and the last that of the whole sequence.
+        lengths: the lengths in ascending order; each is twice the one before, and the last is the whole sequence.
         steps: updates before the last length is reached.
     """
 
@@ -51,7 +50,10 @@ class LengthWarmup:
         )
 
     def __call__(self, step: int) -> int:
-        """The length in update `step`, counted from 0: the longest below a line from the first to the last."""
+        """The length in update `step`, counted from 0.
+
+        It is the longest of `lengths` below a straight line that goes from the first to the last over `steps` updates.
+        """
         if step >= self.steps:
             return self.lengths[-1]
         line = self.lengths[0] + (self.lengths[-1] - self.lengths[0]) * step / self.steps

@@ -25,10 +25,10 @@ class Objective(ABC):
 
     @abstractmethod
     def example(self, item: Item, draw: int) -> Item:
-        """What the model is given of a sequence of tensors `[T]`.
+        """The model's input for a sequence of tensors `[T]`.
 
         Args:
-            draw: the place of the sequence among all that the run reads; what is random depends on the seed and on it.
+            draw: the place of the sequence in the order of the run. With the seed it decides all random choices.
         """
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Objective(ABC):
 
     @abstractmethod
     def for_validation(self) -> "Objective":
-        """The objective by which held-out text is scored, in which nothing depends on the run."""
+        """The objective by which held-out text is scored; it is the same whatever the seed of the run."""
 
     def count(self, batch: Item) -> int:
         """The number of targets of a batch of tensors `[B, T]`."""
@@ -103,12 +103,12 @@ class MaskedLM(Objective):
         return MaskedLM(self.tokenizer, VALIDATION_SEED)
 
     def _padding(self, item: Item) -> Tensor:
-        """`[T]`, the places at the end that hold no text: padding tokens that no label counts."""
+        """`[T]`, true for the padding at the end: padding tokens whose label is ignored."""
         unused = (item["labels"] == IGNORE_INDEX) & (item["input_ids"] == self.tokenizer.pad_token_id)
         return unused.flip(0).cummin(0).values.flip(0)
 
     def _mask(self, input_ids: Tensor, padding: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """The tokens `[T]` that are read, and the labels `[T]`."""
+        """The tokens `[T]` with masks, which the model reads, and the labels `[T]`."""
         kept = torch.isin(input_ids, self.special) | padding
         words = np.random.SeedSequence((self.seed, draw)).generate_state(1, np.uint64)
         self.collator.generator = torch.Generator().manual_seed(int(words[0] >> 1))
@@ -121,7 +121,7 @@ class MaskedLM(Objective):
 class Examples(Dataset[Item]):
     """Sequences as an objective gives them to a model.
 
-    An index is the number of a sequence, and its place among all that the run reads.
+    They are indexed by `(sequence, draw)`: the index of a sequence, and the place at which the run reads it.
     """
 
     def __init__(self, sequences: Sequences, objective: Objective) -> None:

@@ -1,4 +1,4 @@
-"""The sequences and their order, from what `prepare` has made and from tokens that existed before."""
+"""Opens the sequences of a run and their order, from tokens that `prepare` wrote or that existed before."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def _open_source(
 
 
 def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Sequences:
-    """The validation sequences: of documents, of tokens that are named, or the end of the training tokens."""
+    """The validation sequences: of documents, of tokens that the user named, or of the end of the training tokens."""
     if (folder / VALIDATION).exists():
         stream = TokenStream.open(folder / VALIDATION)
         return _pack(stream, "the validation data", arguments, tokenizer, score_all=True)
@@ -71,19 +71,19 @@ def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreT
 
 
 def _open_indexed(dataset: str, tokenizer: PreTrainedTokenizerBase) -> IndexedTokens:
-    """Tokens that exist already and that the tokenizer has."""
+    """Opens tokens that exist already, and checks that the tokenizer has them."""
     data = IndexedTokens.open(Path(dataset))
     data.check_vocabulary(tokenizer)
     return data
 
 
 def _has_other_validation(folder: Path, arguments: PretrainArguments) -> bool:
-    """Whether validation needs nothing of the training data."""
+    """Whether there is validation data, so that no training tokens have to be held out."""
     return (folder / VALIDATION).exists() or arguments.validation_dataset is not None
 
 
 def _count(data: IndexedTokens, arguments: PretrainArguments) -> int:
-    """What is held out by number: samples where the file has samples of the right length, else documents."""
+    """The number of units that can be held out: samples if the file has samples of the right length, else documents."""
     return len(data.sizes) if data.is_cut_for(arguments.sequence_length) else len(data.documents) - 1
 
 
@@ -104,7 +104,11 @@ def _as_sequences(
     *,
     score_all: bool,
 ) -> Sequences:
-    """The samples or documents `span` of tokens that exist already."""
+    """Sequences of the units `span` (see `_count`) of tokens that exist already.
+
+    Raises:
+        UserError: the samples of the file are not of `sequence_length`, or cannot be packed as the arguments say.
+    """
     if data.is_cut_for(arguments.sequence_length):
         if arguments.packing == "anchor":
             raise UserError(f"{data.path} holds samples of one length; packing=anchor needs documents")
@@ -129,7 +133,11 @@ def _pack(
     *,
     score_all: bool,
 ) -> Sequences:
-    """Sequences that are read independently of each other; with `score_all` every target is in one of them."""
+    """Sequences that are read independently of each other; with `score_all` no target is left out.
+
+    Raises:
+        UserError: the stream, which is called `name`, is shorter than one sequence.
+    """
     length, pad = arguments.sequence_length, int(tokenizer.pad_token_id)
     if arguments.packing == "best_fit" and not score_all:
         return BestFitSequences(stream, length, pad=pad, mask_documents=arguments.mask_documents)
@@ -161,7 +169,7 @@ def _open_memory_streams(
 
 
 def _order(parts: dict[str, Sequences], arguments: PretrainArguments, global_batch: int) -> TrainingOrder:
-    """Samples are read in the order of their file, all else is shuffled."""
+    """The order of reading: a single source of samples in the order of its file, everything else shuffled."""
     sizes, options, skip = [len(part) for part in parts.values()], arguments.sources, arguments.skip_sequences
     weights = [options[name].weight or (options[name].epochs or 0) * len(part) for name, part in parts.items()]
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""A stream of tokens becomes sequences of one length: by concatenation, by best fit, or as streams for a memory."""
+"""Cuts a stream of tokens into sequences of one length: end to end, by best fit, or as streams for a memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -70,8 +70,9 @@ class PackedSequences(Sequences):
 class BestFitSequences(Sequences):
     """Documents, whole where they fit, packed so that few of them are cut (Ding et al., arXiv 2404.10830).
 
-    A document that is longer than a sequence is cut into whole sequences and a rest. The end of a sequence that nothing
-    fits in is padding. No piece's first token is a target, because what stands before it belongs to another document.
+    A document that is longer than a sequence is cut into whole sequences and a rest. Room at the end of a sequence that
+    no piece fits in is padded. The first token of a piece is no target, because the tokens before it are of another
+    document, or in another sequence.
     """
 
     def __init__(self, stream: TokenStream, length: int, *, pad: int, mask_documents: bool) -> None:
@@ -98,7 +99,7 @@ class BestFitSequences(Sequences):
             place += size
         item = {"input_ids": input_ids, "labels": labels}
         if self.mask_documents:
-            # Padding is a document of its own, so that no position of it counts on beyond the sequence.
+            # Padding counts as a document of its own, apart from the last one.
             edges = starts if place == self.length else [*starts, place]
             item["position_ids"] = restarting_positions(np.array(edges, dtype=np.int64), self.length)
         return as_item(item)
@@ -116,7 +117,7 @@ class BestFitSequences(Sequences):
 
 
 class StreamSegments(Sequences):
-    """A token stream as contiguous parts that are read side by side, for a model that remembers what it has read.
+    """A token stream as contiguous parts that are read side by side, for a model with memory.
 
     Item `segment * parts + part` is one segment of one part, so that `parts` items in a row are the same segment of all
     parts. Each item holds `input_ids` `[T]`, and the next tokens `[T]` as `labels` and as `shift_labels`, which the
@@ -161,7 +162,7 @@ class StreamSegments(Sequences):
         return len(self.stream.tokens) - self.cut.inputs.numel() - 1
 
     def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
-        """The indices of all segments in order, all for the first process: each continues the one before."""
+        """All segments in order for the first process, because each continues the one before; none for the others."""
         if process == 0:
             yield from (range(begin, begin + self.parts) for begin in range(0, len(self), self.parts))
 

@@ -1,7 +1,7 @@
-"""Positions that are drawn anew for every sequence that an update reads, so that a model meets more than it has tokens.
+"""Random positions for training sequences, so that a model meets positions beyond the length of its sequences.
 
-What is drawn is a function of the seed and of the sequence's place in the order of the run. So a run that resumes, or
-is shared out among other processes, has the same positions.
+They are a function of the seed and of the sequence's place in the order of the run. So a run has the same positions
+after it was resumed, and with any number of processes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
 
-# What position schemes of this package read `position_ids`; all others count places.
+# Position schemes of this package that read `position_ids`; the others use the places of tokens in the sequence.
 READ_POSITIONS = frozenset({"rope", "learned", "sinusoidal"})
 # A step this small still lets positions of any length rise in float64.
 SMALLEST_STEP = 1e-6
@@ -27,11 +27,12 @@ class PositionSampler:
     """How the positions of training sequences are drawn.
 
     Attributes:
-        method: None for ordinary positions. `jitter` (Giraffe, arXiv 2308.10882): steps between 0 and 2, all of them
-            shorter where they would lead beyond the limit. `subset` (randomized positional encodings, arXiv
-            2305.16843): so many of the whole numbers below the limit, in order.
-        limit: positions stay below it.
-        seed: of the run.
+        method: None for ordinary positions. `jitter` (Giraffe, arXiv 2308.10882) draws the steps between positions
+            uniformly between 0 and 2, and scales them down if the last position would exceed the limit. `subset`
+            (randomized positional encodings, arXiv 2305.16843) draws as many of the whole numbers below the limit as
+            there are tokens, and sorts them.
+        limit: all positions are below it.
+        seed: the seed of the run.
     """
 
     method: str | None
@@ -43,7 +44,7 @@ class PositionSampler:
         """What the arguments ask for.
 
         Raises:
-            UserError: the model does not read positions, or not such ones.
+            UserError: the model does not read positions, or cannot read those that the method draws.
         """
         method, length = arguments.position_sampling, arguments.sequence_length
         limit = arguments.position_limit or length
@@ -51,7 +52,7 @@ class PositionSampler:
             return cls(None, limit, arguments.seed)
         check_reads_positions(config, f"position_sampling={method}")
         if method == "jitter" and "learned" in schemes_of(config):
-            raise UserError("position_sampling=jitter has fractions, which learned positions lack; take subset")
+            raise UserError("position_sampling=jitter draws fractions, which learned positions lack; take subset")
         longest: Any = getattr(config, "max_position_embeddings", None)
         if "learned" in schemes_of(config) and limit > longest:
             raise UserError(
@@ -72,11 +73,12 @@ class PositionSampler:
         places = torch.arange(length)
         given = batch.get("position_ids", places.expand(count, length))
         rising = torch.from_numpy(np.stack([self._rising(first + row, length) for row in range(count)]))
-        # Two tokens are as far apart as the drawn positions at their places; each count still starts at 0.
+        # Positions of each document start at 0 as before. In it two tokens are as far apart as the drawn positions at
+        # their places: `places - given` is the place of the document's first token.
         return {**batch, "position_ids": rising - rising.gather(1, places - given)}
 
     def _rising(self, place: int, length: int) -> NDArray[Any]:
-        """Positions `[T]` of the sequence at `place`: whole numbers, or float64 where steps have fractions."""
+        """Rising positions `[T]` for the sequence at `place` in the order of the run: int64, or float64 with jitter."""
         random = np.random.default_rng((self.seed, place))
         if self.method == "subset":
             return np.sort(random.choice(self.limit, length, replace=False))
@@ -85,12 +87,12 @@ class PositionSampler:
 
 
 def check_reads_positions(config: PreTrainedConfig, option: str) -> None:
-    """Refuses models to which the positions of a sequence say nothing, or something else.
+    """Refuses models that ignore `position_ids`, or that find documents by them.
 
     Transformers' own models take every jump of the positions for the border of a document.
 
     Raises:
-        UserError: the model is one of them.
+        UserError: the model is one of them; the message names `option`.
     """
     if schemes := schemes_of(config):
         if READ_POSITIONS.isdisjoint(schemes):

@@ -1,4 +1,4 @@
-"""From documents to a tokenizer and token streams on disk, from which every process reads."""
+"""Makes a tokenizer and token streams on disk from documents; all processes read them there."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,25 @@ from .token_stream import TOKENS
 
 SOURCE_FILE = "source.json"
 VALIDATION = "validation"
-# What lies beside the folders of sources, each of which is called as its source is.
+# The data folder has a folder for each source, named as the source is. Sources cannot have these names.
 TAKEN_NAMES = (SOURCE_FILE, VALIDATION)
-# What recognizes the texts of a run, by what they are for.
+# Hashes of the texts of a run, by the field of `Source` that holds them.
 Fingerprints = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the tokenizer and the token streams were made from, and what was made.
+    """What the tokenizer and the token streams were made from, and the files that were made.
+
+    Two sources are equal if their texts and tokenizers are; the last two fields are not compared.
 
     Attributes:
-        name: of the data, for records.
+        name: what records call the data.
         training_data, validation_data: fingerprints of the texts.
-        tokenizer: its origin.
-        chat_template: a digest of the one that writes conversations; empty for texts, None if an earlier version has
-            not stored it. A tokenizer's own is in no other field.
-        files: size and checksum of every file that was made, relative to the folder of the run; sources of the same
-            texts and tokenizer are equal whatever was made from them.
+        tokenizer: a fingerprint of a given tokenizer, or how it is trained.
+        chat_template: a digest of the template that renders conversations; empty for texts, None if an earlier version
+            has not stored it. Only this field tells templates apart that tokenizers have of their own.
+        files: size and checksum of every file that was made, by its path relative to the folder of the run.
     """
 
     name: str
@@ -54,12 +55,12 @@ class Source:
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
 
     def makes_same_as(self, other: "Source") -> bool:
-        """Whether the same tokens are made from both, as far as it is known of an earlier version."""
+        """Whether both give the same tokens; a chat template that an earlier version has not stored counts as equal."""
         templates = {self.chat_template, other.chat_template}
         return self == other and (None in templates or len(templates) == 1)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a run resumes with: the same texts, cut into the same tokens."""
+        """What must not have changed when a run is resumed: its texts, its tokenizer and its tokens."""
         made = {name: measured for name, measured in self.files.items() if name.endswith(f"/{TOKENS}")}
         training = {name: measured for name, measured in made.items() if name != f"data/{VALIDATION}/{TOKENS}"}
         single = f"data/train/{TOKENS}"
@@ -78,11 +79,11 @@ class Splits:
 
     Attributes:
         train: the documents of each source that is tokenized before the run.
-        validation: None if only the sources' own tokens are held out.
-        name: of the data.
+        validation: the validation documents; None if validation reads tokens that exist already.
+        name: what records call the data.
         training_data: fingerprint of all training data.
-        validation_data: fingerprint of the validation documents.
-        fingerprints: of the documents of each stream that is made, by its folder.
+        validation_data: fingerprint of the validation data.
+        fingerprints: the fingerprint of the documents of each stream that is made, by its folder below the data.
     """
 
     train: Mapping[str, Dataset]
@@ -99,7 +100,7 @@ class Splits:
 
 
 def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
-    """Makes tokenizer and token streams in `run.prepared`, unless the run already has those of the same source.
+    """Makes tokenizer and token streams in `run.prepared`, unless the run has them already from the same source.
 
     Only one process may call this.
 
@@ -111,7 +112,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     if given is None and not splits.train:
         raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
     if given is not None:
-        make_objective(arguments, given)  # refuses the tokenizer before it has worked for hours
+        make_objective(arguments, given)  # refuses an unsuitable tokenizer before hours of tokenizing
     masks = arguments.objective == "masked_lm"
     source = Source(
         name=splits.name,
@@ -130,7 +131,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
 
 
 def fingerprints(arguments: PretrainArguments) -> Fingerprints:
-    """What recognizes the texts of a run, under the names that `Source` has for them.
+    """The fingerprints of a run's texts, under the names of the fields of `Source`.
 
     Raises:
         UserError: the data cannot be used.
@@ -140,7 +141,10 @@ def fingerprints(arguments: PretrainArguments) -> Fingerprints:
 
 
 def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
-    """Gives the tokenizer the chat template that the run asks for, and returns the fingerprint of both."""
+    """Gives the tokenizer the chat template that the run asks for, and returns a fingerprint of both.
+
+    The fingerprint does not cover a template that the tokenizer had before.
+    """
     template = give_chat_template(given, arguments.chat_template) if arguments.chat_column else ""
     return f"{tokenizer.fingerprint(given)} chat {template}" if template else tokenizer.fingerprint(given)
 
@@ -150,7 +154,7 @@ def _load_splits(arguments: PretrainArguments) -> Splits:
 
 
 def _load(arguments: PretrainArguments) -> Splits:
-    """Reads all documents once, and tells of copies."""
+    """Loads the data, hashes all documents, and warns of those that occur twice."""
     _check_names(arguments)
     loaded = documents.load_documents(arguments)
     by_source = {name: digests.digest(dataset) for name, dataset in loaded.train.items()}
@@ -164,7 +168,10 @@ def _load(arguments: PretrainArguments) -> Splits:
     training = prints["train"] if set(prints) == {"train"} else json.dumps(prints)
     validation = _validation_fingerprint(arguments, held_out)
     if training == validation:
-        raise UserError(f"the validation data is the training data of {loaded.name}; name other documents, or neither")
+        raise UserError(
+            f"the validation data is the training data of {loaded.name}; name other validation data, or none to have "
+            "some of the training data held out"
+        )
     if held_out is not None and by_source:
         digests.warn_of_copies(by_source, held_out)
     streams = {name: digest.fingerprint for name, digest in by_source.items()} | {VALIDATION: validation}
@@ -172,14 +179,14 @@ def _load(arguments: PretrainArguments) -> Splits:
 
 
 def _check_names(arguments: PretrainArguments) -> None:
-    """Refuses a source whose tokens would lie where others do; tokens that exist already stay where they are."""
+    """Refuses a source whose folder would have a taken name; tokens that exist already are not copied into a folder."""
     for name, source in arguments.sources.items():
         if name in TAKEN_NAMES and not is_indexed(source.dataset):
             raise UserError(f"mixture.{name}: {' and '.join(TAKEN_NAMES)} are taken; call this source something else")
 
 
 def _validation_fingerprint(arguments: PretrainArguments, held_out: digests.Digest | None) -> str:
-    """Of validation documents, of validation tokens, or of the share of the training tokens that is held out."""
+    """A fingerprint of the validation documents, or of validation tokens, or the share of training tokens held out."""
     if held_out is not None:
         return held_out.fingerprint
     if arguments.validation_dataset is not None:
@@ -188,7 +195,7 @@ def _validation_fingerprint(arguments: PretrainArguments, held_out: digests.Dige
 
 
 def _load_stream(arguments: PretrainArguments) -> Splits:
-    """Reads the validation documents alone, and recognizes the stream by its first ones."""
+    """Loads the validation documents alone; the fingerprint of the stream is that of its first documents."""
     named = documents.load_validation(arguments)
     first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
     held_out = digests.digest(validation)
@@ -204,7 +211,7 @@ def _write_prepared(
     source: Source,
     arguments: PretrainArguments,
 ) -> Source:
-    """Stores the tokenizer, all splits as token streams, and last the source with the checksums of these files."""
+    """Stores the tokenizer and all splits as token streams, and at the end the source with checksums of these files."""
     chosen.save_pretrained(run.prepared / run.tokenizer.name)
     data = run.prepared / run.data.name
     data.mkdir(parents=True)
@@ -220,7 +227,7 @@ def _write_prepared(
 
 
 def _check_undamaged(run: RunFolder, source: Source) -> None:
-    """Refuses tokenizer and token streams that are not what was prepared."""
+    """Refuses files of the tokenizer and the token streams that have changed since they were written."""
     if damage := checksums.find_damage(run.path, source.files):
         raise UserError(
             f"the prepared data in {run.path} is damaged: {damage}; delete {run.data} to have it prepared again"

@@ -1,4 +1,4 @@
-"""What training and validation read: items of one length, and how processes share them out."""
+"""The sequences that training and validation read, all of one length, and how they are divided among processes."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -37,7 +37,7 @@ class Sequences(Dataset[dict[str, Tensor]], ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What was counted while the data was packed, for the terminal."""
+        """The number of documents, tokens and sequences, in words for the terminal."""
 
     @property
     def text_bytes(self) -> int:

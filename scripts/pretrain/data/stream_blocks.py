@@ -1,4 +1,4 @@
-"""Blocks of a stream in files: what one process writes while others wait for it."""
+"""Blocks of a stream in files, which one process writes and others wait for."""
 
 import json
 import zlib
@@ -20,13 +20,14 @@ FAILURE = "failed.json"
 
 @dataclass(frozen=True)
 class Block:
-    """Some sequences, and where the stream stands behind them.
+    """Consecutive sequences of a stream, and what is needed to read on behind them.
 
     Attributes:
         tokens: `[N, T]`.
         starts, targets: `[N, T]`, where documents start, and which tokens are targets.
-        rest: the same three `[3, R]`, of the tokens that did not fill another sequence.
-        cursor: the state of the stream: what `IterableDataset` calls its state, and how often it was read before.
+        rest: `[3, R]`, the tokens, starts and targets of what was read but belongs to the next block.
+        cursor: where the stream is read on: how often all of it was read before (`pass`), and the `state_dict` of the
+            `IterableDataset` (`state`).
     """
 
     tokens: NDArray[np.int32]
@@ -70,10 +71,10 @@ def written_blocks(folder: Path) -> list[int]:
 
 
 def check_failure(folder: Path) -> None:
-    """Raises what ended the writing process, if something did.
+    """Reports why the writing process has failed, if it has.
 
     Raises:
-        UserError: it failed.
+        UserError: it has failed; the message has its error.
     """
     failure = folder / FAILURE
     if failure.exists():

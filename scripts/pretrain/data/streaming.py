@@ -1,8 +1,9 @@
 """Training data that is read and tokenized while the run trains, by a process of its own.
 
 The stream is cut into blocks of `shuffle_buffer` sequences, numbered files in the folder of the run. Inside a block the
-sequences are shuffled by the seed, so what an update reads depends on its number alone. With each block lies the place
-in the stream behind it; from there an interrupted run goes on. Blocks that no kept checkpoint needs are deleted.
+sequences are shuffled by the seed, so what an update reads depends on its number alone. Each block also stores where
+the stream continues behind it, so that an interrupted run can read on. Blocks that no kept checkpoint needs are
+deleted.
 """
 
 import multiprocessing
@@ -38,18 +39,18 @@ from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
 from .tokenization import encode_batches
 
-# Documents at the head of a stream that are held out where no validation data is named, and that recognize it.
+# The first documents of a stream: their hash identifies it, and they are held out if no validation data is named.
 HELD_OUT_DOCUMENTS = 1000
 BATCH_DOCUMENTS = 100
-BLOCKS_AHEAD = 2
+BLOCKS_AHEAD = 2  # written beyond the block that updates read
 POLL_SECONDS = 0.05
 
 
 def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Dataset, Dataset]:
-    """The first documents of a stream, and the validation documents, which are the same if none are `named`.
+    """The first documents of a stream, and the validation documents: those that are `named`, or else the same ones.
 
     Raises:
-        UserError: the stream holds too little.
+        UserError: the stream cannot be read, or holds too few documents.
     """
     try:
         texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS)]
@@ -75,7 +76,7 @@ def open_stream(
 
 
 class StreamedSequences(Sequences):
-    """Sequences of a stream that another process writes; reading waits until they are there."""
+    """Sequences of a stream that another process writes; reading one waits until it is written."""
 
     def __init__(self, folder: Path, arguments: PretrainArguments) -> None:
         self.folder, self.size, self.length = folder, arguments.shuffle_buffer, arguments.sequence_length
@@ -115,7 +116,7 @@ class StreamedSequences(Sequences):
 
 
 class StreamOrder(TrainingOrder):
-    """The stream from its start, shuffled in blocks; it tells the writing process which block is wanted."""
+    """The order of a stream: from its start, shuffled in blocks. It tells the writing process which block is needed."""
 
     def __init__(
         self, arguments: PretrainArguments, run: RunFolder, tokenizer: PreTrainedTokenizerBase, global_batch: int
@@ -142,7 +143,7 @@ class StreamOrder(TrainingOrder):
             return
         (self.writer.folder / FAILURE).unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
-        # Not a daemon, which could not have processes of its own to tokenize.
+        # A daemon could not start processes of its own, which tokenize.
         process = context.Process(target=self.writer.run, args=(self._wanted,))
         process.start()
         finished = threading.Event()
@@ -152,7 +153,7 @@ class StreamOrder(TrainingOrder):
             yield
         finally:
             finished.set()
-            process.kill()  # it ignores the signals that end a run; what it writes is whole or absent
+            process.kill()  # it ignores the signals that end a run; its files are complete or absent at any time
             watch.join()
 
     def _shuffled(self, block: int) -> NDArray[np.int64]:
@@ -173,7 +174,7 @@ class BlockWriter:
         self.encoder: Encoder = ChatEncoder(tokenizer) if arguments.chat_column else TextEncoder(tokenizer)
 
     def run(self, wanted: Any) -> None:
-        """Writes blocks until the process ends; `wanted` is the number of the last one that an update has asked for."""
+        """Writes blocks until the process ends; `wanted` is the highest block number that an update has asked for."""
         ignore_signals(0)
         parent = os.getppid()
         try:
@@ -189,11 +190,11 @@ class BlockWriter:
                 next(blocks).save(block_path(self.folder, number))
                 number += 1
                 self._delete_old()
-        except Exception as error:  # whatever it is, those that wait for the next block have to hear of it
+        except Exception as error:  # whatever it is, processes that wait for the next block have to stop
             write_json(self.folder / FAILURE, {"error": first_line(error)})
 
     def tell_if_it_dies(self, process: BaseProcess, finished: threading.Event) -> None:
-        """Waits for the end of the writing process, and tells those who wait for a block if it came too early."""
+        """Waits for the end of the writing process; if it ends too early, stops those who wait for a block."""
         process.join()
         if not finished.is_set() and not (self.folder / FAILURE).exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +210,7 @@ class BlockWriter:
         return last + 1, Block.load(block_path(self.folder, last))
 
     def _blocks(self, previous: Block | None) -> Iterator[Block]:
-        """All blocks behind `previous`, or all of the stream, which begins again where it ends."""
+        """All blocks after `previous`, or from the start of the stream; at its end the stream begins again."""
         size, length = self.arguments.shuffle_buffer, self.arguments.sequence_length
         columns = np.empty((3, 0), dtype=np.int32) if previous is None else previous.rest
         waiting = [columns]
@@ -222,7 +223,7 @@ class BlockWriter:
                 yield Block(block[0].copy(), block[1].astype(bool), block[2].astype(bool), rest.copy(), cursor)
 
     def _batches(self, cursor: dict[str, Any]) -> Iterator[tuple[NDArray[np.int32], dict[str, Any]]]:
-        """Tokens, starts and targets `[3, N]` of batches of documents, each with the cursor behind it."""
+        """Tokens, starts and targets `[3, N]` of batches of documents, each with the cursor at its end."""
         cursors: deque[dict[str, Any]] = deque()
 
         def texts() -> Iterator[list[str]]:
@@ -234,7 +235,7 @@ class BlockWriter:
             yield as_columns(encoded), cursors.popleft()
 
     def _documents(self, cursor: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Batches of documents from `cursor` on, each with the cursor behind it."""
+        """Batches of documents from `cursor` on, each with the cursor at its end."""
         for number in count(cursor["pass"]):
             stream = self._open()
             if "state" in cursor:
@@ -255,7 +256,7 @@ class BlockWriter:
         return stream if has_validation else stream.skip(HELD_OUT_DOCUMENTS)
 
     def _delete_old(self) -> None:
-        """Deletes the blocks before the one that the oldest checkpoint reads next."""
+        """Deletes the blocks before the one that a run reads next after resuming from its oldest checkpoint."""
         saved = checkpoint.list_checkpoints(self.checkpoints)
         first = checkpoint.step_of(saved[0]) * self.global_batch // self.arguments.shuffle_buffer if saved else 0
         written = written_blocks(self.folder)

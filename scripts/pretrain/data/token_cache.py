@@ -22,13 +22,13 @@ FILES = "files.json"
 def write_cached(
     dataset: Dataset, encoder: Encoder, folder: Path, *, cache: Path | None, workers: int, identity: dict[str, str]
 ) -> None:
-    """`write_stream` into `folder`, or, with a cache, into an entry of it whose files `folder` then shares.
+    """Calls `write_stream` for `folder`; with a cache, for an entry of the cache, to whose files `folder` then links.
 
-    An entry is named after `identity`, what it is made from. One that was begun and not finished is continued; one that
-    another process is writing is waited for.
+    An entry is named after a hash of `identity`, which says what it is made from. An unfinished entry is continued, and
+    one that another process is writing is waited for.
 
     Raises:
-        UserError: the entry is damaged or of something else.
+        UserError: the entry is damaged, or was made from something else.
     """
     if cache is None:
         write_stream(dataset, encoder, folder, workers, identity)
@@ -44,7 +44,7 @@ def write_cached(
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Gives a file a second name, or copies it where file systems differ or have no such names."""
+    """Makes `target` a hard link to `source`, or a copy of it where the file system cannot link them."""
     try:
         os.link(source, target)
     except OSError:
@@ -71,7 +71,7 @@ def _make(entry: Path, dataset: Dataset, encoder: Encoder, workers: int, identit
 
 
 def _check(entry: Path, identity: dict[str, str]) -> None:
-    """Refuses an entry that is not what its name promises."""
+    """Refuses an entry whose files are damaged, or that does not have this `identity`."""
     try:
         stored = json.loads((entry / STREAM).read_text())
         damage = checksums.find_damage(entry, json.loads((entry / FILES).read_text()))

@@ -25,7 +25,7 @@ class TokenStream:
         tokens: `[N]` token ids.
         starts: `[documents]` index of each document's first token, ascending from 0; that token is never a target.
         text_bytes: length in UTF-8 of the text that the targets spell.
-        targets: `[N]`, which tokens the model learns to predict; None for all but the starts.
+        targets: `[N]`, which tokens the model learns to predict; None means all but the starts.
     """
 
     tokens: NDArray[Any]
@@ -59,7 +59,7 @@ class TokenStream:
         return range(int(first) - 1, int(last))
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and labels `[n]` from `begin` to before `end`; labels of tokens that are no targets are ignored."""
+        """Tokens and labels `[n]` from `begin` to before `end`; labels are `IGNORE_INDEX` but at targets."""
         tokens = np.asarray(self.tokens[begin:end], dtype=np.int64)
         labels = tokens.copy()
         labels[self.starts_between(begin, end)] = IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""Documents become tokens, in several processes if asked to, from where an interrupted run stopped."""
+"""Turns documents into tokens, in several processes if asked to, and continues where an interrupted run stopped."""
 
 import json
 import logging
@@ -28,12 +28,12 @@ from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 logger = logging.getLogger(__name__)
 
 BATCH_DOCUMENTS = 1000
-# Documents between two notes of how far the files are complete.
+# After so many documents the file `NOTE` is updated, which says how much of the stream is on disk.
 NOTE_DOCUMENTS = 50_000
 LENGTHS, NOTE = "lengths.bin", "written.json"
-# Batches that each worker has in hand or waiting, so that none is idle and few are in memory.
+# Batches that are submitted for each worker: enough that none is idle, and few enough to hold in memory.
 WAITING_BATCHES = 3
-# Seconds between two looks of a worker whether its parent is there.
+# A worker checks this often whether its parent still runs.
 PARENT_SECONDS = 1.0
 
 
@@ -55,11 +55,11 @@ class Written:
 def write_stream(
     dataset: Dataset, encoder: Encoder, folder: Path, workers: int = 0, identity: dict[str, str] | None = None
 ) -> None:
-    """Tokenizes the column `text` of `dataset` into `folder`, going on where an interrupted call had stopped.
+    """Tokenizes the column `text` of `dataset` into `folder`, and continues where an interrupted call stopped.
 
     Args:
         workers: processes that tokenize; with 0 this process does, on all cores if the tokenizer can use them.
-        identity: what the stream is made from, to be stored with it.
+        identity: what the stream is made from; it is stored in the stream's description.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = _read_note(folder)
@@ -91,7 +91,7 @@ def encode_all(dataset: Dataset, encoder: Encoder, workers: int) -> Iterator[Enc
 def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Batches of documents as tokens, in order; `workers` processes make them, or this one if 0.
 
-    With workers, batches are taken up to `WAITING_BATCHES` for each of them before they are asked for.
+    With workers, up to `WAITING_BATCHES` batches for each of them are read ahead.
     """
     if workers == 0:
         yield from map(encoder, batches)
@@ -111,16 +111,16 @@ _encoder: Encoder
 
 
 def _become_worker(encoder: Encoder) -> None:
-    """Keeps the encoder of this worker; each worker has one core, and ends with the process that started it."""
+    """Prepares a worker: it keeps the encoder, uses one core, and ends when the process that started it ends."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    ignore_signals(0)  # which go to all processes of a run at once; the one that started it decides
+    ignore_signals(0)  # a signal reaches all processes of a run; the process that started this one decides
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when `parent` has ended, perhaps killed, and nobody is left to ask for tokens."""
+    """Ends this process once the process `parent` has ended, because nobody asks for tokens any more."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(1)
@@ -131,12 +131,12 @@ def _encode(texts: list[str]) -> Encoded:
 
 
 def _bytes_of(name: str, written: Written) -> int:
-    """The size of a file when so much is written."""
+    """The size in bytes that the file `name` has when `written` is on disk."""
     return {TOKENS: 4 * written.tokens, TARGETS: written.tokens, LENGTHS: 8 * written.documents}[name]
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:
-    """Opens a file for appending after its first `size` bytes; what stood behind them is dropped."""
+    """Opens a file for appending after its first `size` bytes; later bytes are deleted."""
     path.touch()
     file = path.open("r+b")
     file.truncate(size)
@@ -145,7 +145,7 @@ def _open_at(path: Path, size: int) -> BinaryIO:
 
 
 def _note(folder: Path, files: Any, written: Written) -> None:
-    """Stores how much is written, once it is on disk."""
+    """Flushes the files to disk, and then stores how much is written."""
     for file in files:
         file.flush()
         os.fsync(file.fileno())
@@ -153,7 +153,7 @@ def _note(folder: Path, files: Any, written: Written) -> None:
 
 
 def _read_note(folder: Path) -> Written:
-    """How much an interrupted call has left, all of which is on disk."""
+    """How much an interrupted call has written to disk; nothing if its note or a file is missing or too short."""
     try:
         written = Written(**json.loads((folder / NOTE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -14,10 +14,10 @@ END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
 
 
 def train_bpe(batches: Iterable[list[str]], vocab_size: int, *, masks: bool = False) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE whose special token marks the start and the end of documents, and padding.
+    """Trains a byte-level BPE with one special token for the start of documents, their end, and padding.
 
     Args:
-        masks: add tokens for masks and for padding, of which encoders learn no embedding.
+        masks: add a mask token, and a separate padding token, for encoders.
 
     Raises:
         UserError: `vocab_size` cannot hold the 256 bytes and the special tokens.
@@ -41,7 +41,7 @@ def train_bpe(batches: Iterable[list[str]], vocab_size: int, *, masks: bool = Fa
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Loads a tokenizer from a folder or the Hub; a missing padding token becomes the end-of-text token.
 
-    One without `bos` and `eos` but with `cls` and `sep`, as encoders have it, starts and ends documents with those.
+    If it has `cls` and `sep` instead of `bos` and `eos`, as encoders have, these start and end documents.
 
     Raises:
         UserError: it cannot be loaded, or has no end-of-text token.
