@@ -202,11 +202,14 @@ class ComposedConfig(CompositionConfig):
             if self.has_nested_rope and layer_type not in rope:
                 raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(rope)}")
             check_rope_parameters(self.rope_of(layer_type), self.head_dim)
-            own = {name for name, value in self.rope_of(layer_type).items() if value is not None}
-            if self.scheme_of(layer_type) == "carope" and own != {"rope_theta", "rope_type"} | (own & {"type"}):
+            own = {name: value for name, value in self.rope_of(layer_type).items() if value is not None}
+            turns_whole_heads = own.pop("partial_rotary_factor", 1.0) == 1
+            only_theta = own.keys() - {"type"} == {"rope_theta", "rope_type"} and turns_whole_heads
+            if self.scheme_of(layer_type) == "carope" and not only_theta:
                 raise ValueError(
                     f"rope_parameters ({self.rope_of(layer_type)}) do not go with position_scheme 'carope', whose "
-                    "frequencies come from the content; give rope_theta alone, which says where they start"
+                    "frequencies come from the content; give rope_theta alone, which says where they start, and turn "
+                    "whole heads (partial_rotary_factor 1.0)"
                 )
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:

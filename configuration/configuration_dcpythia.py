@@ -19,8 +19,8 @@ class DCPythiaConfig(ComposedConfig):
             outputs are added together; otherwise the MLP reads the attention's result.
         attention_bias, mlp_bias (`bool`, default to `True`): biases of the projections (the official
             `use_linear_bias` switches both).
-        rope_parameters (`dict`, *optional*): `partial_rotary_factor` 0.25 by default; the names `rotary_pct` and
-            `rotary_emb_base` of GPT-NeoX are understood.
+        rope_parameters (`dict`, *optional*): `partial_rotary_factor` 0.25 by default, 1.0 for CARoPE, which turns whole
+            heads; the names `rotary_pct` and `rotary_emb_base` of GPT-NeoX are understood.
 
     ```python
     >>> from dynattn import DCPythiaConfig, DCPythiaForCausalLM
@@ -56,7 +56,8 @@ class DCPythiaConfig(ComposedConfig):
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Folds GPT-NeoX's names into `rope_parameters` (called by `PreTrainedConfig`)."""
         kwargs["rope_theta"] = kwargs.pop("rotary_emb_base", kwargs.get("rope_theta", self.default_theta))
-        kwargs["partial_rotary_factor"] = kwargs.pop("rotary_pct", kwargs.get("partial_rotary_factor", 0.25))
+        turned = 1.0 if self.position_scheme == "carope" else 0.25
+        kwargs["partial_rotary_factor"] = kwargs.pop("rotary_pct", kwargs.get("partial_rotary_factor", turned))
         return super().convert_rope_params_to_dict(**kwargs)
 
 

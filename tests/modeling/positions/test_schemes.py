@@ -405,6 +405,23 @@ def test_every_way_of_running_gives_the_same_logits(variant: str) -> None:
     assert torch.equal(found, model.generate(ids[1:, 9:], max_new_tokens=6, do_sample=False)[0, -6:])
 
 
+def test_carope_turns_whole_heads_in_every_family() -> None:
+    for rope in ({}, {"rope_parameters": {"rope_theta": 100.0}}):
+        config = DCPythiaConfig(**OURS, position_scheme="carope", **rope)
+        assert config.rope_of("full_attention")["partial_rotary_factor"] == 1.0
+        assert DCPythiaConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+@torch.no_grad()
+def test_a_cache_that_was_allocated_for_keys_alone_takes_phases_too() -> None:
+    """As `generate(cache_implementation="static", prefill_chunk_size=12)` allocates it."""
+    model, ids = make("carope and none"), torch.randint(1, 61, (2, 30))
+    cache = StaticCache(config=model.config, max_cache_len=34)
+    cache.early_initialization(2, model.config.num_key_value_heads, model.config.head_dim, torch.float64, ids.device)
+    logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split(12, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-11, rtol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpoints_keep_the_scheme_and_checkpointing_its_gradients(variant: str, tmp_path: Any) -> None:
     model, ids = make(variant), torch.randint(1, 61, (2, 30))
@@ -490,6 +507,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"position_scheme": "carope", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         "do not go with position_scheme 'carope'",
+    ),
+    (
+        {"position_scheme": "carope", "rope_parameters": {"partial_rotary_factor": 0.5}},
+        r"turn whole heads \(partial_rotary_factor 1.0\)",
     ),
     ({"position_gain": "rows"}, "position_gain 'rows' does not exist; choose from"),
     ({"rotary_dtype": "bfloat16"}, "rotary_dtype 'bfloat16' does not exist; choose from"),
