@@ -16,7 +16,7 @@ from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
-from ..positions.carope import ContentRotary
+from ..positions.carope import ContentRotary, make_room_for_phases
 from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type, rotary_of
 from .decoder import DecoderBody, DecoderPreTrainedModel
@@ -103,9 +103,11 @@ class ComposedDecoderBody(DecoderBody):
         self.position_bias, self.position_gain = learned_bias(self.config), learned_gain(self.config)
 
     def prepare_cache(self, cache: Cache) -> None:
-        """Makes `cache` keep composition factors beside keys and values if they depend on the key token."""
+        """Makes `cache` keep composition factors that depend on the key token, and phases, beside keys and values."""
         if self.config.composes_keys:
             upgrade_to_composed_cache(cache)
+        if "carope" in self.config.schemes:
+            make_room_for_phases(cache, self.config)
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
         """Refuses learned tables with the kind of checkpointing in which no two layers may share what they learn."""

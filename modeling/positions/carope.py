@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -73,3 +74,14 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     last = (count.reshape(1).clamp(max=keys.shape[2]) - 1).clamp(min=0)
     phases = keys.index_select(2, last)[..., head_dim:].contiguous().view(dtype)
     return torch.where(count > 0, phases, 0)
+
+
+def make_room_for_phases(cache: Cache, config: PreTrainedConfig) -> None:
+    """Lets layers of `cache` that were allocated for keys alone be allocated again, with room for phases beside them.
+
+    Transformers allocates static caches by the configured width of keys before it reads prompts in chunks.
+    """
+    for layer, layer_type in zip(cache.layers, config.layer_types, strict=False):
+        allocated = isinstance(layer, StaticLayer) and layer.is_initialized
+        if allocated and config.scheme_of(layer_type) == "carope" and layer.keys.shape[-1] == config.head_dim:
+            layer.is_initialized = False
