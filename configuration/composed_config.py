@@ -10,17 +10,17 @@ from .field_rules import check_rope_mapping, check_rope_parameters
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
-# They act on the embeddings, before there are layers.
+# These are added to the embeddings, once for the whole model.
 ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
-# They turn queries and keys.
+# These rotate queries and keys.
 ROTARY_SCHEMES = ("rope", "carope")
-# They add a bias by distance to the scores.
+# These add a bias to the scores that depends on the distance between query and key.
 BIAS_SCHEMES = ("alibi", "t5")
 POSITION_GAINS = (None, "distance", "bucket")
 ROTARY_DTYPES = (None, "float32")
-# The fields of a decoder whose positions are those of Transformers' rotary models.
+# What these fields hold where positions work as in Transformers' rotary models (Llama, GPT-NeoX).
 ROTARY_ALONE = {"position_scheme": "rope", "position_gain": None, "rotary_dtype": None}
-# Keywords that Transformers folds into `rope_parameters`.
+# Keywords that Transformers moves into `rope_parameters`.
 ROPE_ARGUMENTS = ("rope_theta", "partial_rotary_factor")
 
 
@@ -34,24 +34,26 @@ class ComposedConfig(CompositionConfig):
             at least 2.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` for each layer; by default
             even layers slide and odd layers are full, or all are full when `sliding_window` is None.
-        position_scheme (`str` or `dict`, defaults to `"rope"`): what tells the order of tokens: `"rope"`, `"alibi"`
-            (arXiv 2108.12409), `"t5"` (learned numbers for buckets of distances), `"learned"` and `"sinusoidal"` (added
-            to embeddings), `"carope"` (arXiv 2507.23083, rotary frequencies from the content), or `"none"`, since
-            causality alone tells much. A dictionary has one for each layer type in use.
-        compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` before the scores are
-            composed, so that it is mixed too, and not after.
-        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): T5's buckets.
-        position_gain (`str`, *optional*): URPE (arXiv 2205.13401): learned factors on probabilities, beside any scheme,
-            for each `"distance"` or for each of T5's buckets (`"bucket"`).
-        position_gain_length (`int`, *optional*): rows of `"distance"`, of which the last one serves all farther
-            distances; by default `max_position_embeddings`.
-        position_scale (`float`, *optional*): factor on sinusoids, by default `initializer_range`, which gives them the
-            size of new embeddings.
+        position_scheme (`str` or `dict`, defaults to `"rope"`): how the model knows the order of tokens: `"rope"`;
+            `"alibi"` (arXiv 2108.12409); `"t5"`, a learned bias for each bucket of distances; `"learned"` or
+            `"sinusoidal"`, added to the embeddings; `"carope"` (arXiv 2507.23083), whose rotary frequencies depend on
+            the content; or `"none"`, where the causal mask alone tells the order. A dictionary gives each layer type in
+            use a scheme of its own.
+        compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` to the scores before
+            they are composed, so that composition mixes it too; by default it is added after.
+        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): number of T5's buckets, and the distance from
+            which on all share the last bucket.
+        position_gain (`str`, *optional*): URPE (arXiv 2205.13401): learned factors on the probabilities, one for each
+            `"distance"` or one for each of T5's buckets (`"bucket"`). Goes with any scheme.
+        position_gain_length (`int`, *optional*): number of distances that have a factor of their own in `"distance"`;
+            longer distances take the last one. By default `max_position_embeddings`.
+        position_scale (`float`, *optional*): factor on sinusoidal positions, by default `initializer_range`, so that
+            they are as large as newly initialized embeddings.
         rope_parameters (`dict`, *optional*): the rotary embedding, in Transformers' form, for all layers or for each
-            layer type. Beside Transformers' `rope_type`s there are Giraffe's (arXiv 2308.10882): `"truncated"` with
+            layer type. Besides Transformers' `rope_type`s there are Giraffe's (arXiv 2308.10882): `"truncated"` with
             `truncate_length`, the trained length, and `"power"` with `power_factor`.
-        rotary_dtype (`str`, *optional*): `"float32"` rotates in at least float32 and rounds afterwards; by default in
-            the model's dtype.
+        rotary_dtype (`str`, *optional*): `"float32"` rotates queries and keys in at least float32 and rounds the result
+            to the model's dtype; by default the rotation itself runs in the model's dtype.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -74,7 +76,7 @@ class ComposedConfig(CompositionConfig):
     layer_types: list[str] | None = None
 
     def fill_defaults(self) -> None:
-        """As the base; with windows, local and global layers take turns."""
+        """Also sets `layer_types`: sliding and full layers in turn, or only full ones without `sliding_window`."""
         super().fill_defaults()
         if self.layer_types is None:
             pattern = "G" if self.sliding_window is None else "LG"
@@ -144,7 +146,7 @@ class ComposedConfig(CompositionConfig):
             )
 
     def validate_position_scheme(self) -> None:
-        """Part of the strict validation: every layer type has a scheme that exists, and the fields of one fit."""
+        """Part of the strict validation: every layer type has a known scheme, and the fields of that scheme fit."""
         scheme, types = self.position_scheme, set(self.layer_types or ())
         if not isinstance(scheme, str):
             if scheme.keys() != types:
@@ -177,7 +179,11 @@ class ComposedConfig(CompositionConfig):
         self.validate_buckets()
 
     def validate_buckets(self) -> None:
-        """Part of the strict validation: T5's buckets are even in number and reach beyond those of one distance."""
+        """Part of the strict validation of T5's buckets.
+
+        Their number is even, because half of them hold one distance each. The maximal distance lies beyond that half,
+        because the others grow logarithmically up to it.
+        """
         if self.t5_num_buckets % 2:
             raise ValueError(f"t5_num_buckets ({self.t5_num_buckets}) must be even: half hold one distance each")
         if self.t5_max_distance <= self.t5_num_buckets // 2:
@@ -213,7 +219,7 @@ class ComposedConfig(CompositionConfig):
                 )
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
-        """Transformers looks for a method of this name; `validate_rotary` has checked the parameters."""
+        """Does nothing: Transformers calls a method of this name, but `validate_rotary` has checked the parameters."""
 
     _validate_power_rope_parameters = _validate_truncated_rope_parameters
 

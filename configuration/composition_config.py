@@ -1,4 +1,4 @@
-"""What the configuration of any model with composed heads has: the fields of attention and composition."""
+"""The fields of attention and composition that every configuration of a model with composed heads has."""
 
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ QK_NORM_TYPES = ("rms_norm", "layer_norm")
 @strict
 class CompositionConfig(PortableConfig):
     r"""
-    Attention with dynamically composed heads (DCMHA, arXiv 2405.08553), of decoders and of bidirectional models.
+    Attention with dynamically composed heads (DCMHA, arXiv 2405.08553), for decoders and bidirectional models.
 
     Args:
         num_key_value_heads (`int`, *optional*): fewer than `num_attention_heads` is grouped-query attention: keys and
@@ -22,26 +22,28 @@ class CompositionConfig(PortableConfig):
         attention_bias (`bool`, defaults to `False`): biases of the query, key and value projections.
         attention_output_bias (`bool`, *optional*): bias of the output projection, by default as `attention_bias` says.
         attention_scaling (`float`, *optional*): factor on the scores, by default `head_dim ** -0.5`.
-        attention_dropout (`float`, defaults to 0.0): of probabilities, in models that compose no heads; the others
-            never have all probabilities in memory.
-        use_qk_norm (`bool`, defaults to `True`): norm of each query and key head, before a rotary embedding.
-        qk_norm_type (`str`, defaults to `"rms_norm"`): its kind; or `"layer_norm"`, with a scale and without a bias, as
-            in the authors' vision transformers.
-        qk_norm_eps (`float`, defaults to 1e-6): its epsilon, as in the released PyTorch code.
+        attention_dropout (`float`, defaults to 0.0): dropout of the attention probabilities. Must be 0 where heads are
+            composed, because those models never have all probabilities in memory.
+        use_qk_norm (`bool`, defaults to `True`): normalize each query and key head, before any rotary embedding.
+        qk_norm_type (`str`, defaults to `"rms_norm"`): kind of that norm; or `"layer_norm"`, with a scale and without a
+            bias, as in the authors' vision transformers.
+        qk_norm_eps (`float`, defaults to 1e-6): epsilon of that norm, as in the released PyTorch code.
         compose_pre (`bool`, defaults to `True`): compose the scores, before the softmax.
         compose_post (`bool`, defaults to `True`): compose the probabilities, after the softmax.
-        compose_query_wise (`bool`, defaults to `True`): terms that depend on the query token.
-        compose_key_wise (`bool`, defaults to `True`): terms that depend on the key token; their factors are cached.
+        compose_query_wise (`bool`, defaults to `True`): use terms that depend on the query token.
+        compose_key_wise (`bool`, defaults to `True`): use terms that depend on the key token; caches keep their factors
+            beside keys and values.
         compose_low_rank (`bool`, defaults to `True`): the dynamic low-rank head mixing.
         compose_gate (`bool`, defaults to `True`): the dynamic per-head gate.
         compose_static (`bool`, defaults to `False`): a learned input-independent head mixing (talking heads).
-        differential_heads (`bool`, defaults to `False`): differential attention (arXiv 2410.05258). Head `i` and head
-            `i + num_attention_heads / 2` are a pair with one value of double width, half of it in each head. The
-            second's probabilities, times a learned scalar, are subtracted from the first's, and the output of a pair is
-            normed. Takes `compose_post`, one group and an even number of heads of keys.
-        head_norm_eps (`float`, defaults to 1e-5): epsilon of that norm.
-        compose_rank (`int`, defaults to 2): rank of the low-rank mixing, at most the heads of a group.
-        compose_groups (`int`, defaults to 1): heads are mixed only inside each of so many consecutive groups.
+        differential_heads (`bool`, defaults to `False`): differential attention (arXiv 2410.05258). Heads `i` and
+            `i + num_attention_heads / 2` form a pair with one value of double width, half of it in each head. The
+            probabilities of the second head, times a learned scalar, are subtracted from those of the first, and the
+            output of the pair is normalized. Needs `compose_post=True`, `compose_groups=1` and an even number of key
+            heads.
+        head_norm_eps (`float`, defaults to 1e-5): epsilon of the norm of `differential_heads`.
+        compose_rank (`int`, defaults to 2): rank of the low-rank mixing, at most the number of heads in a group.
+        compose_groups (`int`, defaults to 1): number of groups of consecutive heads; heads mix only inside their group.
         compose_hidden_size (`int`, *optional*): hidden width of the factor generator for each group and component;
             by default `2 * compose_rank * heads of a group`, as released.
         compose_act (`str`, defaults to `"gelu"`): activation of the generator; the JAX trainer used
@@ -50,8 +52,7 @@ class CompositionConfig(PortableConfig):
         compose_init_scale (`float`, defaults to 1.0): multiplies the initial up factors, gates and static mixing. At 0
             the composition of a new model starts as the identity, and all of its parameters still learn.
             (`differential_heads` starts as its paper says.)
-        compose_dropout (`float`, defaults to 0.0): drops, in training, activations of the generator's hidden layer and
-            gates.
+        compose_dropout (`float`, defaults to 0.0): dropout of the gates and of the generator's hidden activations.
 
     `from_size(..., mixer="talking_heads")` sets these fields for a published attention.
     """
@@ -104,7 +105,7 @@ class CompositionConfig(PortableConfig):
         """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
 
         Args:
-            mixer: a published attention (see `MIXERS`), whose fields keywords override too.
+            mixer: name of a published attention (see `MIXERS`) that sets the `compose_*` fields; keywords come first.
 
         Raises:
             ValueError: the size or the attention does not exist, or fields do not fit.
@@ -114,12 +115,15 @@ class CompositionConfig(PortableConfig):
 
     @property
     def compose_stages(self) -> tuple[str, ...]:
-        """The stages that are composed, in the order of the weights."""
+        """The stages ("pre", "post") that are composed, in the order in which weights and packed terms hold them."""
         return tuple(stage for stage in ("pre", "post") if getattr(self, f"compose_{stage}"))
 
     @property
     def compose_sides(self) -> tuple[str, ...]:
-        """The sides (query, key) whose tokens dynamic terms depend on, in the order of the weights; else empty."""
+        """The sides ("query", "key") whose tokens generate dynamic terms, in the order of the weights.
+
+        Empty if there are no dynamic terms.
+        """
         if not (self.compose_low_rank or self.compose_gate):
             return ()
         return tuple(side for side in ("query", "key") if getattr(self, f"compose_{side}_wise"))
@@ -136,13 +140,13 @@ class CompositionConfig(PortableConfig):
         return bool(self.compose_stages) and "key" in self.compose_sides
 
     def validate_heads(self) -> None:
-        """Part of the strict validation: heads of queries and of keys fit each other."""
+        """Part of the strict validation: the number of key heads divides the number of query heads."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads is None or heads % kv_heads:
             raise ValueError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
 
     def validate_attention(self) -> None:
-        """Part of the strict validation: the norm exists, and dropout is of probabilities that exist."""
+        """Part of the strict validation: the norm exists, and no dropout acts on probabilities of composed heads."""
         if self.qk_norm_type not in QK_NORM_TYPES:
             raise ValueError(f"qk_norm_type ({self.qk_norm_type!r}) must be one of {QK_NORM_TYPES}")
         if self.attention_dropout and self.composes:
@@ -168,7 +172,7 @@ class CompositionConfig(PortableConfig):
             raise ValueError(f"compose_rank ({self.compose_rank}) must be from 1 to the heads of a group ({group})")
 
     def validate_differential(self) -> None:
-        """Part of the strict validation: differential attention has probabilities and pairs of heads."""
+        """Part of the strict validation: differential attention composes probabilities, and heads form pairs."""
         if not self.differential_heads:
             return
         if not self.compose_post:

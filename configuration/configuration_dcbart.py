@@ -15,24 +15,27 @@ class DCBartConfig(CompositionConfig):
     r"""
     Configuration of a DCBart model; the defaults are the shape of a Marian translator.
 
-    With composition off the model computes what BART, mBART or Marian compute: BART has learned positions from row 2
-    on and a norm of the embeddings, mBART both and pre-norm layers, Marian sinusoidal positions.
+    With composition off the model computes what BART, mBART or Marian compute. BART has learned positions that begin
+    in row 2 of their table, and normalizes its embeddings; mBART does the same and has pre-norm layers; Marian has
+    sinusoidal positions.
 
     Args:
         num_hidden_layers (`int`, defaults to 6): layers of the encoder.
         decoder_layers (`int`, *optional*): layers of the decoder, by default as many.
-        position_embedding_type (`str`, defaults to `"sinusoidal"`): or `"learned"`.
-        position_offset (`int`, defaults to 0): row of the first position in the table of learned ones, 2 in BART.
-        max_position_embeddings (`int`, defaults to 512): positions of source and target.
-        scale_embedding (`bool`, defaults to `False`): multiply token embeddings by the root of the hidden size.
-        normalize_embedding (`bool`, defaults to `False`): norm of the embeddings with their positions.
+        position_embedding_type (`str`, defaults to `"sinusoidal"`): `"sinusoidal"` or `"learned"`.
+        position_offset (`int`, defaults to 0): row of the table of learned positions that holds the first one; 2 in
+            BART.
+        max_position_embeddings (`int`, defaults to 512): maximal number of tokens of a source, and of a target.
+        scale_embedding (`bool`, defaults to `False`): multiply token embeddings by the square root of the hidden size.
+        normalize_embedding (`bool`, defaults to `False`): normalize the sum of token and position embeddings.
         normalize_before (`bool`, defaults to `False`): norms before each sublayer and at the end, as in mBART, instead
             of after each residual.
-        hidden_dropout, activation_dropout (`float`, default to 0.1 and 0.0): of sublayers' outputs and embeddings, and
-            of the MLP's activations.
+        hidden_dropout, activation_dropout (`float`, default to 0.1 and 0.0): dropout of embeddings and sublayers'
+            outputs, and of the MLP's activations.
         compose_encoder, compose_decoder, compose_cross (`bool`, default to `True`): whether the heads of the encoder's
             self-attention, of the decoder's, and of its cross-attention are composed.
-        final_logits_bias (`bool`, defaults to `True`): a bias of the logits that is stored and does not learn.
+        final_logits_bias (`bool`, defaults to `True`): add a bias to the logits that checkpoints hold but training does
+            not change, as in BART.
 
     ```python
     >>> from dynattn import DCBartConfig, DCBartForConditionalGeneration
@@ -76,7 +79,7 @@ class DCBartConfig(CompositionConfig):
     forced_eos_token_id: int | list[int] | None = None
 
     def fill_defaults(self) -> None:
-        """As the base; the decoder has as many layers as the encoder."""
+        """Also sets `decoder_layers`: as many as the encoder has."""
         super().fill_defaults()
         if self.decoder_layers is None:
             self.decoder_layers = self.num_hidden_layers
@@ -87,7 +90,7 @@ class DCBartConfig(CompositionConfig):
         return super().composes and (self.compose_encoder or self.compose_decoder or self.compose_cross)
 
     def composes_in(self, place: str) -> bool:
-        """Whether heads are mixed in the attention of `"encoder"`, `"decoder"` or `"cross"`."""
+        """Whether one kind of attention mixes heads; `place` is `"encoder"`, `"decoder"` or `"cross"`."""
         return self.composes and getattr(self, f"compose_{place}")
 
     def validate_positions(self) -> None:
@@ -110,7 +113,7 @@ class DCBartConfig(CompositionConfig):
 
 
 def _bart(hidden_size: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
-    """A published shape of BART: its MLP is four times as wide."""
+    """A published shape of BART, whose MLP is four times as wide as its hidden states."""
     shape = model_size(hidden_size, layers, heads, 4 * hidden_size, vocab_size=50265, max_position_embeddings=1024)
     positions = {"position_embedding_type": "learned", "position_offset": 2, "normalize_embedding": True}
     tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}

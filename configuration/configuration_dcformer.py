@@ -15,8 +15,8 @@ class DCFormerConfig(ComposedConfig):
     are documented in `ComposedConfig`.
 
     Args:
-        mgate_dim (`int`, *optional*): splits the MLP's activations into so many groups, each scaled by one entry of a
-            softmax over groups that depends on the token.
+        mgate_dim (`int`, *optional*): number of groups into which the MLP's activations are split. A softmax over the
+            groups, computed from the token's hidden state, scales each of them.
         initializer_range (`float`, defaults to 0.006): standard deviation of all matrices outside the composition, as
             in the JAX trainer.
 
@@ -55,7 +55,7 @@ class DCFormerConfig(ComposedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.mgate_dim is not None:
-            # A device would hold the activations of some groups and the gates of all.
+            # No tensor parallelism for the MLP: a device would hold the activations of some groups, but gates for all.
             self.base_model_tp_plan = None  # type: ignore[misc]
 
     def validate_mgate(self) -> None:

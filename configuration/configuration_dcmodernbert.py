@@ -24,16 +24,16 @@ class DCModernBertConfig(CompositionConfig):
             on either side.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; by default
             every third layer, from the first on, is full.
-        rope_parameters (`dict`, *optional*): the rotary embedding of each of the two, by default with bases of 160,000
-            and 10,000.
+        rope_parameters (`dict`, *optional*): the rotary embedding of each layer type; `rope_theta` is by default
+            160,000 in full layers and 10,000 in sliding ones.
         norm_bias, mlp_bias, classifier_bias, decoder_bias (`bool`): biases of norms, MLPs, the layer in front of heads,
             and the masked language modeling head; only the last has one by default.
-        embedding_dropout, mlp_dropout, classifier_dropout (`float`, default to 0.0): of embeddings, of the MLP's
-            activations, and in front of classifiers.
+        embedding_dropout, mlp_dropout, classifier_dropout (`float`, default to 0.0): dropout of embeddings, of the
+            MLP's activations, and of what classifiers read.
         classifier_pooling (`str`, defaults to `"cls"`): whether sequence classification reads the first token, or the
             `"mean"` of the real tokens.
-        initializer_cutoff_factor (`float`, defaults to 2.0): initial weights are cut off at so many standard
-            deviations.
+        initializer_cutoff_factor (`float`, defaults to 2.0): initial weights come from a normal distribution truncated
+            at this number of standard deviations.
 
     ```python
     >>> from dynattn import DCModernBertConfig, DCModernBertForMaskedLM
@@ -89,11 +89,11 @@ class DCModernBertConfig(CompositionConfig):
 
     @property
     def sliding_window(self) -> int:
-        """Tokens that a token of a sliding layer sees on either side."""
+        """Number of tokens that a token of a sliding layer sees on either side."""
         return self.local_attention // 2
 
     def fill_defaults(self) -> None:
-        """As the base; every third layer sees everything."""
+        """Also sets `layer_types`: every third layer, from the first on, is full."""
         super().fill_defaults()
         if self.layer_types is None:
             every = range(self.num_hidden_layers)

@@ -62,7 +62,7 @@ class DCPythiaConfig(ComposedConfig):
 
 
 def _pythia(hidden_size: int, layers: int, heads: int, vocab_size: int = 50304) -> dict[str, Any]:
-    """A Pythia shape: its MLP is four times as wide, and its vocabulary rows are padded."""
+    """A published shape of Pythia: its MLP is four times as wide as its hidden states, and the vocabulary is padded."""
     return model_size(hidden_size, layers, heads, 4 * hidden_size, vocab_size=vocab_size)
 
 

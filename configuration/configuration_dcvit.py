@@ -21,23 +21,25 @@ class DCViTConfig(CompositionConfig):
     in `CompositionConfig`.
 
     Args:
-        image_size, patch_size (`int` or pair of `int`, default to 224 and 16): height and width in pixels; patches tile
-            the image.
-        mlp_type (`str`, defaults to `"mlp"`): two projections, or `"swiglu"`: three, one of them a gate.
+        image_size, patch_size (`int` or pair of `int`, default to 224 and 16): height and width in pixels; those of an
+            image are multiples of those of a patch.
+        mlp_type (`str`, defaults to `"mlp"`): `"mlp"` has two projections, `"swiglu"` three, one of them a gate.
         position_embedding_type (`str`, defaults to `"sincos2d"`): fixed sines and cosines of row and column, for images
             of any size, or `"learned"`.
         interpolate_pos_encoding (`bool`, defaults to `False`): whether learned positions are interpolated for images of
-            another size, where the caller does not say.
-        interpolate_antialias (`bool`, defaults to `False`): the filter that this uses, as in DINOv2 with registers.
-        use_class_token, use_distillation_token (`bool`, default to `False`): tokens in front of the patches.
-        num_register_tokens (`int`, defaults to 0): tokens without positions behind the class token.
+            another size; the forward pass has an argument of this name that comes first.
+        interpolate_antialias (`bool`, defaults to `False`): whether that interpolation is antialiased, as in DINOv2
+            with registers.
+        use_class_token, use_distillation_token (`bool`, default to `False`): learned tokens in front of the patches.
+        num_register_tokens (`int`, defaults to 0): number of learned tokens without positions, after the class token.
         classifier_pooling (`str`, defaults to `"mean"`): what the classifier reads: the mean over patches, the class
             token (`"cls"`), or both (`"cls_mean"`).
-        representation_size (`int`, *optional*, defaults to 384): width of a layer with tanh before the classifier.
-        layer_scale_init (`float`, *optional*): initial scale of each channel of a layer's two updates; by default they
-            are not scaled.
-        hidden_dropout, drop_path_rate (`float`, default to 0.0): dropout of embeddings and updates; share of examples
-            that skip an update.
+        representation_size (`int`, *optional*, defaults to 384): width of a linear layer with tanh in front of the
+            classifier; None for no such layer.
+        layer_scale_init (`float`, *optional*): initial value of LayerScale, a learned factor on each channel of what
+            attention and MLP add to the hidden states; by default there is none.
+        hidden_dropout, drop_path_rate (`float`, default to 0.0): dropout of embeddings and of what attention and MLP
+            add; probability that an example skips such an addition in training (stochastic depth).
         initializer_range (`float`, *optional*): standard deviation of truncated normal weights, as in ViT;
             by default weights are drawn as the authors draw them, and the classifier starts at zero.
 
@@ -99,17 +101,17 @@ class DCViTConfig(CompositionConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches along height and width."""
+        """Number of patches along height and width."""
         (height, width), (down, across) = self.image_shape, self.patch_shape
         return height // down, width // across
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens in front of the patches."""
+        """Number of tokens in front of the patches."""
         return self.use_class_token + self.use_distillation_token + self.num_register_tokens
 
     def validate_image(self) -> None:
-        """Part of the strict validation: patches tile the image."""
+        """Part of the strict validation: height and width of an image are multiples of those of a patch."""
         for name, pixels, patch in zip(("height", "width"), self.image_shape, self.patch_shape, strict=True):
             if pixels % patch:
                 raise ValueError(
@@ -117,7 +119,7 @@ class DCViTConfig(CompositionConfig):
                 )
 
     def validate_choices(self) -> None:
-        """Part of the strict validation: fields that name something name what exists, and fit each other."""
+        """Part of the strict validation: named options exist, and positions and tokens fit each other."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {choices}")
@@ -137,10 +139,10 @@ class DCViTConfig(CompositionConfig):
 
 
 def as_pair(name: str, value: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a field that gives both, or one number for both.
+    """Height and width from the field `name`, whose `value` is one number for both or a pair.
 
     Raises:
-        ValueError: they are not one or two positive numbers.
+        ValueError: the value is not one or two positive numbers.
     """
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or min(pair) < 1:
@@ -149,7 +151,7 @@ def as_pair(name: str, value: int | list[int] | tuple[int, int]) -> tuple[int, i
 
 
 def _vit(hidden_size: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
-    """A shape of the ViT papers: its MLP is four times as wide, and a layer of its width precedes the classifier."""
+    """A shape of the ViT papers: MLPs are four times as wide as hidden states, the classifier's layer is as wide."""
     return model_size(hidden_size, layers, heads, 4 * hidden_size, representation_size=hidden_size, **fields)
 
 

@@ -14,11 +14,12 @@ POSITION_SCHEMES = ("none", "rope", "alibi", "learned", "sinusoidal")
 @strict
 class RCMHAConfig(RelativeConfig):
     r"""
-    Configuration of an RCMHA model: what `RelativeConfig` has, with memory. The defaults are the shape of the official
-    training script.
+    Configuration of an RCMHA language model: the fields of `RelativeConfig` and those of the memory. The defaults are
+    the shape of the official training script.
 
     Args:
-        conv_is_causal (`bool`, defaults to `True`): a decoder has no other choice; `False` is refused.
+        conv_is_causal (`bool`, defaults to `True`): whether convolutions see earlier tokens only. `False` is refused,
+            since a decoder must not see later tokens.
         memory_type (`str`, defaults to `"streaming"`): what a segment sees of the tokens before it.
             `"streaming"`: a token sees itself and the `mem_len` tokens before it, and convolutions see across segments,
             so that any segmentation of the same tokens gives the same logits.
@@ -26,10 +27,10 @@ class RCMHAConfig(RelativeConfig):
             queries are convolved inside the segment only, keys and values inside memory and segment.
         mem_len (`int`, *optional*, defaults to 128): tokens kept from before a segment; None keeps all of them, up to
             `max_position_embeddings`.
-        max_position_embeddings (`int`, defaults to 2048): tokens that attention may reach over. It is the length of
-            the relative position tables and of learned positions; streaming tables are `mem_len + 1` rows long.
-        position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have none of their own:
-            `"none"` (the paper's), `"rope"`, `"alibi"`, `"learned"`, or `"sinusoidal"` times `initializer_range`.
+        max_position_embeddings (`int`, defaults to 2048): number of tokens that attention may reach over, and rows of
+            the tables of relative and of learned positions; with a streaming memory the former have `mem_len + 1` rows.
+        position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have no relative positions:
+            `"none"` (the paper's), `"rope"`, `"alibi"`, `"learned"`, or `"sinusoidal"`, scaled by `initializer_range`.
         rope_theta (`float`, defaults to 10000.0): base of the angles of `"rope"`.
 
     ```python
@@ -67,7 +68,7 @@ class RCMHAConfig(RelativeConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Keys that a token of a streaming model sees, itself included; None where that is not bounded."""
+        """Number of keys that a token of a streaming model sees, itself included; None where it has no bound."""
         return None if self.memory_type == "segment" or self.mem_len is None else self.mem_len + 1
 
     @property
@@ -82,11 +83,11 @@ class RCMHAConfig(RelativeConfig):
         return self.sliding_window or self.max_position_embeddings
 
     def validate_choices(self) -> None:
-        """Part of the strict validation: named options exist and go together."""
+        """Part of the strict validation: named options exist and may be combined."""
         self.require_choices(memory_type=MEMORY_TYPES, position_scheme=POSITION_SCHEMES)
 
     def validate_heads(self) -> None:
-        """Part of the strict validation: rotary embedding turns pairs."""
+        """Part of the strict validation: rotary embedding has an even number of channels to rotate."""
         if self.position_scheme == "rope" and self.head_dim and self.head_dim % 2:
             raise ValueError(
                 f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "

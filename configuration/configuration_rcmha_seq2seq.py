@@ -13,19 +13,19 @@ POSITION_SCHEMES = ("learned", "none")
 @strict
 class RCMHASeq2SeqConfig(RelativeConfig):
     r"""
-    Configuration of an RCMHA encoder-decoder: what `RelativeConfig` has, for two stacks of layers.
+    Configuration of an RCMHA encoder-decoder: the fields of `RelativeConfig` and those of two stacks of layers.
 
-    The encoder's tables have rows for later tokens too. Between source and target there are no distances, so that
-    cross-attention reads content alone.
+    The position tables of the encoder also have rows for later tokens. Cross-attention has no position tables, because
+    there is no distance between a token of the source and one of the target.
 
     Args:
         num_hidden_layers (`int`, defaults to 4): layers of the encoder.
-        decoder_layers (`int`, *optional*): layers of the decoder, by default as many.
+        decoder_layers (`int`, *optional*): layers of the decoder, by default as many as the encoder has.
         encoder_conv_is_causal (`bool`, defaults to `False`): whether the encoder's convolutions see earlier tokens
-            only, as in the official code; otherwise they are centred, and `conv_kernel_size` is odd.
-        max_position_embeddings (`int`, defaults to 512): tokens of a source, and of a target.
-        position_scheme (`str`, *optional*): positions of `mdha` and `mha`, which have none of their own: `"learned"`,
-            by default, or `"none"`.
+            only, as in the official code; otherwise they are centred, and `conv_kernel_size` must be odd.
+        max_position_embeddings (`int`, defaults to 512): maximal number of tokens of a source, and of a target.
+        position_scheme (`str`, *optional*): positions of `mdha` and `mha`, which have no relative positions:
+            `"learned"`, by default, or `"none"`.
 
     ```python
     >>> from dynattn import RCMHASeq2SeqConfig, RCMHASeq2SeqForConditionalGeneration
@@ -34,7 +34,7 @@ class RCMHASeq2SeqConfig(RelativeConfig):
     """
 
     model_type = "rcmha_seq2seq"
-    # What the cache of the decoder reads: all earlier tokens stay in it.
+    # The decoder's cache reads these two fields: it keeps all earlier tokens.
     memory_type: ClassVar[str] = "streaming"
     sliding_window: ClassVar[None] = None
 
@@ -55,7 +55,7 @@ class RCMHASeq2SeqConfig(RelativeConfig):
     decoder_start_token_id: int | None = 0
 
     def fill_defaults(self) -> None:
-        """As the base; the decoder has as many layers as the encoder, and positions are learned if there are none."""
+        """Also sets `decoder_layers`, and learned positions where attention has no relative ones."""
         super().fill_defaults()
         if self.decoder_layers is None:
             self.decoder_layers = self.num_hidden_layers
@@ -64,20 +64,23 @@ class RCMHASeq2SeqConfig(RelativeConfig):
 
     @property
     def num_relative_positions(self) -> int:
-        """Rows of the position tables for a token and those before it; the encoder has all but one as many besides."""
+        """Rows of the position tables for a token itself and those before it, one for each distance from 0.
+
+        The encoder's tables have as many rows again, less one, for the tokens after it.
+        """
         return self.max_position_embeddings
 
     @property
     def later_conv_tokens(self) -> int:
-        """Tokens after a source token that the encoder's convolutions see with it."""
+        """Number of tokens after a source token that the encoder's convolutions read together with it."""
         return 0 if self.encoder_conv_is_causal else (self.conv_kernel_size - 1) // 2
 
     def validate_choices(self) -> None:
-        """Part of the strict validation: named options exist and go together."""
+        """Part of the strict validation: named options exist and may be combined."""
         self.require_choices(position_scheme=POSITION_SCHEMES)
 
     def validate_convolution(self) -> None:
-        """Part of the strict validation: a centred kernel has a token in its middle."""
+        """Part of the strict validation: a centred kernel has an odd size, so that one token is in its middle."""
         if self.convolves and not self.encoder_conv_is_causal and self.conv_kernel_size % 2 == 0:
             raise ValueError(
                 f"conv_kernel_size ({self.conv_kernel_size}) must be odd: the encoder's convolutions are centred; or "

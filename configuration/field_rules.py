@@ -1,4 +1,4 @@
-"""What the fields of every configuration may hold, and the parameters of rotary embedding: one rule for each."""
+"""The values that fields of configurations and parameters of rotary embeddings may have: one rule for each name."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`; without `low` and `high` themselves if the range is open there."""
+    """The numbers from `low` to `high`, both included unless `low_open` or `high_open` is set."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -36,7 +36,8 @@ SIZE = Range(1, 2**31 - 1)
 NUMBER, POSITIVE = Range(), Range(0, low_open=True)
 DROPOUT = Range(0, 1, high_open=True)
 
-# A field that is None follows from others, or is switched off.
+# The rule of every numeric field, in whichever configuration it occurs. None is always allowed here: the value then
+# follows from other fields, or what it sets is switched off.
 FIELD_RANGES: dict[str, Range] = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
@@ -76,7 +77,7 @@ FIELD_RANGES: dict[str, Range] = {
     "initializer_cutoff_factor": POSITIVE,
     "compose_dropout": DROPOUT,
     "attention_scaling": NUMBER,
-    # Weights of this size leave the logits finite in float32.
+    # Up to these limits the logits of a new model are finite in float32.
     "initializer_range": Range(0, 1000),
     "compose_init_scale": Range(0, 1_000_000),
     "num_channels": SIZE,
@@ -111,7 +112,7 @@ ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "truncated": ("truncate_length",),
     "power": ("power_factor",),
 }
-# Fields that may be None; Transformers then has a default.
+# Parameters that may be None, because Transformers has a default for them.
 ROPE_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -155,10 +156,14 @@ def check_rope_parameters(rope: Any, head_dim: int) -> None:
 
 
 def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
-    """Returns whether `rope_parameters` are one set of parameters for each of some `layer_types`, and not one for all.
+    """Returns whether `rope_parameters` have a dictionary for each layer type; otherwise they are one for all layers.
+
+    Args:
+        rope: the parameters as given.
+        layer_types: the names that are layer types and not names of parameters.
 
     Raises:
-        ValueError: they are no dictionary, mix both forms, or have a set that is no dictionary.
+        ValueError: `rope` or the entry of a layer type is not a dictionary, or `rope` mixes both forms.
     """
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters ({_short(rope)}) must be a dictionary")
@@ -179,10 +184,10 @@ def rotated_width(rope: Mapping[str, Any], head_dim: int) -> int:
     """The number of rotated dimensions of a head.
 
     Raises:
-        ValueError: they are not pairs.
+        ValueError: the number is odd or less than 2, so that there are no pairs to rotate.
     """
     factor = rope.get("partial_rotary_factor", 1.0)
-    # "proportional" turns all pairs, those beyond the factor by an angle of 0.
+    # "proportional" rotates all pairs; those beyond the factor get an angle of 0.
     width = head_dim if rope.get("rope_type") == "proportional" else int(head_dim * factor)
     if width < 2 or width % 2:
         raise ValueError(
@@ -209,6 +214,6 @@ def _check_longrope(rope: Mapping[str, Any], pairs: int) -> None:
 
 
 def _short(value: Any) -> Any:
-    """What an error message shows of a value."""
+    """A value for an error message: cut to 60 characters."""
     text = value if isinstance(value, str) else repr(value)
     return f"{text[:60]}..." if len(text) > 60 else value

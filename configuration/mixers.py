@@ -6,7 +6,8 @@ from typing import Any
 
 _STATIC_ONLY = {"compose_low_rank": False, "compose_gate": False, "compose_static": True, "compose_init_scale": 0.0}
 
-# Formulas, what is not covered, and how each was compared with its authors' are in docs/guides/mixers.md.
+# docs/guides/mixers.md has the formulas, what each setting does not cover, and how each was compared with the authors'
+# code.
 MIXERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # DCMHA, arXiv 2405.08553: the defaults.
@@ -32,7 +33,7 @@ MIXERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-# What people ask for beside these, and why it cannot be a setting.
+# Attentions that sound like a mixing of heads but are none: the end of the sentence "mixer=NAME ...", which tells why.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "key_query_convolution": (
@@ -54,7 +55,7 @@ def mixer_fields(name: str) -> dict[str, Any]:
     """Returns the fields of a configuration with the attention `name`, one of `MIXERS`.
 
     Raises:
-        ValueError: the attention is unknown, or is no mixing of heads.
+        ValueError: the attention is unknown, or cannot be expressed as a mixing of heads.
 
     ```python
     >>> config = dynattn.DCPythiaConfig(hidden_size=768, **dynattn.mixer_fields("talking_heads"))

@@ -9,7 +9,7 @@ from .composition_config import CompositionConfig
 
 
 class ComposeOptions(TypedDict, total=False):
-    """The fields of `CompositionConfig` that say how heads are composed; it documents them and has their defaults."""
+    """The fields of `CompositionConfig` that say how heads are composed; their meaning and defaults are given there."""
 
     compose_pre: bool
     compose_post: bool
@@ -41,11 +41,16 @@ class MultiheadConfig(CompositionConfig):
 def make_config(
     embed_dim: int, num_heads: int, num_key_value_heads: int | None, compose: ComposeOptions
 ) -> MultiheadConfig:
-    """Returns the checked options of a layer.
+    """Returns the configuration of a single layer.
+
+    Args:
+        embed_dim, num_heads: width of the layer's inputs, and number of query heads.
+        num_key_value_heads: number of key and value heads; None for as many.
+        compose: the options of composition that differ from their defaults.
 
     Raises:
-        TypeError: an option does not exist.
-        ValueError: a number or an option does not fit.
+        TypeError: `compose` has an option that does not exist.
+        ValueError: a value is out of range, or values do not fit each other.
     """
     if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
         known = sorted(ComposeOptions.__annotations__)

@@ -1,4 +1,4 @@
-"""What the configurations of all families share: named sizes, and checkpoints that keep their code."""
+"""The base of all configurations: named sizes, checked fields, and checkpoints that keep their code."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,28 +13,33 @@ from .field_rules import check_fields
 
 @strict
 class PortableConfig(PreTrainedConfig):
-    """A configuration whose `save_pretrained` writes the model's code too, if it was loaded from a folder with code.
+    """A configuration whose `save_pretrained` also writes the model's code, if it was loaded from a folder with code.
 
-    Transformers copies the code of remote classes. Where the package is installed its own classes take their place, and
-    without this a copy of the checkpoint would name code files (`auto_map`) that it does not have.
+    A checkpoint with code names its files in `auto_map`. Transformers copies those files when it saves a model that it
+    loaded from them. Where the package is installed, its own classes are used instead of the files, Transformers copies
+    nothing, and without this class the saved checkpoint would name files that it does not have.
     """
 
-    # Set by the installed package, which knows the model classes. In remote code it stays None, and Transformers copies
-    # the code files.
+    # Writes the code files of a configuration into a folder. The installed package sets it; in remote code it stays
+    # None, because there Transformers copies the files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Trainers read `auto_map` of any configuration that Transformers does not have itself.
+        # Trainers read `auto_map` of every configuration whose class is not part of Transformers.
         kwargs.setdefault("auto_map", {})
         super().__post_init__(**kwargs)
 
     def validate_fields(self) -> None:
-        """Part of the strict validation: every field keeps its own rule. Also called before others are derived."""
+        """Part of the strict validation: every field keeps the rule of its name.
+
+        Subclasses also call it before they derive fields from others, so that a wrong value gets the error of its own
+        rule and not one of the arithmetic.
+        """
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in Transformers, without an `auto_map` that names no code."""
+        """The fields as Transformers writes them, without `auto_map` if it is empty."""
         fields = super().to_dict()
         if not fields.get("auto_map"):
             fields.pop("auto_map", None)
@@ -60,10 +65,10 @@ class PortableConfig(PreTrainedConfig):
 
 
 def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
-    """Returns the width of a head where the heads share the hidden size.
+    """Returns the width of a head when the heads divide the hidden size among them.
 
     Raises:
-        ValueError: the heads do not divide the hidden size.
+        ValueError: the number of heads does not divide the hidden size.
     """
     if hidden_size % num_attention_heads:
         raise ValueError(
@@ -74,7 +79,7 @@ def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
 
 
 def model_size(hidden_size: int, layers: int, heads: int, intermediate_size: int, **fields: Any) -> dict[str, Any]:
-    """One entry of `sizes`: the shape, and whatever else differs from the defaults."""
+    """One entry of `sizes`: the shape of a model, and the `fields` that differ from their defaults."""
     return {
         "hidden_size": hidden_size,
         "num_hidden_layers": layers,

@@ -12,18 +12,19 @@ ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
 @strict
 class RelativeConfig(PortableConfig):
     r"""
-    Relative convolutional attention (RCMHA, arXiv 2308.03429) and the paper's baselines.
+    Relative convolutional attention (RCMHA, arXiv 2308.03429) and the baselines that its paper compares.
 
     Args:
         attention_type (`str`, defaults to `"rcmha"`): `"rcmha"` (relative positions and convolutions), `"rmha"`
-            (relative positions), `"mdha"` (convolutions) or `"mha"` (neither): the four that the paper compares.
-        conv_kernel_size (`int`, defaults to 3): tokens under the depthwise convolution after the query, key and value
-            projections, the token itself included.
-        qk_bias (`bool`, *optional*): bias of the query and key projections; officially, and by default, only `mdha` and
-            `mha` have it. The value and output projections always do.
-        hidden_act (`str`, defaults to `"relu2"`): squared ReLU; the official script runs `"relu"`.
-        hidden_dropout, attention_dropout (`float`, default to 0.0): on the outputs of attention and MLP, and on the
-            attention probabilities.
+            (relative positions), `"mdha"` (convolutions) or `"mha"` (neither).
+        conv_kernel_size (`int`, defaults to 3): number of tokens that the depthwise convolution after the query, key
+            and value projections reads, the token itself included.
+        qk_bias (`bool`, *optional*): bias of the query and key projections; by default, as in the official code, only
+            `mdha` and `mha` have it. The value and output projections always have a bias.
+        hidden_act (`str`, defaults to `"relu2"`): activation of the MLP, by default squared ReLU; the official script
+            runs `"relu"`.
+        hidden_dropout, attention_dropout (`float`, default to 0.0): dropout of the outputs of attention and MLP, and of
+            the attention probabilities.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -63,7 +64,11 @@ class RelativeConfig(PortableConfig):
         return self.attention_type in ("rcmha", "mdha")
 
     def require_choices(self, **choices: tuple[str, ...]) -> None:
-        """Raises ValueError where a field has none of its choices, or positions are given to a relative model."""
+        """Raises ValueError where a field has none of its choices, or a relative model has a position scheme too.
+
+        Args:
+            choices: for each field that a subclass adds, the values that it may have.
+        """
         for field, allowed in {"attention_type": ATTENTION_TYPES, **choices}.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} {getattr(self, field)!r} does not exist; choose from {list(allowed)}")
