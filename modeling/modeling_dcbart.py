@@ -23,7 +23,7 @@ from .positions.absolute import ScaledEmbedding, SinusoidalPositions, init_sinus
 
 
 class DCBartLayer(GradientCheckpointingLayer):
-    """What layers of encoder and decoder share: the MLP, norms, and where norms stand."""
+    """What layers of encoder and decoder share: the MLP, the norms, and the order of sublayer, residual and norm."""
 
     def __init__(self, config: DCBartConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class DCBartLayer(GradientCheckpointingLayer):
         self.mlp_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def add(self, hidden_states: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """`norm(h + sublayer(h))`, or `h + sublayer(norm(h))` in pre-norm models, of `h` `[B, T, E]`."""
+        """`norm(h + sublayer(h))`, or `h + sublayer(norm(h))` in pre-norm models, for hidden states `h` `[B, T, E]`."""
         if self.normalize_before:
             return hidden_states + self.dropout(sublayer(norm(hidden_states)))
         return norm(hidden_states + self.dropout(sublayer(hidden_states)))
@@ -50,7 +50,7 @@ class DCBartEncoderLayer(DCBartLayer):
         self.self_attn = ComposedAttention(config, layer_idx, is_causal=False, composes=config.composes_in("encoder"))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; the rest goes to attention."""
+        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; keywords are those of `ComposedAttention`."""
         hidden_states = self.add(hidden_states, self.self_attn_layer_norm, lambda x: self.self_attn(x, **kwargs)[0])
         return self.add(hidden_states, self.mlp_layer_norm, self.mlp)
 
@@ -75,7 +75,7 @@ class DCBartDecoderLayer(DCBartLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Maps hidden states `[B, T, E]`, beside the encoder's `[B, S, E]`, to hidden states `[B, T, E]`."""
+        """Maps hidden states `[B, T, E]`, with those of the encoder `[B, S, E]`, to hidden states `[B, T, E]`."""
         kwargs["past_key_values"] = past_key_values
 
         def attend(x: Tensor) -> Tensor:
@@ -164,13 +164,13 @@ class DCBartDecoder(Seq2SeqDecoderBody, DCBartStack):
         super().__init__(config, [DCBartDecoderLayer(config, layer) for layer in range(config.decoder_layers or 0)])
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
         length = inputs_embeds.shape[1]
         check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
         return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
-        """Makes the caches keep composition factors beside keys and values where they depend on the key token."""
+        """Makes the caches also keep composition factors, where there are any that the key token generates."""
         parts = {"decoder": cache.self_attention_cache, "cross": cache.cross_attention_cache}
         for place, part in parts.items():
             if self.config.composes_in(place) and self.config.composes_keys:
@@ -194,7 +194,7 @@ class DCBartForConditionalGeneration(Seq2SeqLMHead, DCBartPreTrainedModel, Gener
 
 
 def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
-    """Embeddings of tokens, scaled if configured, whose padding row does not learn."""
+    """The token embedding, scaled if configured, whose row of the padding token gets no gradient."""
     check_padding_token(config)
     scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)

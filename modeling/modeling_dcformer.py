@@ -17,7 +17,7 @@ from .layers.rms_norm import RMSNorm
 
 
 class DCFormerMLP(nn.Module):
-    """SwiGLU; with `mgate_dim`, groups of activations are scaled by a softmax over groups that depends on the token."""
+    """SwiGLU. With `mgate_dim`, a softmax computed from the token scales each group of its activations."""
 
     def __init__(self, config: DCFormerConfig) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class DCFormerMLP(nn.Module):
         """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
         activations = self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         if self.mgate is not None:
-            logits = self.mgate(hidden_states)
+            logits = self.mgate(hidden_states)  # [B, T, mgate_dim]
             gates = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             gates = gates.to(activations.dtype)[..., None]
             activations = (activations.unflatten(-1, (gates.shape[-2], -1)) * gates).flatten(-2)

@@ -24,7 +24,10 @@ from .positions.rotary import RotaryEmbedding
 
 
 class DCModernBertLayer(GradientCheckpointingLayer):
-    """Pre-norm attention, then pre-norm MLP, each with a residual. The first layer reads normed embeddings already."""
+    """Pre-norm attention, then pre-norm MLP, each with a residual.
+
+    The first layer has no norm before its attention, because the embeddings are normalized already.
+    """
 
     def __init__(self, config: DCModernBertConfig, layer_idx: int) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws truncated normal weights, as in ModernBERT: what writes to the residual stream starts smaller."""
+        """Draws truncated normal weights, as in ModernBERT."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear | nn.Embedding):
             std = self._initial_std(module)
@@ -66,6 +69,7 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
             init.trunc_normal_(module.weight, std=std, a=-cut, b=cut) if std else init.zeros_(module.weight)
 
     def _initial_std(self, module: nn.Module) -> float:
+        """Standard deviation of initial weights: smaller in heads and in projections onto the residual stream."""
         if module is getattr(self, "classifier", None):
             return self.config.hidden_size**-0.5
         layers: Any = getattr(self, "model", self).layers
@@ -93,7 +97,7 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         self.post_init()
 
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Normed embeddings `[B, T, E]`."""
+        """Normalizes embeddings `[B, T, E]`; positions act in the layers."""
         return self.dropout(self.embed_norm(inputs_embeds))
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -128,7 +132,7 @@ class DCModernBertForQuestionAnswering(QuestionAnsweringHead, DCModernBertPreTra
 
 
 def make_norm(config: DCModernBertConfig) -> nn.LayerNorm:
-    """The norm that is used everywhere."""
+    """The kind of norm that all parts of the model have."""
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 

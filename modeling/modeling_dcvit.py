@@ -21,12 +21,12 @@ from .layers.image_embeddings import ImageEmbeddings
 from .layers.mlp import MLP, GatedMLP
 
 MLP_TYPES = {"mlp": MLP, "swiglu": GatedMLP}
-# Standard deviation of a standard normal distribution that is cut off at -2 and 2.
+# Standard deviation of the standard normal distribution truncated to [-2, 2].
 CUT_NORMAL_STD = 0.87962566103423978
 
 
 class DCViTLayer(GradientCheckpointingLayer):
-    """Pre-norm attention, then pre-norm MLP, each scaled and with a residual."""
+    """Pre-norm attention, then pre-norm MLP, each with an optional LayerScale and a residual."""
 
     def __init__(self, config: DCViTConfig, layer_idx: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class DCViTLayer(GradientCheckpointingLayer):
         return hidden_states + self._update(self.mlp(self.post_attention_layernorm(hidden_states)), self.layer_scale2)
 
     def _update(self, update: Tensor, scale: Tensor | None) -> Tensor:
-        """What is added to the hidden states for `update` `[B, T, E]`, with the layer scale `[E]`."""
+        """A sublayer's output `[B, T, E]` as it is added to the hidden states; `scale` `[E]` is its LayerScale."""
         update = self.dropout(update)
         return self.drop_path(update if scale is None else update * scale)
 
@@ -66,7 +66,7 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws initial weights in the authors' ways, or truncated normal ones of `initializer_range`.
+        """Draws initial weights as the authors do, or truncated normal ones if `initializer_range` is set.
 
         The authors draw the biases of MLPs with a standard deviation of 1e-6; here they start at zero.
         """
@@ -121,26 +121,26 @@ class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
         interpolate_pos_encoding: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        """Returns normed hidden states `[B, T, E]` and what the classifier reads, `[B, E]` or `[B, 2E]`.
+        """Returns normalized hidden states `[B, T, E]` and the pooled input of the classifier, `[B, E]` or `[B, 2E]`.
 
         Attention maps (`output_attentions=True`) are composed probabilities, which can be negative and need not sum to
         one.
 
         Args:
             pixel_values: images `[B, C, h, w]`, as the image processor makes them.
-            attention_mask: `[B, T]`, 1 for tokens that may be seen.
+            attention_mask: `[B, T]`, 1 for visible tokens, prefix tokens included.
             interpolate_pos_encoding: whether learned positions are interpolated for images of another size; by default
                 as configured.
 
         Raises:
-            ValueError: images or mask do not fit.
+            ValueError: the images or the mask have a shape that does not fit.
         """
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
         hidden_states = self.norm(self.run_layers(hidden_states, attention_mask, **kwargs))
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self._pool(hidden_states))
 
     def _pool(self, hidden_states: Tensor) -> Tensor:
-        """What the classifier reads of `[B, T, E]`: class token, mean over patches, or both."""
+        """The class token, the mean over patches, or both side by side, of hidden states `[B, T, E]`."""
         parts = []
         if self.config.classifier_pooling != "mean":
             parts.append(hidden_states[:, 0])
@@ -176,12 +176,12 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         """Returns logits `[B, num_labels]` and, with labels, the loss.
 
         Args:
-            labels: `[B]`, the class of each image; or `[B, num_labels]`, as `problem_type` says.
+            labels: `[B]`, the class of each image; or `[B, num_labels]` if `problem_type` is multi-label or regression.
 
         The other arguments are those of the base model.
 
         Raises:
-            ValueError: images, mask or labels do not fit.
+            ValueError: images, mask or labels have a shape that does not fit.
         """
         outputs = self.model(
             pixel_values, attention_mask=attention_mask, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs
@@ -203,7 +203,10 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
 
 
 def init_by_fan_in(module: nn.Linear | nn.Conv2d) -> None:
-    """Draws weights of variance `1 / fan_in` from a normal distribution cut off at twice its standard deviation."""
+    """Draws weights of variance `1 / fan_in` from a normal distribution truncated at two standard deviations.
+
+    Truncation shrinks the standard deviation by `CUT_NORMAL_STD`, which the division makes up for (LeCun normal).
+    """
     std = math.sqrt(1 / module.weight[0].numel()) / CUT_NORMAL_STD
     init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
 

@@ -21,7 +21,10 @@ from .positions.rotary import RotaryEmbedding
 
 
 class RCMHADecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention, then pre-norm MLP, each with a residual; segment memory is normed with the segment."""
+    """Pre-norm attention, then pre-norm MLP, each with a residual.
+
+    Segment memory holds hidden states before the norm, which is applied to memory and segment together.
+    """
 
     def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
         super().__init__()
@@ -65,9 +68,9 @@ class RCMHAPreTrainedModel(RelativePreTrainedModel, DecoderPreTrainedModel):
 
 
 class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
-    """The decoder without a head: reads one segment of tokens, and the memory of earlier ones from the cache.
+    """The decoder without a head. A call reads one segment of tokens, and the memory of earlier ones from the cache.
 
-    Any dynamic or static cache carries the memory, in training too: what it holds is detached.
+    Any dynamic or static cache can carry the memory, also in training: what it holds is detached from the graph.
     """
 
     def __init__(self, config: RCMHAConfig) -> None:
@@ -81,7 +84,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         self.post_init()
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """Refuses memory that gradient checkpointing would drop."""
+        """As the base; refuses to train with memory and gradient checkpointing, which drops caches."""
         if given.past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
@@ -92,17 +95,20 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """Makes masks only where there is padding or packed documents: the ops know causality, window and memory."""
+        """As the base, but without padding and packed documents there are no masks.
+
+        The ops apply causality, window and the reach into memory by themselves.
+        """
         if given.attention_mask is None and starts is None:
             return dict.fromkeys(self.config.layer_types)
         return super().make_masks(given, inputs_embeds, starts)
 
     def prepare_cache(self, cache: Cache) -> None:
-        """Makes `cache` keep the memory of the configured type."""
+        """Makes `cache`, in place, keep the memory of the configured `memory_type`."""
         upgrade_to_memory_cache(cache, self.config)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
-        """The embeddings `[B, T, E]`, with learned positions if the model has them, and the segment for all layers."""
+        """The embeddings `[B, T, E]`, with absolute positions added if the model has any, and the layers' `Segment`."""
         cache, length = inputs.past_key_values, inputs.inputs_embeds.shape[1]
         past_tokens = 0 if cache is None else cache.get_seq_length()
         check_learned_positions(self.config, length, past_tokens, inputs.position_ids)

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 
 class ComposedLayerMixin:
-    """Adds `factors`: a plain layer whose keys are packed factors and whose values are empty.
+    """Adds `factors`: a plain layer that holds packed factors as its keys, and values of width 0.
 
     Packed factors are `[B, P * terms, S, H]` for `P` stages: the terms of `DynamicComposition`, in its order.
     """
@@ -34,7 +34,7 @@ class ComposedLayerMixin:
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
-        """Returns `layer` as a composed one. It may be allocated, but must not hold tokens.
+        """Returns `layer` as a composed layer. Its memory may be allocated already, but it must not hold tokens.
 
         Raises:
             ValueError: the layer already holds tokens, whose factors are lost.
@@ -141,12 +141,13 @@ COMPOSED_LAYERS: dict[type, Any] = {
 def upgrade_to_composed_cache(cache: Cache) -> None:
     """Replaces the plain layers of `cache`, in place, by layers that also keep composition factors.
 
-    The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
-    stay as they are.
+    The cache may be any dynamic or static one, made with or without a configuration. Calling this again changes
+    nothing.
 
     Raises:
         ValueError: a layer has another kind (a quantized one, for example), or holds tokens without factors.
     """
+    # A cache that was made without a configuration has no layers yet and makes them of this class as they are needed.
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = ComposedDynamicLayer
     for index, layer in enumerate(cache.layers):
@@ -160,7 +161,7 @@ def upgrade_to_composed_cache(cache: Cache) -> None:
 
 
 def _empty_copy(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A layer with the settings of `layer` and no storage."""
+    """A copy of `layer` that has its settings, but neither tokens nor allocated memory."""
     empty = copy.copy(layer)
     empty.keys = empty.values = None
     empty.is_initialized = False

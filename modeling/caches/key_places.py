@@ -5,14 +5,15 @@ from transformers.cache_utils import Cache, StaticLayer
 
 
 def key_count(cache: Cache | None, layer: int, length: int) -> int:
-    """How many keys `length` new tokens get from a layer, places that are preallocated included."""
+    """Number of keys that a layer returns to `length` new tokens, unused places of a static cache included."""
     return length if cache is None else cache.get_mask_sizes(length, layer)[0]
 
 
 def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor | None:
-    """Position of the first of `length` tokens among the keys of a layer, `[]`; None where they end where the keys end.
+    """Position of the first of `length` new tokens among the keys that a layer returns, `[]`.
 
-    It is asked for before the layer gets the tokens.
+    None if the last new token is the last key, which is what the ops assume. Only a static cache returns more keys,
+    unused places, behind it. To be called before the layer appends the tokens.
     """
     static = cache.layers[layer] if cache is not None and layer < len(cache.layers) else None
     if cache is None or not isinstance(static, StaticLayer):
@@ -21,5 +22,5 @@ def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor |
     past_tokens = getattr(static, "cumulative_length_int", None)
     if past_tokens is not None and past_tokens - first_key + length == keys:
         return None
-    # A copy, because each layer of the cache adds the tokens to its own count while the model runs.
+    # A copy, because the layer updates its count in place when it appends the tokens.
     return static.cumulative_length.clone()

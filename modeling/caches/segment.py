@@ -1,4 +1,4 @@
-"""What the layers of an RCMHA model know about the segment of tokens that they work on."""
+"""What the layers of an RCMHA model need to know about the segment of tokens that they process."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,16 @@ from .key_places import first_query_offset, key_count
 
 
 class Segment(NamedTuple):
-    """A segment of `T` tokens. Its layers read `N` tokens: with segment memory `M + T`, otherwise `T`."""
+    """A segment of `T` tokens.
+
+    Layers project `N` tokens to keys and values: the `M` tokens of the memory too with `memory_type="segment"`
+    (`N = M + T`), otherwise only the segment (`N = T`).
+    """
 
     length: int  # T
-    query_offset: Tensor | None = None  # position of the first query among the keys, if the keys are preallocated
+    query_offset: Tensor | None = None  # see `first_query_offset`
     token_mask: Tensor | None = None  # [B, N], False for padding; None without padding
-    document_positions: Tensor | None = None  # [B, T] places in the token's document, if a row holds several
+    document_positions: Tensor | None = None  # [B, T], positions from 0 in each document, if a row packs several
     rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines [B, N, D]
 
 
@@ -38,12 +42,14 @@ def describe_segment(
     Args:
         inputs_embeds: `[B, T, E]`.
         position_ids: `[B, T]` or `[1, T]`.
+        cache: the memory of earlier segments.
         mask: the mask of the layers, `[B, 1, T, S]` or None.
         given_mask: the `attention_mask` that the caller gave.
-        document_starts: `[B, T]`, index of the first token of each token's document; None if rows hold one each.
+        document_starts: `[B, T]`, index of the first token of each token's document; None if every row is one document.
+        rotary_emb: the model's rotary embedding, if it has one.
 
     Raises:
-        ValueError: the segment does not fit its memory, its batch or the positions of the model.
+        ValueError: the batch is not the memory's, or the segment reaches over more keys than the model has positions.
     """
     length = inputs_embeds.shape[1]
     keys = key_count(cache, 0, length)
@@ -68,9 +74,9 @@ def find_tokens(
 ) -> Tensor | None:
     """Which of the last `read` positions hold a token and not padding, `[B, read]`; None where all do.
 
-    Convolutions count padding as zeros. Padding between tokens still counts as distance, so batches are padded on the
-    left. A mask prepared by the caller `[B, 1, T, S]` also tells: a padded token does not see itself. A single token is
-    never padding.
+    Convolutions read zeros in place of padding. Padding between tokens would still count as distance, so batches are
+    padded on the left. Of a complete mask `[B, 1, T, S]` from the caller the diagonal is read: a padded token does not
+    see even itself. A single new token is never padding.
     """
     if isinstance(given_mask, Tensor) and given_mask.ndim == 2:
         tokens = given_mask[:, -read:].bool()
@@ -85,7 +91,7 @@ def find_tokens(
 
 
 def check_batch(batch: int, cache: Cache | None) -> None:
-    """Raises ValueError if the memory in `cache` is that of a batch of another size."""
+    """Raises ValueError if the memory in `cache` comes from a batch with another number of rows."""
     layer: Any = cache.layers[0] if cache is not None and cache.layers else None
     if layer is not None and layer.is_initialized and layer.keys.shape[0] != batch:
         raise ValueError(
@@ -97,7 +103,8 @@ def check_batch(batch: int, cache: Cache | None) -> None:
 def check_relative_reach(config: PreTrainedConfig, length: int, keys: int, document_positions: Tensor | None) -> None:
     """Raises ValueError if a segment reaches over more keys than the relative position tables have rows.
 
-    Of packed documents the longest counts: their places `[B, T]` are read for it, except while tracing.
+    Of packed documents only the longest counts. Its length is read from `document_positions` `[B, T]`, which makes the
+    host wait for the device; while tracing, values cannot be read and the check is skipped.
     """
     limit = config.max_position_embeddings
     if not config.is_relative or config.sliding_window is not None or keys <= limit:

@@ -1,9 +1,9 @@
 """Cache layers for the memory that an RCMHA model carries from segment to segment (Transformer-XL, arXiv 1901.02860).
 
-Streaming layers keep keys and values after the convolution, and of the projections before it the last tokens, which are
-the left context of the next segment's convolutions. A segment memory layer keeps the inputs of a model layer, which
-projects keys and values anew for every segment, as Transformer-XL does. All that is kept is detached, so that no
-gradient flows from one segment into an earlier one.
+There are two kinds. Streaming layers keep convolved keys and values, and also the last few projected tokens before
+their convolution, which the convolutions of the next segment need as left context. A segment memory layer keeps the
+inputs of a model layer instead, which projects them to keys and values anew for every segment, as Transformer-XL does.
+All that is kept is detached, so that no gradient flows from one segment into an earlier one.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,14 @@ from transformers.cache_utils import (
 
 
 class StreamingLayerMixin:
-    """Adds `contexts`: for each projection that is convolved, its last tokens before the convolution.
+    """Adds `contexts`: for each convolved projection (query, key, value) its last tokens before the convolution.
 
-    A context is `[B, context_length, H * D]`, or longer while the past is recorded.
+    A context is `[B, context_length, H * D]`. While the past is recorded it keeps all tokens, so that `crop` can go
+    back to an earlier one.
     """
 
     contexts: dict[str, Tensor]
-    context_length: int  # tokens that the convolution reads before the next one
+    context_length: int  # number of earlier tokens that the convolution of a token reads
     record_past: bool
     # Provided by the plain layer.
     keys: Tensor
@@ -39,7 +40,7 @@ class StreamingLayerMixin:
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin, context_length: int) -> "StreamingLayerMixin":
-        """Returns `layer` with contexts for convolutions. It may be allocated, but must not hold tokens.
+        """Returns `layer` with contexts. Its memory may be allocated already, but it must not hold tokens.
 
         Raises:
             ValueError: the layer already holds tokens, whose contexts are lost.
@@ -52,7 +53,11 @@ class StreamingLayerMixin:
         return streaming
 
     def extend(self, name: str, projected: Tensor) -> Tensor:
-        """Puts the context before new tokens `[B, T, H * D]` of projection `name`, and keeps their end as the next one.
+        """Puts the context in front of new tokens of a projection, and keeps the end of both as the next context.
+
+        Args:
+            name: of the projection.
+            projected: its new tokens before the convolution, `[B, T, H * D]`.
 
         Returns:
             `[B, context_length + T, H * D]`.
@@ -61,16 +66,17 @@ class StreamingLayerMixin:
             self.contexts[name] = projected.new_zeros(projected.shape[0], self.context_length, projected.shape[2])
         context = self.contexts[name]
         if context.is_inference() and not torch.is_inference_mode_enabled():
-            context = self.contexts[name] = context.clone()  # what inference mode made is changed in that mode alone
+            # A tensor made in inference mode must not be changed in place outside of it.
+            context = self.contexts[name] = context.clone()
         extended = torch.cat([context[:, context.shape[1] - self.context_length :], projected], dim=1)
         if self.record_past:
             self.contexts[name] = torch.cat([context, projected.detach()], dim=1)
-        else:  # in place, because compiled decoding relies on the address
+        else:  # in place, because compiled decoding captures the address of the tensor
             context.copy_(extended[:, extended.shape[1] - self.context_length :].detach())
         return extended
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values `[B, H, T, D]` like the plain layer, and detaches what stays for later segments."""
+        """Appends keys and values `[B, H, T, D]` like the plain layer, and detaches what is kept for later segments."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if self.keys.requires_grad or self.values.requires_grad:
             self.keys, self.values = self.keys.detach(), self.values.detach()
@@ -96,7 +102,7 @@ class StreamingLayerMixin:
         self._map_contexts(lambda context: context.index_select(0, beam_idx.to(context.device)))
 
     def _map_contexts(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every context `[B, tokens, H * D]` by what `change` makes of it."""
+        """Applies `change` to every context `[B, tokens, H * D]`."""
         self.contexts = {name: change(context) for name, context in self.contexts.items()}
 
 
@@ -104,7 +110,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
     """Operations that only dynamic layers have."""
 
     def reset(self) -> None:
-        """Forgets contexts as the plain layer forgets keys, so that what comes next may have another batch or dtype."""
+        """Drops the contexts, as the plain layer drops its keys: the next batch may have another size or dtype."""
         self.contexts = {}
         super().reset()
 
@@ -128,7 +134,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
         self._map_contexts(lambda context: self._end_of_context(context, abs(tokens_to_remove)))
 
     def _end_of_context(self, context: Tensor, removed: int) -> Tensor:
-        """The context `[B, tokens, H * D]` of a projection after its last `removed` tokens are taken back."""
+        """What is left of a context `[B, tokens, H * D]` when its last `removed` tokens are taken back."""
         stop = context.shape[1] - removed
         return context[:, max(stop - self.context_length, 0) : stop] if self.context_length else context
 
@@ -143,7 +149,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
 
 
 class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: ignore[misc]
-    """Grows with every token. Contexts are recorded from the start, so that it can be cropped like the plain layer."""
+    """Grows with every token. It records contexts from the start, so that it can be cropped like the plain layer."""
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin, context_length: int) -> StreamingLayerMixin:
@@ -175,7 +181,7 @@ class SegmentMemoryLayer(DynamicLayer):
         self.cumulative_length = 0
 
     def extend(self, hidden_states: Tensor) -> Tensor:
-        """Puts the memory before a segment `[B, T, E]`, and keeps the end of both as the next memory.
+        """Puts the memory in front of a segment `[B, T, E]`, and keeps the last `mem_len` tokens of both as memory.
 
         Returns:
             `[B, M + T, E]`.
@@ -203,7 +209,7 @@ class SegmentMemoryLayer(DynamicLayer):
         self.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Is refused with RuntimeError: the tokens that a segment pushed out of the memory are lost."""
+        """Always raises RuntimeError: tokens that a later segment pushed out of the memory cannot be restored."""
         raise RuntimeError("segment memory cannot take tokens back; use memory_type='streaming'")
 
 
@@ -218,11 +224,11 @@ STREAMING_LAYERS: dict[type, type[StreamingLayerMixin]] = {
 def upgrade_to_memory_cache(cache: Cache, config: PreTrainedConfig, layers: int | None = None) -> None:
     """Replaces the plain layers of `cache`, in place, by layers that keep the memory of an RCMHA model.
 
-    The cache may be any dynamic or static one, made with or without a configuration. Layers that were replaced before
-    stay as they are.
+    The cache may be any dynamic or static one, made with or without a configuration. Calling this again changes
+    nothing.
 
     Args:
-        layers: of the model, by default the configuration's.
+        layers: number of the model's layers, by default the configuration's.
 
     Raises:
         ValueError: a layer has a kind that cannot keep memory, or holds tokens whose memory is lost.
@@ -246,7 +252,7 @@ def refuse_tokens(layer: CacheLayerMixin) -> None:
 
 
 def _with_memory(layer: Any, config: PreTrainedConfig) -> CacheLayerMixin:
-    """The layer that replaces a plain one, see `upgrade_to_memory_cache`."""
+    """The layer that replaces a plain one; raises ValueError as `upgrade_to_memory_cache` says."""
     if config.memory_type == "segment":
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(

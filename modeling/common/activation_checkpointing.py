@@ -17,9 +17,9 @@ SDPA_OPS = {
 
 
 def checkpoint_activations(model: PreTrainedModel, **options: Any) -> None:
-    """Lets a model recompute activations in its backward pass; `options` are those of `torch.utils.checkpoint`.
+    """Makes a model recompute activations in its backward pass; `options` are those of `torch.utils.checkpoint`.
 
-    Transformers renamed the method, and warns of the older name where it has the newer one.
+    Transformers renamed its method for this, and versions that have the new name warn about the old one.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options or None)
@@ -33,7 +33,7 @@ def keep_attention_outputs() -> tuple[Any, Any]:
     The attention ops of this package already recompute their scores in the backward pass, so plain checkpointing would
     compute attention three times. With this function the outputs of these ops and of PyTorch's SDPA are kept: as many
     elements as the layer inputs that checkpointing keeps anyway. `eager` attention consists of many small ops and is
-    recomputed. Enable it on the model and not in Trainer's arguments, which cannot be written to JSON with a function.
+    recomputed. Pass the function to the model as above and not in Trainer's arguments, which are written to JSON.
 
     Returns:
         The contexts of the forward pass and of its recomputation.

@@ -9,24 +9,26 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches.composed_cache import ComposedDynamicLayer
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
 
-# What cached keys and values of these schemes know of positions is nothing, or a rotation that can be undone.
+# Cached keys and values of these schemes hold no positions at all, or keys are rotated by theirs, which `move_keys` can
+# change.
 EDITABLE = ("rope", "none", "alibi", "t5")
 
 
 @torch.no_grad()
 def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> Cache:
-    """Replaces the cached tokens from `start` up to `stop`, without running what follows them again.
+    """Replaces the cached tokens from `start` up to `stop`, without running the tokens after them again.
 
-    The new tokens are run on the tokens before them. Those behind keep their values and composition factors, and their
-    keys are turned on to their new positions. With a single layer that is what running everything again gives. With
-    more it is an approximation: the hidden states behind the edit have not seen it.
+    The new tokens are run on the tokens before them. The tokens after them keep their values and composition factors,
+    and their keys are rotated to their new positions. For a model of one layer the result is exact. With more layers it
+    is an approximation, because the hidden states after the edit were computed from the old tokens.
 
     Args:
         model: a DCFormer or DCPythia with a head.
-        cache: a `DynamicCache` that the model filled with rows without padding; it is edited in place, and left as it
-            was if the model raises.
-        start, stop: places of the tokens to replace, the same in every row; equal ones only insert.
-        input_ids: the new tokens `[B, m]`; none (`m = 0`) only delete.
+        cache: a `DynamicCache` that the model filled with rows without padding. It is edited in place; if the model
+            raises, it holds what it held before.
+        start, stop: places of the tokens to replace, the same in every row; if they are equal, tokens are only
+            inserted.
+        input_ids: the new tokens `[B, m]`; with `m = 0`, tokens are only deleted.
 
     Returns:
         `cache`.
@@ -38,7 +40,7 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
     before = [state for layer in cache.layers for state in _states(layer)]
     try:
         _edit(model, cache, start, stop, input_ids)
-    except BaseException:  # also one that interrupts: half of the layers would have been cut
+    except BaseException:  # KeyboardInterrupt too, which would leave some layers cut and others not
         for layer, keys, values in before:
             layer.keys, layer.values = keys, values
         raise
@@ -46,7 +48,11 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
 
 
 def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> None:
-    """`edit_cache` for arguments that fit, with the new tokens `[B, m]`; an error leaves the cache half edited."""
+    """`edit_cache` with checked arguments and new tokens `[B, m]`; an error leaves the cache half edited.
+
+    Layers are first cut down to the tokens before `start`, then the model appends the new ones, and then the tokens
+    from `stop` on follow with moved keys.
+    """
     suffixes = [_cut(layer, start, stop) for layer in cache.layers]
     if input_ids.shape[1]:
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
@@ -60,15 +66,17 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
 
 
 def _states(layer: Any) -> list[tuple[Any, Tensor, Tensor]]:
-    """A layer and what keeps its composition factors, if anything does, each with its keys and values now."""
+    """What `edit_cache` restores after an error: a layer with its present keys and values, and that of its factors."""
     factors = _states(layer.factors) if isinstance(layer, ComposedDynamicLayer) else []
     return [(layer, layer.keys, layer.values), *factors]
 
 
 def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
-    """Turns rotated keys `[B, H_kv, S, D]` on by a distance, for inverse frequencies `[rotary_dim / 2]`.
+    """Rotates keys `[B, H_kv, S, D]`, which are rotated already, by a further `distance` of positions.
 
-    The factor that some variants put on cosines and sines is in the keys already.
+    Args:
+        inv_freq: the inverse frequencies `[rotary_dim / 2]` of their rotary embedding. Its `attention_scaling`, which
+            some variants multiply cosines and sines by, is in the keys already and is left out here.
     """
     dtype = torch.promote_types(key.dtype, torch.float32)
     angles = distance * inv_freq.to(key.device, dtype)
@@ -77,7 +85,7 @@ def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
 
 
 def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> None:
-    """Raises ValueError unless a cache of a model can be edited so; arguments are those of `edit_cache`."""
+    """Raises ValueError unless `edit_cache` can do this edit; the arguments are the same."""
     if unknown := sorted(config.schemes - set(EDITABLE)):
         raise ValueError(f"position_scheme {unknown[0]!r} leaves positions in the cache; run the edited prompt again")
     if rope_type := batch_dependent_rope(config):
@@ -100,7 +108,7 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
 
 
 def _cut(layer: Any, start: int, stop: int) -> dict[str, Tensor]:
-    """Cuts a layer down to its first `start` tokens; returns what it keeps of those from `stop` on."""
+    """Cuts a layer down to its first `start` tokens, and returns what it held of the tokens from `stop` on."""
     suffix = {"keys": layer.keys[:, :, stop:], "values": layer.values[:, :, stop:]}
     layer.keys, layer.values = layer.keys[:, :, :start], layer.values[:, :, :start]
     if isinstance(layer, ComposedDynamicLayer):
@@ -110,7 +118,7 @@ def _cut(layer: Any, start: int, stop: int) -> dict[str, Tensor]:
 
 
 def _append(layer: Any, suffix: dict[str, Tensor]) -> None:
-    """Appends what `_cut` returned."""
+    """Appends the tokens that `_cut` returned to a layer."""
     layer.keys = torch.cat([layer.keys, suffix["keys"]], dim=2)
     layer.values = torch.cat([layer.values, suffix["values"]], dim=2)
     if isinstance(layer, ComposedDynamicLayer):

@@ -25,14 +25,14 @@ from .family_model import FamilyPreTrainedModel
 
 
 class ComposedPreTrainedModel(FamilyPreTrainedModel):
-    """Flags for Transformers, initial weights, and the choice of the attention implementation."""
+    """Draws initial weights and chooses the attention implementation."""
 
     _supports_attention_backend = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, RotaryEmbedding):
-            module.fill_buffers()  # Transformers knows fewer variants
+            module.fill_buffers()  # Transformers' own way does not know all of our variants
             return
         super()._init_weights(module)
         if isinstance(module, DistanceTable):
@@ -47,13 +47,13 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.
 
-        A model that composes heads takes only the implementations that compose: `eager`, `chunked` (the default) and
-        `triton`; any other would ignore the composition without a word. A model without composition is plain attention:
-        its default is `sdpa`, and it takes every implementation that Transformers knows. If its positions are tables by
-        distance, which others would ignore too, it takes what a model does that composes heads.
+        A model that composes heads takes only the implementations of `COMPOSING`; any other would silently ignore the
+        composition. A model without composition is plain attention: its default is `sdpa`, and it takes every
+        implementation that Transformers knows. If it reads tables by distance, which those would silently ignore too,
+        it takes only `COMPOSING` as well.
 
         Raises:
-            ValueError: the implementation is unknown, or cannot compose heads or take tables.
+            ValueError: the implementation is unknown, or cannot compose heads or read tables.
         """
         if getattr(self.config, "has_distance_tables", False):
             name = attn_implementation or resolve_implementation(None, composed=True)
@@ -70,22 +70,29 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
 
 
 class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):
-    """What serving engines ask of a decoder."""
+    """Answers what serving engines ask of a decoder."""
 
     @property
     def supports_paged_cache(self) -> bool:
-        """Whether the rows tell layers all they need: factors are more channels, but the phases of CARoPE are not."""
+        """Whether rows of a paged cache hold all that layers read of earlier tokens.
+
+        Rows have additional channels for composition factors, but none for the phases of CARoPE.
+        """
         return "carope" not in self.config.schemes
 
     @property
     def attends_to_rows(self) -> bool:
-        """True for a model that composes heads or has tables, and for one that runs with an implementation of ours."""
+        """Whether this package attends to a paged cache, or leaves that to Transformers.
+
+        It does if heads are composed, if layers read tables by distance, or if the model runs with one of this
+        package's implementations other than `eager`, a name that Transformers has too.
+        """
         needs_ours = self.config.composes or self.config.has_distance_tables
         return needs_ours or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
 
 
 class ComposedDecoderBody(DecoderBody):
-    """`DecoderBody` whose layers get the positions of every scheme, and whose caches keep composition factors."""
+    """A `DecoderBody` that passes positions of every scheme to its layers and keeps composition factors in caches."""
 
     rotary_emb: nn.Module | None
     embed_positions: nn.Module | None
@@ -97,20 +104,24 @@ class ComposedDecoderBody(DecoderBody):
     _gradient_checkpointing_func: Callable[..., Any]
 
     def make_positions(self) -> None:
-        """Makes the modules of the position schemes, which all layers share."""
+        """Makes the modules of the position schemes, one of each for all layers."""
         self.rotary_emb = rotaries_by_layer_type(self.config)
         self.embed_positions = make_absolute(self.config)
         self.position_bias, self.position_gain = learned_bias(self.config), learned_gain(self.config)
 
     def prepare_cache(self, cache: Cache) -> None:
-        """Makes `cache` keep composition factors that depend on the key token, and phases, beside keys and values."""
+        """Makes `cache`, in place, also keep key-side composition factors and phases of CARoPE, if there are any."""
         if self.config.composes_keys:
             upgrade_to_composed_cache(cache)
         if "carope" in self.config.schemes:
             make_room_for_phases(cache, self.config)
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """Refuses learned tables with the kind of checkpointing in which no two layers may share what they learn."""
+        """As the base; refuses to train learned tables, which all layers share, with reentrant checkpointing.
+
+        Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows
+        it only once.
+        """
         learned = self.position_bias is not None or self.position_gain is not None
         if learned and self.gradient_checkpointing and self.training:
             options = getattr(self._gradient_checkpointing_func, "keywords", {})
@@ -122,9 +133,9 @@ class ComposedDecoderBody(DecoderBody):
         return super().prepare_inputs(given)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
-        """The embeddings `[B, T, E]`, with absolute positions added, and what the layers of each type get.
+        """The embeddings `[B, T, E]`, with absolute positions added, and keyword arguments for the layers of each type.
 
-        These are rotary angles, tables by distance, positions and packed documents.
+        The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
         """
         hidden_states, cache = inputs.inputs_embeds, inputs.past_key_values
         length = hidden_states.shape[1]
@@ -149,12 +160,12 @@ class ComposedDecoderBody(DecoderBody):
         return hidden_states, arguments
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if they do not rotate by position."""
+        """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""
         embedding = rotary_of(self.rotary_emb, self.config, layer_type)
         return None if embedding is None else embedding(inputs.inputs_embeds, inputs.position_ids)
 
     def _distance_tables(self, keys: int, device: torch.device) -> dict[str, DistanceTables]:
-        """The tables of each layer type, with rows for the distances to `keys` keys."""
+        """The tables of each layer type, without offset, with `keys` rows: one for each distance from 0."""
         config = self.config
         gain = None if self.position_gain is None else self.position_gain(keys)
         biases: dict[str, Tensor] = {}

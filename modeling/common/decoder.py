@@ -21,12 +21,12 @@ class DecoderPreTrainedModel(FamilyPreTrainedModel):
 
     @property
     def supports_paged_cache(self) -> bool:
-        """Whether the layers read nothing of earlier tokens but rows of keys and values, which a paged cache keeps."""
+        """Whether a paged cache, which keeps a row of keys and one of values for a token, is all that layers need."""
         return False
 
     @property
     def attends_to_rows(self) -> bool:
-        """Whether the model's own attention reads those rows, and not one of Transformers' implementations."""
+        """Whether this package attends to a paged cache, or leaves that to an implementation of Transformers."""
         return False
 
 
@@ -93,7 +93,7 @@ class DecoderBody:
         return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache, self.make_masks)
 
     def prepare_cache(self, cache: Cache) -> None:
-        """Makes `cache`, in place, keep what the layers of the family need; keys and values need nothing."""
+        """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
 
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None

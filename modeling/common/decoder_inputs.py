@@ -1,4 +1,4 @@
-"""Checks the arguments of a decoder's forward pass and completes them to what its layers read."""
+"""Checks the arguments of a decoder's forward pass, and derives what its layers read from them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ class DecoderArguments(NamedTuple):
         input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
         attention_mask: `[B, S]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, S]`; or one prepared
             mask for each layer type, as `generate` makes them.
-        position_ids: `[B, T]`. Where neither a mask `[B, S]` nor cached tokens are given, positions that restart pack
-            documents, which then do not see each other.
+        position_ids: `[B, T]`. Where neither a mask `[B, S]` nor cached tokens are given, positions that restart mark
+            the documents of a packed row, which then do not see each other.
         past_key_values: a dynamic or static cache, extended in place to keep what the family's layers need.
-        use_cache: whether to make and return a cache where none is given.
-        cu_seq_lens: `[documents + 1]` borders of the documents packed into a single row; `position_ids` are then only
-            positions, and by default restart at each border. A mask `[B, S]` that hides nothing is then ignored.
-        paged: a serving engine's `PagedAttention`, which has the earlier tokens.
+        use_cache: whether to return the cache, and to make one where none is given.
+        cu_seq_lens: `[documents + 1]`, borders of the documents packed into a single row. `position_ids` then mark no
+            documents and by default restart at each border, and a mask `[B, S]` must not hide anything.
+        paged: a serving engine's `PagedAttention`, which reads and writes the cache of earlier tokens.
     """
 
     input_ids: Tensor | None
@@ -67,11 +67,11 @@ def prepare_decoder_inputs(
     Args:
         embed_tokens: maps token ids `[B, T]` to embeddings `[B, T, E]`.
         prepare_cache: is called with the given or new cache before its length is read.
-        make_masks: makes the masks of the layer types, from the arguments, the embeddings `[B, T, E]` and the starts of
-            packed documents `[B, T]`.
+        make_masks: makes a mask for each layer type from the arguments, the embeddings `[B, T, E]` and the starts of
+            packed documents `[B, T]`. It is not called if the caller prepared the masks.
 
     Raises:
-        ValueError: shapes that do not fit, a batch row that is all padding, or padding between packed documents.
+        ValueError: shapes do not fit, a row of the batch is all padding, or a mask hides tokens of packed documents.
     """
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
@@ -94,7 +94,7 @@ def prepare_decoder_inputs(
 
 
 def may_pack_documents(given: DecoderArguments) -> bool:
-    """Whether the caller's positions or borders may pack several documents into one row, as far as tokens allow."""
+    """Whether the arguments can say that a row packs several documents; their values and the cache are not read."""
     if given.cu_seq_lens is not None:
         return True
     positions_tell = given.attention_mask is None or is_complete_mask(given.attention_mask)
@@ -104,7 +104,8 @@ def may_pack_documents(given: DecoderArguments) -> bool:
 def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
     """Index of the first token of each token's document, `[B, T]`; None where every row is one document.
 
-    Beside a mask `[B, S]` positions repeat because of padding, and beside cached tokens they continue a document.
+    Positions are not searched for documents where a mask `[B, S]` is given, since they repeat in padding, nor where
+    tokens are cached, since they continue a document.
     """
     if not may_pack_documents(given) or not is_empty(given.past_key_values):
         return None
@@ -115,18 +116,18 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
 
 
 def is_empty(cache: Cache | None) -> bool:
-    """Whether a cache holds no tokens. One that counts them on the device is not asked while tracing."""
+    """Whether a cache holds no tokens. While tracing, one whose count is a tensor is taken to hold some."""
     length: Any = 0 if cache is None else cache.get_seq_length()
     return not (isinstance(length, Tensor) and is_tracing(length)) and int(length) == 0
 
 
 def is_complete_mask(attention_mask: Any) -> bool:
-    """Whether a mask says of every query and key whether they see each other: `[B, 1, T, S]`, or prepared masks."""
+    """Whether a mask has an entry for every pair of query and key: `[B, 1, T, S]`, or masks prepared by the caller."""
     return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
 
 
 def mask_beside_borders(attention_mask: Any) -> Any:
-    """The caller's mask, without one `[B, S]` that hides nothing.
+    """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
 
     Raises:
         ValueError: a mask `[B, S]` hides tokens.
@@ -146,8 +147,9 @@ def default_positions(
 ) -> Tensor:
     """Positions `[1, T]`, or `[B, T]` with padding, where the caller gave none.
 
-    They go on from the cached tokens, or from `starts` `[1, T]`, those of packed documents. Absolute positions count
-    the real tokens of a mask `[B, S]`; to all other schemes only differences matter, which padding on the left leaves.
+    They count from 0 in each packed document, whose `starts` are `[1, T]`, and otherwise go on from the cached tokens.
+    Absolute positions count only the real tokens of a mask `[B, S]`. All other schemes depend on differences of
+    positions alone, which padding on the left does not change.
     """
     length = inputs_embeds.shape[1]
     padded = isinstance(attention_mask, Tensor) and not is_complete_mask(attention_mask)
@@ -164,9 +166,9 @@ def make_causal_masks(
 ) -> dict[str, Tensor | None]:
     """Transformers' mask for each layer type of the model, in the form that its attention implementation takes.
 
-    `starts` `[B, T]` keep packed documents apart, except in models that run with our ops, which take them directly:
-    a complete mask would need memory quadratic in the length. Transformers' own search for packed documents would take
-    every jump of the positions for a border, so it gets none.
+    The masks keep packed documents apart, whose `starts` are `[B, T]`; only models that run with this package's ops
+    pass the starts to those instead, because a complete mask takes memory quadratic in the length. Transformers can
+    itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
     """
     takes_starts = getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
     apart = None if starts is None or takes_starts else same_document(starts)
@@ -207,8 +209,8 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
-    Masks `[B, 1, T, S]` and prepared masks are not checked. Beside a cache the values of a mask are not read: the first
-    chunk of a prompt may be all padding in a short row, and reading makes a decoding loop wait for the device.
+    Masks `[B, 1, T, S]` and prepared masks are not checked. With a cache only the shape is checked, because a short row
+    may be all padding in the first chunk of a prompt, and because reading values makes decoding wait for the device.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 4:
         return

@@ -37,8 +37,8 @@ def bidirectional_masks(
     Args:
         inputs_embeds: `[B, T, E]`.
         attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
-        position_ids: `[B, T]`. Without a mask, positions that restart pack documents, which then do not see each other;
-            the masks then have an entry for each pair of tokens.
+        position_ids: `[B, T]`. Without a mask, positions that restart mark packed documents, which then do not see each
+            other; the masks then have an entry for each pair of tokens.
     """
     if isinstance(attention_mask, dict):
         return attention_mask
@@ -55,7 +55,7 @@ def bidirectional_masks(
 
 
 def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
-    """A mask function for Transformers: tokens see those of one document, whose start is in `starts` `[B, T]`."""
+    """A mask function for Transformers: tokens see each other if their documents have the same start (`[B, T]`)."""
 
     def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
@@ -65,7 +65,7 @@ def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
 
 
 def check_padding_token(config: PreTrainedConfig) -> None:
-    """Raises ValueError unless the token whose embedding gets no gradient is in the vocabulary, or there is none."""
+    """Raises ValueError if there is a padding token, whose embedding gets no gradient, but not in the vocabulary."""
     padding, rows = config.pad_token_id, config.vocab_size
     if padding is not None and not 0 <= padding < rows:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_padding_token(config: PreTrainedConfig) -> None:
 
 
 class EncoderLayers:
-    """The layers of an encoder of any input, mixed in front of a family's `PreTrainedModel`, which makes `layers`."""
+    """Runs the layers of an encoder of text or images; mixed in front of a family's `PreTrainedModel`."""
 
     config: Any
     layers: nn.ModuleList
@@ -138,8 +138,8 @@ class EncoderBody(EncoderLayers):
             input_ids: `[B, T]` token ids; or give `inputs_embeds` `[B, T, E]`.
             attention_mask: `[B, T]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, T]`; or one
                 prepared mask for each layer type.
-            position_ids: `[B, T]`, by default counted from 0. Without an `attention_mask`, positions that restart pack
-                several documents into a row, which then do not see each other.
+            position_ids: `[B, T]`, by default counted from 0. Without an `attention_mask`, positions that restart mark
+                the documents of a packed row, which then do not see each other.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.

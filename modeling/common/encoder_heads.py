@@ -1,4 +1,4 @@
-"""The heads of encoders of text, mixed in front of a family's `PreTrainedModel`."""
+"""The heads of text encoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from ..ops.chunked_loss import IGNORED
 
 
 class PredictionHead(nn.Module):
-    """`norm(act(dense(x)))`, in front of every output layer."""
+    """`norm(act(dense(x)))`, the last transformation in front of a head's output layer."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PredictionHead(nn.Module):
 
 
 class EncoderHead:
-    """What the heads share: the encoder, and the prediction head behind it."""
+    """What the heads share: the encoder, a prediction head behind it, and then an output layer."""
 
     base_class: ClassVar[type[nn.Module]]
     # Provided by PreTrainedModel.
@@ -49,7 +49,7 @@ class EncoderHead:
         self.post_init()
 
     def make_output(self, config: Any) -> None:
-        """Makes the layer behind the prediction head: a classifier."""
+        """Makes the output layer behind the prediction head: here a classifier."""
         self.num_labels = config.num_labels
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -66,7 +66,7 @@ class MaskedLMHead(EncoderHead):
     _tp_plan: Any = {"lm_head": "colwise_gather_output"}
 
     def make_output(self, config: Any) -> None:
-        """Makes the output layer, whose weight is the embedding's if they are tied."""
+        """Makes the output layer, which shares its weight with the embedding if `tie_word_embeddings` is set."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
 
     @can_return_tuple
@@ -85,12 +85,13 @@ class MaskedLMHead(EncoderHead):
         Args:
             labels: `[B, T]`, the token in each place, -100 where no loss is wanted. With `num_items_in_batch` the loss
                 is the sum over targets divided by it, else the mean.
-            skip_logits: return the loss without logits. They are then made for targets alone, a small part of all.
+            skip_logits: return the loss without logits. They are then computed only for the targets, usually a small
+                part of the tokens.
 
         The other arguments are those of the base model.
 
         Raises:
-            ValueError: labels do not fit, or there are none with `skip_logits`.
+            ValueError: labels have another shape than the tokens, or are missing with `skip_logits`.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
@@ -123,7 +124,8 @@ class PooledClassificationHead(EncoderHead):
         """Returns class scores `[B, C]` and, with labels, the loss; other arguments are those of the base model.
 
         Args:
-            labels: `[B]`, or `[B, C]`, as `problem_type` says.
+            labels: `[B]`, or `[B, C]` if the configuration's `problem_type` is multi-label (or regression of several
+                values).
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits = self.classify(self._pool(outputs.last_hidden_state, attention_mask))
@@ -133,7 +135,7 @@ class PooledClassificationHead(EncoderHead):
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
     def _pool(self, hidden_states: Tensor, attention_mask: Any) -> Tensor:
-        """One vector `[B, E]` for each row of hidden states `[B, T, E]`."""
+        """The first token's hidden state, or the mean over real tokens: `[B, E]` from hidden states `[B, T, E]`."""
         if self.config.classifier_pooling == "cls":
             return hidden_states[:, 0]
         if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -158,7 +160,7 @@ class EncoderTokenClassificationHead(EncoderHead):
         """Returns class scores `[B, T, C]` and, with labels `[B, T]`, the loss; others as in the base model.
 
         Raises:
-            ValueError: labels do not fit.
+            ValueError: labels have another shape than the tokens.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits = self.classify(outputs.last_hidden_state)
@@ -183,7 +185,10 @@ class QuestionAnsweringHead(EncoderHead):
         end_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Returns two times scores `[B, T]` and, with both positions `[B]`, the loss; others as in the base model."""
+        """Returns the scores `[B, T]` of starts and of ends and, with both positions `[B]`, the loss.
+
+        Other arguments are those of the base model.
+        """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         start, end = self.classify(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
@@ -202,5 +207,5 @@ def check_token_labels(labels: Tensor, outputs: Tensor) -> None:
 
 
 def _recorded(outputs: BaseModelOutput) -> dict[str, Any]:
-    """What the encoder recorded on its way."""
+    """The hidden states and attention maps that the encoder recorded, as fields of a head's output."""
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}

@@ -1,4 +1,4 @@
-"""What the models of all families share: flags for Transformers, and a warning where code would stay behind."""
+"""What the models of all families share: flags for Transformers, and a warning about uploads without code."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class FamilyPreTrainedModel(PreTrainedModel):
     # convolutions need all keys that a query sees on one device.
     _supports_context_parallel = False
 
-    # Transformers wraps its method in a way that type checkers take for a function.
+    # The override is ignored because type checkers see Transformers' wrapped method as a plain function.
     def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """As in Transformers, which uploads the model's code only if the configuration names some (`auto_map`)."""
         if not self.config.auto_map:

@@ -1,4 +1,4 @@
-"""The heads of the decoders, mixed in front of a family's `PreTrainedModel`."""
+"""The heads of decoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -37,17 +37,19 @@ class CausalLMHead:
         self.post_init()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Transformers, which calls it for `generate_batch` and for its server too.
+        """As in Transformers, whose `generate_batch` and server also call it.
 
         Raises:
-            ValueError: the model needs more of earlier tokens than a paged cache keeps, or the settings are not served.
+            ValueError: the model needs more of earlier tokens than a paged cache keeps, or serving does not support
+                the settings.
             ImportError: this version of Transformers does not serve models with composed heads.
         """
         check_paged_cache(self)
         if not self.attends_to_rows:
             return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
         check_engine("transformers", *TRANSFORMERS)
-        from ..serving.continuous_batching import start_batching  # has parts of Transformers that change often
+        # Imported only here, because it builds on parts of Transformers that differ between versions.
+        from ..serving.continuous_batching import start_batching
 
         return start_batching(self, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -59,7 +61,7 @@ class CausalLMHead:
         max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in Transformers, which would go on without the requests that cannot be served.
+        """As in Transformers, which would drop requests that cannot be served where this raises.
 
         Raises:
             ValueError: a request cannot be served, see `check_request`.
@@ -93,14 +95,16 @@ class CausalLMHead:
                 With `num_items_in_batch` the loss is the sum over targets divided by it, else the mean; `z_loss` is an
                 argument of `chunked_causal_loss`, for which the logits have to be skipped.
             logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
-            skip_logits: return the loss without logits. The logits are then made for a chunk of tokens at a time,
+            skip_logits: return the loss without logits. The logits are then computed for a chunk of tokens at a time,
                 unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or the loss
-                is not Transformers' loss for causal models. Trainer passes this argument for Liger's kernels.
+                is not Transformers' loss for causal models. Trainer passes this argument where Liger's kernels are in
+                use.
 
         The other arguments are those of the base model.
 
         Raises:
-            ValueError: labels of another shape than the logits', or none with `skip_logits`, or `z_loss` beside logits.
+            ValueError: labels have another shape than the logits, or are missing with `skip_logits`; or `z_loss` is
+                given and the loss is not computed in chunks.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
@@ -138,7 +142,8 @@ class CausalLMHead:
 class SequenceClassificationHead(GenericForSequenceClassification):
     """A classifier on the last real token.
 
-    The body is made from `base_class`, because Transformers' Auto classes do not know the classes of remote code.
+    `__init__` repeats that of Transformers with `base_class` as the body, because Auto classes, which Transformers
+    would ask for it, do not know the classes of remote code.
     """
 
     base_class: ClassVar[type[nn.Module]]
@@ -153,7 +158,7 @@ class SequenceClassificationHead(GenericForSequenceClassification):
 
 
 class TokenClassificationHead(GenericForTokenClassification):
-    """A classifier on every token."""
+    """A classifier on every token, whose `__init__` is there for the reason that `SequenceClassificationHead` gives."""
 
     base_class: ClassVar[type[nn.Module]]
     post_init: Callable[[], None]
@@ -178,6 +183,9 @@ def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module only multiplies by its weight and adds its bias: no adapter, quantisation, shard or hook."""
+    """Whether a module only multiplies by its weight and adds its bias.
+
+    Adapters, quantised or sharded weights and hooks make it more than that.
+    """
     replaced = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not replaced

@@ -1,4 +1,4 @@
-"""Several documents packed into one row of the batch: where each starts, from positions or from borders."""
+"""Several documents packed into one row of the batch: finds where each starts, from positions or from borders."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 def starts_by_positions(position_ids: Tensor) -> Tensor:
     """Index of the first token of each token's document, `[B, T]`.
 
-    A document starts where positions `[B, T]` restart: where one is not larger than its predecessor. Positions that
-    skip some numbers go on in the same document.
+    A document starts where a position of `position_ids` `[B, T]` is not larger than the one before it. A position that
+    is larger by more than one still belongs to the same document.
     """
     indices = torch.arange(position_ids.shape[1], device=position_ids.device)
     continues = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) > 0
@@ -19,7 +19,7 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
     """Index of the first token of each token's document, `[1, T]`, from borders `[documents + 1]`.
 
     Raises:
-        ValueError: the embeddings `[B, T, E]` have more than one row, or the borders do not rise from 0 to its length.
+        ValueError: the embeddings `[B, T, E]` have more than one row, or the borders do not rise from 0 to `T`.
     """
     batch, length = inputs_embeds.shape[:2]
     starts = cu_seq_lens.to(inputs_embeds.device)

@@ -14,22 +14,23 @@ from ..positions.rotary import batch_dependent_rope
 
 @torch.no_grad()
 def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None = None) -> dict[str, Any]:
-    """Reads prompts without their last tokens, packed side by side in rows as long as the longest of them.
+    """Fills a cache with all tokens of some prompts but their last ones, without computing on padding.
 
-    `model.generate(**prepack(model, prompts))` is `generate` on prompts with padding on the left, and begins with the
-    last token of each prompt.
+    The prompts are packed side by side into rows as long as the longest of them. `generate` then runs the last token
+    of each prompt first: `model.generate(**prepack(model, prompts))` gives what it gives for the prompts padded on the
+    left.
 
     Args:
         model: a DCFormer or DCPythia with a head, composed or plain.
         prompts: token ids, each `[T]`, of any lengths from 1 on.
-        past_key_values: an empty cache to fill, by default a `DynamicCache` of the model's windows.
+        past_key_values: an empty cache to fill, by default a `DynamicCache` with the model's windows.
 
     Returns:
         Keywords of `generate`: `input_ids` and `attention_mask`, both `[B, T]` with padding on the left, and
         `past_key_values`, which holds `T - 1` tokens of each row.
 
     Raises:
-        ValueError: a prompt is empty, the cache is not, or what keys know of positions depends on the batch.
+        ValueError: a prompt is empty, the cache is not empty, or the rotary embedding depends on the longest prompt.
     """
     cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
     check_prepacking(model.config, prompts, cache)
@@ -45,30 +46,36 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
 
 
 def fill(model: Any, cache: Cache, input_ids: Tensor, lengths: Sequence[int]) -> None:
-    """Runs the last `lengths` tokens before the last column of `input_ids` `[B, T]`, and fills `cache` with them."""
+    """Runs prompts packed, and fills `cache` with their tokens, padded on the left.
+
+    Args:
+        input_ids: `[B, T]`, padded on the left; the last column is not run.
+        lengths: number of tokens of each row to run, those right before the last column.
+    """
     length = max(lengths)
     row, start = first_fit(lengths, length)
     packed = input_ids.new_zeros(int(row.max()) + 1, length)
-    # What is left of a row is a document of padding, so that it sees nothing.
     position_ids = torch.arange(length).expand_as(packed).clone()
-    places = torch.zeros(len(lengths), length, dtype=torch.long)  # of each token of a padded row, in all packed ones
-    end = torch.zeros(len(packed), dtype=torch.long)
+    # Where each token of a padded row lies in the packed rows, counted through all of them; 0 for padding.
+    places = torch.zeros(len(lengths), length, dtype=torch.long)
+    end = torch.zeros(len(packed), dtype=torch.long)  # of the last prompt in each packed row
     for prompt, count in enumerate(lengths):
         span = slice(int(start[prompt]), int(start[prompt]) + count)
         packed[row[prompt], span] = input_ids[prompt, -1 - count : -1]
         position_ids[row[prompt], span] = torch.arange(count)
         places[prompt, length - count :] = row[prompt] * length + torch.arange(span.start, span.stop)
         end[row[prompt]] = end[row[prompt]].clamp(min=span.stop)
+    # In the unused end of a row positions restart, which makes it a document of its own that sees no prompt.
     behind = torch.arange(length) - end[:, None]
     position_ids = torch.where(behind >= 0, behind, position_ids).to(packed.device)
-    every_token = DynamicCache()  # without windows: those of the row are not those of its documents
+    every_token = DynamicCache()  # no windows yet: they would keep the end of a packed row, not of each prompt
     model.model(packed, position_ids=position_ids, past_key_values=every_token, use_cache=True)
     model.model.prepare_cache(cache)
     unpack(every_token, cache, places.to(packed.device))
 
 
 def unpack(packed: Cache, cache: Cache, places: Tensor) -> None:
-    """Appends to `cache` the tokens at `places` `[B, T]` of all rows of `packed` end to end."""
+    """Appends to `cache` the tokens at `places` `[B, T]` in `packed`, counted through all of its rows."""
     layers: list[Any] = packed.layers
     for index, layer in enumerate(layers):
         keys, values = _rows(layer.keys, places), _rows(layer.values, places)
@@ -78,12 +85,16 @@ def unpack(packed: Cache, cache: Cache, places: Tensor) -> None:
 
 
 def _rows(states: Tensor, places: Tensor) -> Tensor:
-    """`[N, H, T, D]` as `[B, H, T, D]`: the tokens at `places` `[B, T]` of all rows end to end."""
+    """The tokens at `places` `[B, T]` of `states` `[N, H, T, D]`, counted through all rows, as `[B, H, T, D]`."""
     return states.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2)
 
 
 def first_fit(lengths: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
-    """Row and start `[B]` of sequences of `lengths` in rows of `room` tokens: long ones first, where there is room."""
+    """Packs sequences of `lengths` into rows of `room` tokens: the longest first, each into the first row with room.
+
+    Returns:
+        The row of each sequence and its start in that row, both `[B]`.
+    """
     row, start = torch.zeros(2, len(lengths), dtype=torch.long)
     ends: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -95,7 +106,7 @@ def first_fit(lengths: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
 
 
 def check_prepacking(config: Any, prompts: Sequence[Tensor], cache: Cache) -> None:
-    """Raises ValueError unless `prepack` can read such prompts; the arguments are the same."""
+    """Raises ValueError unless `prepack` can run these prompts into this cache."""
     if not hasattr(config, "rope_of"):
         raise ValueError(f"a {config.model_type} cannot read packed prompts into a cache; pad them on the left")
     if rope_type := batch_dependent_rope(config):
@@ -108,5 +119,5 @@ def check_prepacking(config: Any, prompts: Sequence[Tensor], cache: Cache) -> No
 
 
 def padding_token(model: Any) -> int:
-    """What stands before shorter prompts: the padding token of `generate`, or else any other."""
+    """The token to pad with: that of `generate` or of the model; 0 if neither has one, since padding is masked."""
     return next((t for t in (model.generation_config.pad_token_id, model.config.pad_token_id) if t is not None), 0)

@@ -14,7 +14,7 @@ from .family_model import FamilyPreTrainedModel
 
 
 class RelativePreTrainedModel(FamilyPreTrainedModel):
-    """Initial weights, and the choice of the attention implementation."""
+    """Draws initial weights and chooses the attention implementation."""
 
     config: RelativeConfig
 
@@ -30,17 +30,17 @@ class RelativePreTrainedModel(FamilyPreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """True: every call of a layer looks its implementation up in the configuration."""
+        """True: a layer looks its implementation up in the configuration at every call."""
         return True
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.
 
-        The model takes only this family's ops (`eager`, `sdpa`, `chunked`), which know its position terms. The default
-        is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
+        The model takes only the implementations of `relative_attention` (`eager`, `sdpa`, `chunked`), since no others
+        compute its position terms. The default is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
 
         Raises:
-            ValueError: the implementation is none of this family.
+            ValueError: the implementation is none of these.
         """
         relative = self.config.is_relative or self.config.position_scheme == "alibi"
         return resolve_relative(attn_implementation, relative=relative)

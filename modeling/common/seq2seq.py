@@ -1,4 +1,4 @@
-"""Encoder-decoders: both halves together, and the language modeling head."""
+"""Encoder-decoders: encoder and decoder as one model, and the language modeling head."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -38,7 +38,10 @@ class Seq2SeqBody:
         self.shared = self.encoder.embed_tokens = self.decoder.embed_tokens = value
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """As in Transformers; `tie_word_embeddings=False` unties the head alone, and both halves go on sharing."""
+        """As in Transformers, but encoder and decoder share the embedding even with `tie_word_embeddings=False`.
+
+        That option then unties the head alone.
+        """
         expanded = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
         return expanded if all_submodels else {**expanded, **self._tied_weights_keys}
 
@@ -63,7 +66,9 @@ class Seq2SeqBody:
             attention_mask: `[B, S]`, 1 for real source tokens.
             decoder_input_ids: `[B, T]` target tokens; or give `decoder_inputs_embeds` `[B, T, E]`.
             decoder_attention_mask: `[B, past + T]`, 1 for real target tokens.
-            encoder_outputs: of a former call, whose first entry is `[B, S, E]`; the source is then not read.
+            encoder_outputs: the encoder's output from an earlier call, whose first entry is `[B, S, E]`; the encoder
+                is then not run.
+            past_key_values: the decoder's cache of both attentions.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
@@ -101,7 +106,7 @@ class Seq2SeqBody:
 
 
 class Seq2SeqLMHead:
-    """`class XForConditionalGeneration(Seq2SeqLMHead, XPreTrainedModel, GenerationMixin)`."""
+    """Language modeling: `class XForConditionalGeneration(Seq2SeqLMHead, XPreTrainedModel, GenerationMixin)`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
     base_class: ClassVar[type[nn.Module]]
@@ -117,7 +122,8 @@ class Seq2SeqLMHead:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
         has_bias = getattr(config, "final_logits_bias", False)
         self.register_buffer("final_logits_bias", torch.zeros(1, config.vocab_size) if has_bias else None)  # type: ignore[attr-defined]
-        # By its name the class would get the loss of causal models, which shifts labels; here the inputs are shifted.
+        # Transformers would choose the loss by the name of the class, one that shifts labels. Here the inputs are
+        # shifted, so the loss that compares logits and labels place by place is right.
         self.loss_type = "ForMaskedLM"
         self.post_init()
 
@@ -173,7 +179,7 @@ class Seq2SeqLMHead:
         return Seq2SeqLMOutput(loss=loss, logits=logits, **{key: outputs[key] for key in list(outputs)[1:]})
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads to predict `labels` `[B, T]`, same shape; collators ask for it."""
+        """What the decoder reads to predict `labels` `[B, T]`, same shape. Transformers' data collators call it."""
         return shift_right(labels, self.config)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -188,13 +194,13 @@ class Seq2SeqLMHead:
 
 @torch.no_grad()
 def init_final_logits_bias(module: nn.Module) -> None:
-    """Sets the bias of the logits, which no optimizer learns, to zero where the model has one."""
+    """Sets `final_logits_bias` to zero where the model has one; it is a buffer, which training does not change."""
     if isinstance(module, Seq2SeqLMHead) and module.final_logits_bias is not None:
         init.zeros_(module.final_logits_bias)
 
 
 def shift_right(labels: Tensor, config: PreTrainedConfig) -> Tensor:
-    """`labels` `[B, T]` one place later: the start token first, padding where labels ask for no loss.
+    """The inputs `[B, T]` of the decoder: a start token, then `labels` `[B, T]` but the last, -100 replaced by padding.
 
     Raises:
         ValueError: the configuration has no start token or no padding token.

@@ -1,4 +1,4 @@
-"""The decoder of an encoder-decoder: its forward pass, its masks and caches, and checks of what it is given."""
+"""The decoder of an encoder-decoder: its forward pass, its masks and caches, and checks of its arguments."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class Seq2SeqDecoderBody:
             attention_mask: `[B, past + T]`, 1 for real tokens; or `[B, 1, T, past + T]`.
             encoder_hidden_states: `[B, S, E]`.
             encoder_attention_mask: `[B, S]`, 1 for real tokens.
-            past_key_values: caches for both attentions; that of cross-attention is filled once.
+            past_key_values: caches for both attentions; that of cross-attention is filled in the first call only.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
@@ -79,11 +79,11 @@ class Seq2SeqDecoderBody:
         )
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
         raise NotImplementedError
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
-        """Makes `cache`, in place, keep what the layers of the family need; keys and values need nothing."""
+        """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
 
     def layer_arguments(
         self,
@@ -93,7 +93,14 @@ class Seq2SeqDecoderBody:
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:
-        """What else the family passes to all its layers, from arguments of `forward` and the `masks` made of them."""
+        """Further arguments that the family passes to all its layers, made from those of `forward`; here none.
+
+        Args:
+            inputs_embeds: `[B, T, E]`.
+            cache: of both attentions.
+            masks: what `_masks` returned.
+            attention_mask, encoder_attention_mask: as the caller gave them.
+        """
         return {}
 
     def _masks(
@@ -104,7 +111,7 @@ class Seq2SeqDecoderBody:
         encoder_attention_mask: Tensor | None,
         cache: EncoderDecoderCache | None,
     ) -> dict[str, Any]:
-        """What a token sees of the target before it, and of the source, as the implementation wants its masks."""
+        """The masks of self-attention and cross-attention, in the form that the attention implementation takes."""
         return {
             "attention_mask": create_causal_mask(
                 config=self.config,
@@ -121,7 +128,7 @@ class Seq2SeqDecoderBody:
         }
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
-        """The caller's cache or, where one is wanted, a new one, made to keep what the layers need."""
+        """The caller's cache, or a new one if `use_cache` asks for it, prepared by `prepare_cache`."""
         if cache is None and not use_cache:
             return None
         if cache is None:
@@ -147,7 +154,14 @@ def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor) ->
 
 
 def check_positions(length: int, past_tokens: int | Tensor, limit: int, what: str) -> None:
-    """Raises ValueError if tokens have positions beyond `limit`; the count of a static cache is not read."""
+    """Raises ValueError if `length` tokens after `past_tokens` need more than `limit` positions.
+
+    A static cache counts on the device: `past_tokens` is then a tensor, and is not read, since that would make every
+    decoding step wait for the device.
+
+    Args:
+        what: the name of the sequence in the message.
+    """
     if not isinstance(past_tokens, Tensor) and past_tokens + length > limit:
         raise ValueError(
             f"the {what} has {past_tokens + length} tokens, but there are max_position_embeddings ({limit}) positions; "

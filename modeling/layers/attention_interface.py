@@ -1,4 +1,4 @@
-"""The link between the ops and Transformers: attention functions, their masks, and the implementation of a call."""
+"""Links the ops to Transformers: attention functions, the masks that they take, and the choice between them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
 
 logger = logging.get_logger(__name__)
 
-# The implementations that return attention maps. Those that users register do as they like.
+# The implementations that may return attention maps. `register_implementation` adds those of users.
 MAY_MAKE_MAPS = {"eager"}
 
 
@@ -32,11 +32,13 @@ def chunked_mask(
     """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
 
     A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
-    window, aligned to the last key, by themselves. Any other model gets SDPA's mask. Transformers' makers of
-    bidirectional masks never allow to skip causality, and forbid to skip the mask where it holds more than padding.
+    window by themselves, on the assumption that the last query stands at the last key. Any other model gets SDPA's
+    mask.
 
     Args:
         attention_mask: `[B, S]`, True for real tokens.
+        allow_is_causal_skip: whether causality and window are all that hides keys besides padding. For a bidirectional
+            mask it is False, and `allow_is_bidirectional_skip` says whether padding is all that hides keys.
 
     Returns:
         None if causality and window are all that hides keys; `[B, S]`, True for real tokens, if there is padding too;
@@ -49,6 +51,7 @@ def chunked_mask(
         return sdpa_mask(**kwargs)
     aligned = isinstance(q_offset, int) and q_offset + q_length == end
     bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
+    # Where queries stand matters only to causality and windows.
     placed = aligned or (bidirectional and kwargs.get("local_size") is None)
     covered = attention_mask is None or attention_mask.shape[1] >= end
     if not ((allow_is_causal_skip or bidirectional) and placed and covered):
@@ -62,8 +65,8 @@ def chunked_mask(
 def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     """Returns the op `attend` as a function of Transformers' attention interface.
 
-    The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask of `chunked_mask`. It
-    returns the output `[B, T, H, D]` and, from an op that makes them, the attention maps `[B, H, T, S]`.
+    The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask from `chunked_mask`. It
+    returns the output `[B, T, H, D]` and the attention maps `[B, H, T, S]`, or None if `attend` returns none.
     """
 
     def forward(
@@ -84,10 +87,10 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
-        A serving engine gives `paged`, a `PagedAttention`, which has the earlier tokens and does the rest.
+        A serving engine passes `paged`, a `PagedAttention`, which holds the cache and calls `attend` with it.
 
         Raises:
-            ValueError: the arguments do not fit each other, or there is `dropout` of probabilities.
+            ValueError: the arguments do not fit each other, or `dropout` is not 0.
         """
         if dropout:
             raise ValueError(
@@ -118,7 +121,11 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
 
 
 def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool = True) -> dict[str, Any]:
-    """The ops' arguments for a mask of `chunked_mask`: `[B, 1, T, S]` is complete, `[B, S]` only hides padding."""
+    """The ops' arguments for a mask from `chunked_mask`.
+
+    A mask `[B, 1, T, S]` includes causality and window, which the op then must not apply again; a mask `[B, S]` or None
+    leaves both to the op.
+    """
     if attention_mask is not None and attention_mask.ndim == 4:
         return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
     visible = None if attention_mask is None else attention_mask[:, None, None, :]
@@ -126,7 +133,11 @@ def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is
 
 
 def implementation_for(config: Any, options: dict[str, Any]) -> str:
-    """The attention implementation of a call: the configuration's, or `eager` if `options` ask for maps it lacks."""
+    """The attention implementation of a call: the configuration's, or `eager` if that one cannot return attention maps.
+
+    Args:
+        options: the keywords of the call, of which `output_attentions` asks for maps.
+    """
     name = config._attn_implementation
     if not options.get("output_attentions") or name in MAY_MAKE_MAPS:
         return name

@@ -19,7 +19,8 @@ from .differential_heads import DifferentialHeads
 from .head_composition import make_generators
 from .rms_norm import RMSNorm
 
-# Transformers has functions and masks of its own under the name `eager`, so ours is what a layer falls back to.
+# The name `eager` belongs to Transformers in its registers of attention functions and masks, so that ours cannot be
+# registered there; a layer uses it when the registers have no function for its implementation.
 eager_attention_forward = attention_function(COMPOSING["eager"])
 REGISTERED = tuple(name for name in COMPOSING if name != "eager")
 
@@ -28,8 +29,8 @@ def register_implementation(name: str, attend: Attention) -> None:
     """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
 
     Args:
-        attend: takes what `dcmha_eager` takes, of the same shapes, without `hook`. Returns the output `[B, T, H, D]`
-            and the composed probabilities `[B, H, T, S]`, or None in their place.
+        attend: takes the arguments of `dcmha_eager` but `hook`. Returns the output `[B, T, H, D]` and the composed
+            probabilities `[B, H, T, S]`, or None instead of these.
 
     Raises:
         ValueError: an implementation of this package has that name.
@@ -68,8 +69,8 @@ class ComposedAttention(nn.Module):
         """Makes the projections, norms and generators of factors.
 
         Args:
-            is_causal: whether a token sees no later ones; in cross-attention it sees all keys.
-            is_cross_attention: keys and values come from other hidden states, and so do the factors of the key side.
+            is_causal: whether a token sees no later ones; ignored in cross-attention, where it sees all keys.
+            is_cross_attention: whether keys, values and the factors of the key side come from other hidden states.
             composes: whether heads are composed, by default as configured.
         """
         super().__init__()
@@ -112,12 +113,14 @@ class ComposedAttention(nn.Module):
         Composed probabilities can be negative, and those of a query need not sum to one.
 
         Args:
-            hidden_states: `[B, T, E]`, normed.
+            hidden_states: `[B, T, E]`, normalized.
             position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them nothing is rotated.
             attention_mask: as the mask function of the implementation makes it.
-            past_key_values: a `Cache`, or an `EncoderDecoderCache`, of which the layer uses its part.
-            key_value_states: in cross-attention, what keys and values are projections of, `[B, S, E]`.
-            implementation: of the attention op, by default the configuration's.
+            past_key_values: a `Cache`; or an `EncoderDecoderCache`, of which the layer uses the self-attention or the
+                cross-attention cache.
+            key_value_states: in cross-attention, the hidden states `[B, S, E]` that keys and values are projected from.
+            implementation: name of the attention implementation, by default the configuration's.
+            kwargs: further arguments of the attention function, such as `first_keys` and `tables`.
         """
         factors = self.composition(hidden_states) if self.composition is not None else {}
         if key_value_states is not None:
@@ -150,7 +153,10 @@ class ComposedAttention(nn.Module):
         return self.o_proj(output.flatten(2)), weights
 
     def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) of packed factors as `DynamicComposition.assemble` does, differential heads included."""
+        """Returns (pre, post) from packed factors, as `DynamicComposition.assemble` does; see there for shapes.
+
+        With differential heads, `post` also subtracts the probabilities of each pair.
+        """
         assert self.composition is not None
         pre, post = self.composition.assemble(factors)
         return pre, post if self.differential is None else self.differential.subtract(post)
@@ -166,9 +172,11 @@ class ComposedAttention(nn.Module):
     def _turn(
         self, query: Tensor, key: Tensor, hidden_states: Tensor, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys `[B, H, T, D]` turned by what `hidden_states` `[B, T, E]` say, and the phases of the turns.
+        """Rotates queries `[B, H, T, D]` and keys `[B, H_kv, T, D]` by content, if the position scheme is CARoPE.
 
-        The phases go on from those in the cache. Where positions do not depend on content, there are none.
+        Returns:
+            Queries, keys, and the phases `[B, H_kv, T, D / 2]`, which depend on `hidden_states` `[B, T, E]` and go on
+            from the last ones in the cache. With other schemes both stay as they are, and phases are None.
         """
         if self.content_rotary is None:
             return query, key, None
@@ -184,7 +192,7 @@ class ComposedAttention(nn.Module):
         norm: nn.Module | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Queries, keys or values `[B, H, T, D]` of `states` `[B, T, E]`, normed and then rotated where asked to."""
+        """Projects `states` `[B, T, E]` to heads `[B, H, T, D]`, normalizes and then rotates them where given."""
         heads = projection(states).unflatten(-1, (-1, self.head_dim))
         heads = (heads if norm is None else norm(heads)).transpose(1, 2)
         return heads if position_embeddings is None else rotate(heads, *position_embeddings)
@@ -192,9 +200,10 @@ class ComposedAttention(nn.Module):
     def _read_source(
         self, source: Tensor, past_key_values: EncoderDecoderCache | None, factors: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Keys and values `[B, H_kv, S, D]` of `source` `[B, S, E]`, and `factors` with those of the key side.
+        """Keys and values `[B, H_kv, S, D]` of `source` `[B, S, E]`, and `factors` with those of the key side added.
 
-        All are made once for a generation, and then read from the cache. A static one may be longer than the source.
+        They are computed in the first step of a generation and then read from the cache. A static cache may be longer
+        than the source, so all are cut to its length.
         """
         cache = None if past_key_values is None else past_key_values.cross_attention_cache
         if past_key_values is not None and cache is not None and past_key_values.is_updated.get(self.layer_idx):
@@ -218,7 +227,8 @@ class ComposedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it.
 
-        Keys of `phases` `[B, H_kv, T, D / 2]` are returned with these behind them.
+        The cache has no place for `phases` `[B, H_kv, T, D / 2]`, so they become further channels of the keys, also of
+        the returned ones.
         """
         if cache is None:
             return key, value, factors
@@ -232,9 +242,9 @@ class ComposedAttention(nn.Module):
 
 
 def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:
-    """The window of a layer as the ops count it, with the token itself; None where it sees everything.
+    """The window of a layer as the ops count it, the token itself included; None where it sees everything.
 
-    Bidirectional models of Transformers have a window of `sliding_window` tokens on either side of the token.
+    For bidirectional models Transformers counts differently: `sliding_window` tokens on either side, without itself.
     """
     if getattr(config, "layer_types", None) is None or config.layer_types[layer_idx] != "sliding_attention":
         return None
@@ -242,7 +252,7 @@ def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) ->
 
 
 def make_content_rotary(config: PreTrainedConfig, layer_idx: int) -> ContentRotary | None:
-    """What turns the heads of a layer whose position scheme is `carope`; None for all others."""
+    """The rotary embedding of a layer whose position scheme is `carope`; None for all other schemes."""
     scheme_of = getattr(config, "scheme_of", None)
     if scheme_of is None or scheme_of(config.layer_types[layer_idx]) != "carope":
         return None

@@ -18,8 +18,11 @@ LAMBDA_STD = 0.1
 class DifferentialHeads(nn.Module):
     """The learned scalar of a layer (lambda, equations 2 and 3) and the norm of the pairs' outputs.
 
-    Pairs are those of `differential_heads`, the layout of Transformers' DiffLlama. Weights: `lambda_q1`, `lambda_k1`,
-    `lambda_q2` and `lambda_k2`, each `[D]`, and the scale `norm.weight` `[2D]`, which all pairs share.
+    Heads `i` and `i + H/2` are a pair, as in Transformers' DiffLlama.
+
+    Weights:
+        lambda_q1, lambda_k1, lambda_q2, lambda_k2: `[D]` each.
+        norm.weight: `[2D]`, the scale that all pairs share.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -32,13 +35,13 @@ class DifferentialHeads(nn.Module):
         self.norm = RMSNorm(2 * config.head_dim, config.head_norm_eps)
 
     def subtract(self, post: Composition | None) -> Composition:
-        """Returns the composition `post` with the difference of each pair's probabilities added to its terms."""
+        """Returns `post` with a static term that subtracts lambda times the probabilities of a pair's second head."""
         difference = difference_of_pairs(self._weight(), self.num_heads)
         post = Composition() if post is None else post
         return replace(post, static=difference if post.static is None else post.static + difference)
 
     def forward(self, output: Tensor) -> Tensor:
-        """Norms the output of each pair.
+        """Normalizes the output of each pair.
 
         Args:
             output: of the attention op, `[B, T, H, D]`.
@@ -50,7 +53,7 @@ class DifferentialHeads(nn.Module):
         return self.norm(pairs) * (1 - self.lambda_init)
 
     def _weight(self) -> Tensor:
-        """Lambda, a scalar in the dtype of the weights, computed in at least float32."""
+        """Lambda (equation 2), a scalar in the dtype of the weights, computed in at least float32."""
         dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
         first = torch.sum(self.lambda_q1 * self.lambda_k1, dtype=dtype).exp()
         second = torch.sum(self.lambda_q2 * self.lambda_k2, dtype=dtype).exp()
@@ -59,6 +62,6 @@ class DifferentialHeads(nn.Module):
 
 @torch.no_grad()
 def init_differential(module: DifferentialHeads) -> None:
-    """Draws the initial weights of the paper; those of the norm are not drawn."""
+    """Draws the initial weights of lambda as in the paper; the norm keeps its own."""
     for weight in (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2):
         init.normal_(weight, std=LAMBDA_STD)

@@ -1,10 +1,10 @@
-"""Stochastic depth (arXiv 1603.09382): some examples skip an update of their hidden states in training."""
+"""Stochastic depth (arXiv 1603.09382): in training, some examples skip what a sublayer adds to their hidden states."""
 
 from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Sets the update of an example to zero with probability `rate`, and scales the others, in training."""
+    """In training, sets a sublayer's output to zero for each example with probability `rate`, and scales the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

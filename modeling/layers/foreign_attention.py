@@ -1,7 +1,8 @@
-"""Attention modules of other libraries, to which composed heads are added in place.
+"""Adds composed heads, in place, to attention modules of other libraries (DETR of Transformers, timm).
 
-Their classes are known by name, so that nothing is imported for them. A module keeps its parameters, hooks and names.
-It gets generators of factors beside them, and a class in front of its own that makes use of them.
+The modules are recognized by the names of their classes, so that no library is imported for it. A module keeps its
+parameters, hooks and names. It gets generators of composition factors as submodules, and its class is replaced by a
+subclass whose forward pass uses them.
 """
 
 import copy
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from ...configuration.multihead_config import make_config
 from ..ops.dcmha.attention import dcmha_attention
-from .composed_attention import COMPOSING  # from where they are registered with Transformers
+from .composed_attention import COMPOSING  # imported from there, because that registers them with Transformers
 from .side_generators import SideGenerators
 
 
 class ComposedDetrSelfAttention(SideGenerators):
-    """In front of DETR's self-attention, which hands keywords on to the attention interface of Transformers."""
+    """Mixed in front of DETR's self-attention, which passes keywords on to Transformers' attention interface."""
 
     def forward(
         self,
@@ -27,14 +28,17 @@ class ComposedDetrSelfAttention(SideGenerators):
         position_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As DETR's, of `[B, T, E]`; factors come from what queries and keys are projected from, positions included."""
+        """As DETR's, for hidden states `[B, T, E]`.
+
+        Factors are generated from what queries and keys are projected from: hidden states plus positions.
+        """
         both = _add(hidden_states, position_embeddings)
         pre, post = self.compose(both, both)
         return super().forward(hidden_states, attention_mask, position_embeddings, pre=pre, post=post, **kwargs)
 
 
 class ComposedDetrCrossAttention(SideGenerators):
-    """In front of DETR's cross-attention, as `ComposedDetrSelfAttention`."""
+    """Mixed in front of DETR's cross-attention, as `ComposedDetrSelfAttention` in front of self-attention."""
 
     def forward(
         self,
@@ -45,7 +49,7 @@ class ComposedDetrCrossAttention(SideGenerators):
         encoder_position_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As DETR's, of `[B, T, E]` and `[B, S, E]`."""
+        """As DETR's, for hidden states `[B, T, E]` and those of the source `[B, S, E]`."""
         query = _add(hidden_states, position_embeddings)
         pre, post = self.compose(query, _add(key_value_states, encoder_position_embeddings))
         given = (hidden_states, key_value_states, attention_mask, position_embeddings, encoder_position_embeddings)
@@ -53,7 +57,7 @@ class ComposedDetrCrossAttention(SideGenerators):
 
 
 class ComposedTimmAttention(SideGenerators):
-    """In the place of the forward pass of timm's `Attention`, which calls PyTorch's attention itself."""
+    """Replaces the forward pass of timm's `Attention`, which calls PyTorch's attention directly."""
 
     qkv: nn.Linear
     q_norm: nn.Module
@@ -66,7 +70,7 @@ class ComposedTimmAttention(SideGenerators):
     implementation: str | None
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """As timm's, of `[B, T, E]`; `attn_mask` broadcasts to `[B, H, T, T]`, boolean (True = visible) or additive."""
+        """As timm's, for `[B, T, E]`; `attn_mask` broadcasts to `[B, H, T, T]`, boolean (True: visible) or additive."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, T, D]
         pre, post = self.compose(x, x)
         output = dcmha_attention(
@@ -81,19 +85,19 @@ class ComposedTimmAttention(SideGenerators):
             implementation=self.implementation,
         )
         output = self.norm(output.flatten(2))
-        gate = getattr(self, "gate", None)  # which older releases do not have
+        gate = getattr(self, "gate", None)  # older releases of timm have none
         if gate is not None:
             output = output * gate(x).sigmoid()
         return self.proj_drop(self.proj(output))
 
 
 class Adapter(NamedTuple):
-    """How a class of modules gets composed heads."""
+    """How the modules of one class get composed heads."""
 
-    composed: type[SideGenerators]
-    sizes: Callable[[Any], tuple[int, int]]  # of a module: width of its input, heads
-    dropout: Callable[[Any], float]  # of a module's probabilities
-    prepare: Callable[[Any, str | None], None]  # makes a module use an implementation of the op, and drop nothing
+    composed: type[SideGenerators]  # mixed in front of the class
+    sizes: Callable[[Any], tuple[int, int]]  # of a module: width of its input, number of heads
+    dropout: Callable[[Any], float]  # of a module: dropout of its probabilities
+    prepare: Callable[[Any, str | None], None]  # gives a module an implementation of the op, and no dropout
     cross_attention: bool = False
 
 
@@ -103,14 +107,15 @@ def detr_sizes(attention: Any) -> tuple[int, int]:
 
 
 def prepare_detr(attention: Any, implementation: str | None) -> None:
-    """Gives a module of Transformers a configuration of its own, with our implementation in it alone."""
+    """Selects the implementation for a module of Transformers, in a copy of the configuration that others share."""
     attention.config = copy.copy(attention.config)
-    attention.config._attn_implementation = {"": implementation or "chunked"}  # "": not those of its backbone
+    # The key "" is the model itself; a plain string would also change the implementation of its backbone.
+    attention.config._attn_implementation = {"": implementation or "chunked"}
     attention.attention_dropout = 0.0
 
 
 def prepare_timm(attention: Any, implementation: str | None) -> None:
-    """Names the implementation; releases that have no norm of the output get one that does nothing."""
+    """Selects the implementation; a module of a release without a norm of the output gets one that does nothing."""
     attention.implementation = implementation
     attention.attn_drop.p = 0.0
     if not hasattr(attention, "norm"):
@@ -137,13 +142,16 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter for the class of `module`, but for none of its sub-classes."""
+    """The adapter for exactly the class of `module`; None for subclasses, whose forward pass may be another."""
     return ADAPTERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
 @functools.cache
 def composed_class(composed: type, own: type) -> type:
-    """The class `own` of a module with the attention of `composed`. Its objects are pickled by these two classes."""
+    """The subclass of a module's class `own` that attends as `composed` does.
+
+    It is made on the fly, where `pickle` cannot find it, so its objects are pickled as the two classes and their state.
+    """
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _new, (composed, own), self.__getstate__()
@@ -157,10 +165,10 @@ def _new(composed: type, own: type) -> Any:
 
 
 def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) -> Callable[[], None]:
-    """Returns a function that adds composed heads, which start as the identity, to `attention`.
+    """Checks the options and returns a function that adds composed heads, which start as the identity, to `attention`.
 
     Args:
-        options: of `compose_heads_of`.
+        options: those of `compose_heads_of`.
 
     Raises:
         TypeError: an option does not exist.
@@ -173,7 +181,7 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
         )
     across = compose.pop("cross_attention", adapter.cross_attention)
     implementation = compose.pop("implementation", None)
-    usable = tuple(name for name in COMPOSING if name != "eager")  # Transformers has a function of its own by that name
+    usable = tuple(name for name in COMPOSING if name != "eager")  # that name is Transformers' own function
     if implementation not in (None, *usable):
         raise ValueError(f"implementation={implementation!r} cannot serve this module; use one of {usable}")
     hidden, heads = adapter.sizes(attention)
@@ -188,7 +196,7 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
     )
 
     def apply() -> None:
-        """Changes the module."""
+        """Changes the module; everything that can be refused was checked before."""
         attention.composition, attention.key_composition = planned.composition, planned.key_composition
         adapter.prepare(attention, implementation)
         classes: tuple[Any, Any] = adapter.composed, type(attention)
@@ -199,5 +207,5 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
 
 
 def _add(states: Tensor, positions: Tensor | None) -> Tensor:
-    """`[B, T, E]` twice, of which the second may be absent."""
+    """The sum of hidden states and positions, both `[B, T, E]`, of which the latter may be absent."""
     return states if positions is None else states + positions

@@ -13,7 +13,7 @@ from .rms_norm import rms_normalize
 
 
 class DynamicComposition(nn.Module):
-    """Generates the composition factors of both stages from the normed attention input (DCMHA, arXiv 2405.08553).
+    """Generates the composition factors of both stages from the normalized attention input (DCMHA, arXiv 2405.08553).
 
     A *component* is one stage (pre, post) for one side (query, key), in the order pre-query, pre-key, post-query,
     post-key; `C` is the number of components that are switched on. A component has `2R + 1` *terms* of `H` elements for
@@ -41,8 +41,8 @@ class DynamicComposition(nn.Module):
         `sides=("key",)` and without them reads keys.
 
         Args:
-            sides: whose terms are generated, by default all that the configuration composes.
-            input_size: width of what `forward` gets, by default the hidden size.
+            sides: the sides (query, key) whose terms are generated, by default all that the configuration composes.
+            input_size: width of the input of `forward`, by default the hidden size.
             static: whether this generator holds the static matrices, by default as configured.
         """
         super().__init__()
@@ -68,7 +68,7 @@ class DynamicComposition(nn.Module):
 
     @property
     def num_terms(self) -> int:
-        """Terms of one component: `2R` factors and a gate."""
+        """Number of terms of one component: `2R` factors and a gate, as far as they are switched on."""
         return 2 * self.rank + int(self.has_gate)
 
     def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
@@ -97,8 +97,8 @@ class DynamicComposition(nn.Module):
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
         """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
         hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
-        # Groups and components are one dimension of the product: its gradient then has the strides of the weight, which
-        # DistributedDataParallel asks for.
+        # Groups and components are joined to one dimension, since the gradient of the weight then has the strides of
+        # the weight, and DistributedDataParallel warns about a copy otherwise.
         products = self.factor_weight.flatten(0, 1)
         hidden = hidden.unflatten(-1, products.shape[:2])
         factors = torch.einsum("btpk,pkrh->bprth", hidden, products)
@@ -119,11 +119,11 @@ def make_generators(
 ) -> tuple[DynamicComposition, DynamicComposition | None]:
     """Returns the generators of an attention layer that composes heads: `composition` and `key_composition`.
 
-    In self-attention the first is for both sides, and there is no second. In cross-attention the first is for queries,
-    with the static matrices, and the second for keys, if composition is key-wise.
+    In self-attention the first serves both sides, and there is no second. In cross-attention the first serves queries
+    and has the static matrices, and the second serves keys, if composition is key-wise.
 
     Args:
-        key_size: width of what the second one reads, by default the hidden size.
+        key_size: width of the second generator's input, by default the hidden size.
     """
     if not cross_attention:
         return DynamicComposition(config), None
@@ -138,8 +138,8 @@ def make_generators(
 def init_composition(module: DynamicComposition, scale: float) -> None:
     """Draws the initial weights of the official JAX trainer, with up factors, gates and static mixing times `scale`.
 
-    At `scale` 0 the composition starts as the identity. The down factors keep their size even then, so that gradients
-    reach the up factors through them; a generator whose weights are all zero would never learn.
+    With `scale` 0 the composition starts as the identity. Even then the weights of the down factors are not zero, so
+    that gradients reach the up factors through them; a generator whose weights are all zero would never learn.
     """
     heads = module.num_heads // module.groups
     if module.factor_weight is not None:

@@ -16,7 +16,7 @@ class HeadwiseConv(nn.Module):
     """
 
     def __init__(self, head_dim: int, kernel_size: int, later: int = 0) -> None:
-        """Allocates the weights; `init_conv` draws them. `later` tokens under the kernel follow the token itself."""
+        """Allocates the weights; `init_conv` draws them. `later` of the `kernel_size` tokens follow an output's own."""
         super().__init__()
         self.later = later
         self.weight = nn.Parameter(torch.empty(kernel_size, head_dim))
@@ -24,7 +24,7 @@ class HeadwiseConv(nn.Module):
 
     @property
     def context_length(self) -> int:
-        """Tokens beside its own that an output needs, later ones included."""
+        """Number of tokens besides its own that an output depends on, later ones included."""
         return self.weight.shape[0] - 1
 
     def pad(self, x: Tensor) -> Tensor:
@@ -32,10 +32,10 @@ class HeadwiseConv(nn.Module):
         return nn.functional.pad(x, (0, 0, self.context_length - self.later, self.later))
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Convolves `T` tokens of `x`, those between the context before and the `later` tokens after them.
+        """Convolves `T` tokens, which lie in `x` between the earlier and the `later` tokens that their outputs need.
 
         Args:
-            x: `[B, context_length + T, H, D]`; before the beginning of a sequence and after its end are zeros.
+            x: `[B, context_length + T, H, D]`, with zeros before the beginning of a sequence and after its end.
             position_ids: `[B, T]` or `[1, T]`: tokens before position 0 belong to another document and count as zeros.
                 Only for kernels without later tokens.
 
@@ -57,7 +57,7 @@ class HeadwiseConv(nn.Module):
 
 @torch.no_grad()
 def init_conv(module: HeadwiseConv, std: float) -> None:
-    """Starts near the identity: weight 1 for the token itself, plus normal noise of deviation `std` on all weights."""
+    """Starts near the identity: weight 1 for the token itself, plus normal noise of standard deviation `std`."""
     weight = torch.empty_like(module.weight).normal_(std=std)
     weight[module.later] += 1
     init.copy_(module.weight, weight)

@@ -8,14 +8,14 @@ from transformers import PreTrainedConfig
 class ImageEmbeddings(nn.Module):
     """Patches and prefix tokens of an image, with positions.
 
-    Tokens are in this order: class, registers, distillation, patches row by row. Registers have no positions; sines and
-    cosines are of patches only.
+    Tokens are in this order: class, registers, distillation, patches row by row. Registers have no positions; fixed
+    sines and cosines are added to patches only.
 
     Weights:
         patch_embeddings: a convolution `[E, C, height, width]` whose stride is the size of a patch.
         class_token, distillation_token: `[1, 1, E]`.
-        register_tokens: `[1, n, E]`.
-        position_embeddings: `[1, class and distillation tokens + N, E]`, if they are learned.
+        register_tokens: `[1, num_register_tokens, E]`.
+        position_embeddings: `[1, class and distillation tokens + patches, E]`, if they are learned.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -32,14 +32,14 @@ class ImageEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = None) -> Tensor:
-        """Returns tokens `[B, T, E]` of images `[B, C, h, w]`.
+        """Returns the embedded tokens `[B, T, E]` of images `[B, C, h, w]`.
 
         Args:
             interpolate_pos_encoding: whether learned positions are interpolated for images of another size than
                 configured; by default as configured.
 
         Raises:
-            ValueError: the images do not fit the patches, or learned positions.
+            ValueError: the images are not multiples of a patch, or have another size than learned positions serve.
         """
         self._check(pixel_values)
         patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))
@@ -79,7 +79,7 @@ class ImageEmbeddings(nn.Module):
                 f"{self.config.image_size}; pass interpolate_pos_encoding=True, or resize the images"
             )
         placed, patches = self.position_embeddings.split([prefix, own[0] * own[1]], dim=1)
-        # Bicubic resampling in half precision would shift the positions.
+        # In at least float32, because bicubic resampling in half precision would shift the positions.
         wide = patches.to(torch.promote_types(patches.dtype, torch.float32)).mT.unflatten(-1, own)
         wide = nn.functional.interpolate(
             wide, size=(rows, columns), mode="bicubic", align_corners=False, antialias=self.config.interpolate_antialias
@@ -87,7 +87,7 @@ class ImageEmbeddings(nn.Module):
         return torch.cat([placed, wide.to(patches.dtype).flatten(2).mT], dim=1)
 
     def _check(self, pixel_values: Tensor) -> None:
-        """Raises ValueError unless these are images `[B, C, h, w]` of floating point that patches tile."""
+        """Raises ValueError unless these are floating-point images `[B, C, h, w]` made of whole patches."""
         channels, patch = self.config.num_channels, self.config.patch_shape
         shape = tuple(pixel_values.shape)
         if len(shape) != 4 or shape[1] != channels:
@@ -118,5 +118,5 @@ def sincos_positions(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def _token(count: int, width: int, exists: bool) -> nn.Parameter | None:
-    """Parameters `[1, count, width]` of tokens, if they exist; the model draws them."""
+    """A parameter `[1, count, width]` whose initial values the model draws; None unless it `exists`."""
     return nn.Parameter(torch.empty(1, count, width)) if exists else None

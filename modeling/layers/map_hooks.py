@@ -15,7 +15,7 @@ NAME = "map_hooks"
 
 
 class MapHooks(nn.Module):
-    """One `nn.Identity` for each of `AttentionMaps`, which the maps `[B, H, T, S]` of a layer pass through."""
+    """One `nn.Identity` for each field of `AttentionMaps`; the maps `[B, H, T, S]` of a layer pass through them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class MapHooks(nn.Module):
             self.add_module(name, nn.Identity())
 
     def forward(self, name: str, maps: Tensor) -> Tensor:
-        """Returns the maps `[B, H, T, S]`, or what a hook of the module `name` makes of them."""
+        """Passes maps `[B, H, T, S]` through the module `name`, whose hooks may read or replace them."""
         return self.get_submodule(name)(maps)
 
 
@@ -38,11 +38,12 @@ MAY_MAKE_MAPS.add(IMPLEMENTATION)
 
 
 def add_map_hooks(model: PreTrainedModel) -> None:
-    """Gives every composed attention layer a module `map_hooks` with the modules of `AttentionMaps`.
+    """Gives every composed attention layer a module `map_hooks` that its maps pass through.
 
-    PyTorch's forward hooks, and tools that trace modules by name, then find `scores`, `composed_scores`, `probs` and
-    `composed_probs` `[B, H, T, S]` there; what they put in the place of an output is what the model goes on with. The
-    model runs with the reference implementation until `remove_map_hooks`. Weights and their names do not change.
+    It has the submodules `scores`, `composed_scores`, `probs` and `composed_probs`, whose outputs are these maps
+    `[B, H, T, S]`. PyTorch's forward hooks, and tools that trace modules by name, read them there; the model goes on
+    with whatever a hook returns. It runs with the reference implementation until `remove_map_hooks`. Weights and their
+    names do not change.
 
     Raises:
         ValueError: the model has no composed attention layers, or has hooks already.

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: two projections with an activation between them, or three, one of them a gate."""
+"""The feed-forward part of a layer: two projections with an activation between them, or three with a gate."""
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN

@@ -21,18 +21,19 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
 
     It takes the place of PyTorch's module: constructor, `forward`, and the names and shapes of all projection weights
     are the same; `composition.*` (and `key_composition.*`) are added. Query-side factors are generated from `query`,
-    key-side factors from `key`. Differences, all where heads are composed or another keyword below is used:
+    key-side factors from `key`. It differs from PyTorch's module only where heads are composed or one of the keywords
+    below is used that PyTorch's module does not have:
 
-    * Attention goes through `dynattn.dcmha_attention`. With `need_weights=False` its memory is linear in `T`: no map of
-      all pairs of tokens is made, but one mask if both masks are given. PyTorch's default, `need_weights=True`, takes
-      `eager`, with all maps in memory.
+    * Attention goes through `dynattn.dcmha_attention`. With `need_weights=False` its memory is linear in `T`, apart
+      from the mask that joins `attn_mask` and `key_padding_mask` if both are given. PyTorch's default,
+      `need_weights=True`, runs `eager`, with all maps in memory.
     * The weights that are returned are the composed probabilities. They can be negative and need not sum to one.
     * `is_causal` needs no mask: without one it hides later keys by itself, with one it hides them too.
     * A query that sees no key gives zeros (before the output projection), where PyTorch gives NaN.
     * Dropout of probabilities, `add_bias_kv`, `add_zero_attn` and nested tensors are refused. PyTorch's fused inference
       path of encoder layers, which would leave the composition out, is switched off.
 
-    With composition off and no other keyword used, the module computes what PyTorch's module computes, by its code.
+    With composition off and none of those keywords, `forward` is that of PyTorch's module.
 
     Weights (`E` embed_dim, `D` head width, `H_kv` heads of keys and values):
         in_proj_weight: `[3 E, E]`, if all three projections have that shape; else
@@ -47,18 +48,19 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
             `torch.nn.MultiheadAttention`.
         num_key_value_heads: fewer than `num_heads` is grouped-query attention, with separate projection weights.
-        cross_attention: two generators, one for queries and one for keys, as the authors' code has in cross-attention;
-            always so if `kdim` is given. One generator for both sides can compute the same, but computes the factors of
-            both sides for queries and for keys if these are different tensors.
+        cross_attention: make two generators, one for queries and one for keys, as the authors' code does in
+            cross-attention; implied by `kdim`. A single generator can serve cross-attention too, but computes the
+            factors of both sides for queries and for keys, and drops half of them.
         q_norm, k_norm: modules that are applied to the queries `[B, T, H, D]` and keys `[B, S, H_kv, D]` of each head,
             such as `nn.LayerNorm(D, eps=1e-6, bias=False)` in the authors' vision transformers.
         implementation: of `dynattn.dcmha_attention`; `None` takes the fastest one that supports the call.
-        layer_idx: number of the layer, from 0; the first weight of `differential_heads` depends on it.
+        layer_idx: number of the layer, from 0; the initial lambda of `differential_heads` depends on it.
         compose: the `compose_*` fields of the configurations, `differential_heads` and `head_norm_eps`, with the same
             meaning and defaults (`CompositionConfig`). `compose_pre=False, compose_post=False` composes nothing.
 
     Raises:
-        ValueError: a number or an option does not fit, or cannot be combined with composition.
+        TypeError: an option of composition does not exist.
+        ValueError: a value is out of range, or cannot be combined with composition.
 
     ```python
     >>> attention = dynattn.ComposedMultiheadAttention(512, 8, batch_first=True, compose_rank=2)
@@ -112,7 +114,8 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             and implementation is None
         )
         if not self._computes_as_torch:
-            # nn.TransformerEncoder, its layers and PEFT read the packed weights past `forward` only where this is True.
+            # nn.TransformerEncoder, its layers and PEFT read the projection weights directly and bypass `forward` where
+            # this attribute is True.
             self._qkv_same_embed_dim = False
             self._refuse_unsupported()
 
@@ -136,14 +139,15 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             need_weights: return the composed probabilities, computed by `eager` with all maps in memory.
             attn_mask: `[T, S]` or `[B * H, T, S]`: boolean, True = hidden, or added to the composed scores.
             average_attn_weights: return the mean of the probabilities over heads.
-            is_causal: a query sees no later key; takes as many keys as queries, unless `attn_mask` decides alone.
+            is_causal: a query sees no later key. Needs as many keys as queries; with other numbers, `attn_mask` has to
+                be given and alone decides what a query sees.
 
         Returns:
             The output in the layout of `query`, and the composed probabilities, `[B, T, S]` if averaged over heads,
             else `[B, H, T, S]` (unbatched without `B`), or None. They can be negative and need not sum to one.
 
         Raises:
-            ValueError: shapes or dtypes do not fit.
+            ValueError: shapes or dtypes do not fit, or an option was set that composed heads do not support.
         """
         if self._computes_as_torch:
             return super().forward(
@@ -176,7 +180,11 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of `[B, T, E]`, `[B, S, kdim]` and `[B, S, vdim]`, with the probabilities `[B, H, T, S]`."""
+        """`forward` for batch-first inputs: returns the output `[B, T, E]` and probabilities `[B, H, T, S]` or None.
+
+        Args:
+            query, key, value: `[B, T, E]`, `[B, S, kdim]` and `[B, S, vdim]`.
+        """
         queries, keys = query.shape[1], key.shape[1]
         if is_causal and attn_mask is None and queries != keys:
             raise ValueError(
@@ -203,7 +211,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         return self.out_proj(output.flatten(2)), probs
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]` of `[B, T, E]`, `[B, S, kdim]`, `[B, S, vdim]`."""
+        """Projects to queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]`; the inputs are as in `_attend`."""
         parts: Iterable[Tensor]
         if self.in_proj_weight is not None and query is key and key is value:
             parts = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
@@ -215,7 +223,10 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _split_projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Three weights `[E or H_kv D, E, kdim or vdim]` and three biases `[E or H_kv D]`, of queries, keys, values."""
+        """The projection weights and biases of queries, keys and values.
+
+        Weights are `[E, E]`, `[H_kv D, kdim]` and `[H_kv D, vdim]`, biases `[E]`, `[H_kv D]` and `[H_kv D]` or None.
+        """
         key_size = self.num_key_value_heads * self.head_dim
         biases: tuple[Tensor | None, ...] = (None, None, None)
         if self.in_proj_bias is not None:
@@ -225,10 +236,13 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         return (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), biases
 
     def _to_batch_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs as `[B, T or S, width]`. Inputs that are one tensor stay one: self-attention is told by that."""
+        """The inputs as `[B, T or S, width]`.
+
+        Inputs that are the same object stay the same object, by which `compose` and `_project` know self-attention.
+        """
 
         def arrange(x: Tensor) -> Tensor:
-            """`[B, length, width]` of any layout."""
+            """One input of any layout as `[B, length, width]`."""
             if x.dim() == 2:
                 return x[None]
             return x if self.batch_first else x.transpose(0, 1)
@@ -238,7 +252,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         return arranged, arranged_key, arranged_key if value is key else arrange(value)
 
     def _separate_projections(self) -> None:
-        """Replaces the projections of keys and values by those of `num_key_value_heads` heads."""
+        """Replaces the packed projections by separate ones, those of keys and values with `num_key_value_heads`."""
         like = self.out_proj.weight
         key_size = self.num_key_value_heads * self.head_dim
         self.in_proj_weight = None  # type: ignore[assignment]
@@ -280,7 +294,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
                 raise ValueError(f"{option}={given} {reason}; use {option}={off}, or torch.nn.MultiheadAttention")
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises ValueError unless the inputs are `[T, B, E]`, `[S, B, kdim]`, `[S, B, vdim]` or in another layout."""
+        """Raises ValueError unless `forward` can run on these inputs: dense, with its shapes, in the weights' dtype."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
                 "nested tensors are not supported; pad them (torch.nested.to_padded_tensor) and give key_padding_mask; "

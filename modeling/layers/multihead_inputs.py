@@ -5,7 +5,13 @@ from torch import Tensor
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], batch_first: bool) -> None:
-    """Raises ValueError unless query `[T, B, E]`, key `[S, B, kdim]` and value `[S, B, vdim]` fit, in their layout."""
+    """Raises ValueError unless query `[T, B, E]`, key `[S, B, kdim]` and value `[S, B, vdim]` fit each other.
+
+    With `batch_first` they are `[B, T, E]` and so on; all may also lack the batch dimension.
+
+    Args:
+        widths: E, kdim and vdim.
+    """
     found = [tuple(x.shape) for x in (query, key, value)]
     layout = "[B, T, {}]" if batch_first else "[T, B, {}]"
     batch = slice(0, 1) if batch_first else slice(1, 2)
@@ -52,7 +58,7 @@ def merge_masks(
     Args:
         attn_mask: `[T, S]` or `[B * H, T, S]`, boolean (True = hidden) or additive.
         key_padding_mask: `[B, S]`, boolean (True = hidden) or additive.
-        dtype: of an additive result.
+        dtype: of the result, if any of the masks is additive.
     """
     masks = []
     if attn_mask is not None:
@@ -68,7 +74,7 @@ def merge_masks(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask `[..., T, S]` as numbers that are added to scores: minus infinity where a boolean one is True."""
+    """A mask `[..., T, S]` in additive form: minus infinity where a boolean mask is True (hidden)."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Composed heads for a model that was built with `torch.nn.MultiheadAttention` or a class that has an adapter."""
+"""Adds composed heads to a model built with `torch.nn.MultiheadAttention` or a class that has an adapter."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,8 +9,8 @@ from .foreign_attention import ADAPTERS, adapter_of, plan_composition
 from .head_composition import init_composition
 from .multihead_attention import ComposedMultiheadAttention
 
-# Options that would change the projections of a module, or its start as the identity: differential attention norms the
-# outputs of its pairs, so that it is never the identity.
+# Options that would change a module's projections, or keep its composition from starting as the identity: differential
+# attention normalizes the outputs of its pairs, so that it never is the identity.
 FIXED_OPTIONS = (
     *("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale", "device", "dtype"),
     *("differential_heads", "layer_idx"),
@@ -33,28 +33,29 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     The attention of Transformers' DETR and of timm's vision transformers gets composed heads, too (`ADAPTERS` in
     `foreign_attention.py`). Such a module stays the same object; generators of factors are added to it.
 
-    The composition starts as the identity: outputs do not change. Second factors, gates and static matrices are zero
-    and get gradients at once; the first factors are not zero, and get theirs as soon as the second are not. Parameters
-    stay the same objects (an optimizer or tied weights keep them), so do device, dtype, training mode and
-    `requires_grad`; add the new parameters to the optimizer. Sub-classes of `torch.nn.MultiheadAttention` are left
-    alone. Either all are replaced or, where one cannot be, none.
+    The composition starts as the identity: outputs do not change. Up factors, gates and static matrices start at zero
+    and get gradients from the first step on; down factors do not start at zero, and get gradients as soon as the up
+    factors are not zero. Parameters stay the same objects, so that an optimizer or tied weights keep them; device,
+    dtype, training mode and `requires_grad` stay too. Add the new parameters to the optimizer. Sub-classes of
+    `torch.nn.MultiheadAttention` are left alone. If any module cannot be replaced, none is.
 
-    PyTorch's fused inference path of encoders knows no composition and is switched off where modules are replaced.
-    It gives zeros at padded positions; without it they hold what they hold in training.
+    PyTorch's fused inference path of encoders would ignore the composition, so it is switched off where modules are
+    replaced. That path gives zeros at padded positions; without it they hold the values that they have in training.
 
-    A checkpoint of the result is loaded into a model that this function was applied to with the same options.
+    To load a checkpoint of the result, apply this function with the same options to a new model first.
 
     Args:
-        names: which ones, by their names in `model.named_modules()`; by default all.
+        names: the modules to replace, by their names in `model.named_modules()`; by default all.
         options: keywords of `ComposedMultiheadAttention`: `compose_*` (but for `compose_init_scale`),
             `cross_attention`, `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
             composed heads cannot have.
 
     Returns:
-        The names of what was replaced.
+        The names of the replaced modules.
 
     Raises:
-        ValueError: there is nothing to replace, or a module that cannot be replaced.
+        TypeError: an option does not exist.
+        ValueError: there is nothing to replace, or a module cannot be replaced.
 
     ```python
     >>> model = torch.nn.Transformer(512, 8, dropout=0.0)
@@ -77,13 +78,17 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
         change()
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and set(module.modules()) & set(composed.values()):
-            # In inference the encoder would hand padded batches to its layers as nested tensors.
+            # Otherwise the encoder would pass padded batches to its layers as nested tensors in inference.
             module.use_nested_tensor = False
     return list(chosen)
 
 
 def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
-    """The modules to be replaced by their names; one that has several names is there under each."""
+    """The modules to replace, by name; a module that the model holds under several names is listed under each.
+
+    Raises:
+        ValueError: there are none, the model is itself one, or `names` has others.
+    """
     found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -107,7 +112,7 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
 
 
 def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Callable[[], None]:
-    """What adds composed heads to `attention`, which has an adapter."""
+    """Returns a function that adds composed heads to `attention`, whose class has an adapter."""
     adapter = adapter_of(attention)
     assert adapter is not None
     _check_options(options, ())
@@ -118,13 +123,13 @@ def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Call
 
 
 def _check_options(options: dict[str, Any], given: Iterable[str]) -> None:
-    """Raises ValueError for options that would change the projections, which a module has already."""
+    """Raises ValueError for options that would change what a module computes already: those it was `given`, too."""
     if fixed := sorted(options.keys() & ({*given, *FIXED_OPTIONS} - {"dropout"})):
         raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
 
 
 def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[str, Any]) -> ComposedMultiheadAttention:
-    """`attention` with composed heads that start as the identity, and with the same parameters."""
+    """Returns a new module with the parameters of `attention` and composed heads that start as the identity."""
     hooks = [kind for kind in HOOKS if getattr(attention, kind)]
     if hooks or "forward" in vars(attention):
         what = f"hooks ({', '.join(hooks)})" if hooks else "a `forward` of its own"

@@ -1,4 +1,4 @@
-"""Relative convolutional attention (RCMHA, arXiv 2308.03429) and the paper's three baselines, as one layer."""
+"""Relative convolutional attention (RCMHA, arXiv 2308.03429) and its paper's three baselines, as one layer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +17,12 @@ from ..positions.rotary import rotate
 from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseConv
 
-# Transformers looks masks up by the name of the implementation; it has its own for `eager` and `sdpa`.
+# Transformers looks up the mask function by the name of the implementation, and has its own for `eager` and `sdpa`.
 AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class ConvolvedHeads(nn.Module):
-    """The projections of an attention layer and, where the type of attention has them, convolutions after them."""
+    """The projections of an attention layer and, for the attention types that convolve, convolutions after them."""
 
     is_causal: bool
 
@@ -30,9 +30,9 @@ class ConvolvedHeads(nn.Module):
         """Makes projections and convolutions.
 
         Args:
-            qk_bias: bias of the query and key projections; the others always have one.
-            later: tokens after a key's own that its convolution sees.
-            query_later: the same for queries.
+            qk_bias: whether the query and key projections have a bias; the others always have one.
+            later: number of later tokens that the convolution of a key or a value reads.
+            query_later: number of later tokens that the convolution of a query reads.
         """
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
@@ -59,9 +59,10 @@ class ConvolvedHeads(nn.Module):
 
         Args:
             name: `"q"`, `"k"` or `"v"`.
-            token_mask: `[B, T]` or longer, False for padding, which is zero to the convolution.
-            document_positions: `[B, T]` places in the token's document.
-            extend: puts what a cache keeps of earlier tokens before `[B, T, H * D]`; without it there are none.
+            token_mask: `[B, T]`, or longer on the left, False for padding, which the convolution reads as zeros.
+            document_positions: `[B, T]`, positions from 0 in each packed document.
+            extend: puts the context that a cache keeps in front of the projected tokens `[B, T, H * D]`; without it
+                the first token is the beginning of the sequence.
         """
         projection, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv")
         projected = projection(hidden_states)
@@ -75,17 +76,19 @@ class ConvolvedHeads(nn.Module):
     def implementation(self, name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """The attention op of a call, by default the configuration's.
 
-        `chunked` has no chunks without causality, so that `sdpa`, which holds one map less, takes its place.
+        `sdpa` replaces `chunked` where there are neither causality nor position tables: what is left is plain
+        attention, whose kernels in PyTorch are faster and need linear memory too.
         """
         name = name or self.config._attn_implementation
-        return RELATIVE["sdpa" if name == "chunked" and not self.is_causal else name]
+        is_plain = not self.is_causal and getattr(self, "position_embeddings", None) is None
+        return RELATIVE["sdpa" if name == "chunked" and is_plain else name]
 
 
 class RCMHAAttention(ConvolvedHeads):
     """Multi-head attention with the convolutions and position terms of the configured `attention_type`."""
 
     def __init__(self, config: RelativeConfig, layer_idx: int, *, is_causal: bool = True) -> None:
-        """Makes a layer; if not `is_causal` that of an encoder, whose tokens see later ones too."""
+        """Makes the layer of a decoder or, with `is_causal=False`, of an encoder, whose tokens see later ones too."""
         later = 0 if is_causal else config.later_conv_tokens
         super().__init__(config, layer_idx, qk_bias=bool(config.qk_bias), later=later, query_later=later)
         self.is_causal = is_causal
@@ -125,6 +128,7 @@ class RCMHAAttention(ConvolvedHeads):
             key, value = streaming.update(key, value, self.layer_idx)
         position_bias = self.position_bias
         if self.config.position_scheme == "alibi":
+            # The op scales the sum of all its terms, but ALiBi's bias is added to scaled scores.
             bias = alibi_bias(key.shape[2], query.shape[1], query.device)
             position_bias = bias.to(query.dtype) / self.scaling
         output, weights = self.implementation(implementation)(
@@ -145,14 +149,14 @@ class RCMHAAttention(ConvolvedHeads):
         return self.o_proj(output.flatten(2)), weights
 
     def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
-        """Queries, keys or values `[B, H, T, D]` of hidden states `[B, T, E]`, after those that `streaming` keeps."""
+        """As `project`, for a segment; convolutions start with the context that the cache `streaming` keeps, if any."""
         layer: Any = None if streaming is None else streaming.layers[self.layer_idx]
         extend = None if layer is None else partial(layer.extend, name)
         return self.project(name, hidden_states, segment.token_mask, segment.document_positions, extend)
 
 
 class RCMHACrossAttention(ConvolvedHeads):
-    """Attention of a target to a source: between them there are no distances, so that only content counts."""
+    """Attention of a target to a source. Between these there are no distances, so scores depend on content only."""
 
     def __init__(self, config: RelativeConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx, qk_bias=True, later=config.later_conv_tokens, query_later=0)
@@ -176,7 +180,9 @@ class RCMHACrossAttention(ConvolvedHeads):
             key_value_states: `[B, S, E]`, of the source.
             source_mask: `[B, S]`, False for padding.
             attention_mask: broadcastable to `[B, 1, T, S]`, boolean or additive.
-            past_key_values: keys and values of the source are made once; the queries' context is kept with the target.
+            past_key_values: its cross-attention cache keeps the source's keys and values, which are computed once. The
+                left context of the query convolution is in its self-attention cache, beside those of the target.
+            implementation: of the attention op, by default the configuration's.
         """
         own: Any = None if past_key_values is None else past_key_values.self_attention_cache.layers[self.layer_idx]
         extend = None if own is None else partial(own.extend, "cross_q")
@@ -200,7 +206,7 @@ class RCMHACrossAttention(ConvolvedHeads):
     def _read_source(
         self, source: Tensor, source_mask: Tensor | None, past_key_values: EncoderDecoderCache | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H, S, D]` of `source` `[B, S, E]`, convolved; from the cache if they are there."""
+        """Keys and values `[B, H, S, D]` of `source` `[B, S, E]`, convolved; from the second call on from the cache."""
         if past_key_values is None:
             return self.project("k", source, source_mask), self.project("v", source, source_mask)
         cache, length = past_key_values.cross_attention_cache, source.shape[1]

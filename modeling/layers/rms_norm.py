@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norms the last dimension of `x` `[..., size]`."""
+        """Normalizes the last dimension of `x` `[..., size]`."""
         return self.weight * rms_normalize(x, self.eps)
 
     def extra_repr(self) -> str:

@@ -11,10 +11,10 @@ from .head_composition import DynamicComposition, init_composition, make_generat
 
 
 class SideGenerators(nn.Module):
-    """Mixed into an attention module: `composition`, and in cross-attention `key_composition` beside it.
+    """Mixed into an attention module to give it generators of factors (see `make_generators`).
 
-    `composition` is a `DynamicComposition` for both sides; in cross-attention for queries, with the static matrices,
-    while `key_composition` is one for keys, if composition is key-wise.
+    In self-attention `composition` serves both sides. In cross-attention `composition` serves queries and has the
+    static matrices, and `key_composition` serves keys, if composition is key-wise.
     """
 
     composition: DynamicComposition | None
@@ -32,8 +32,8 @@ class SideGenerators(nn.Module):
         """Makes the generators and draws their weights; there are none if the configuration composes nothing.
 
         Args:
-            cross_attention: one generator for each side, not one for both.
-            key_size: width of what keys are generated from, in cross-attention.
+            cross_attention: make one generator for each side, not one for both.
+            key_size: width of the input of `key_composition`.
         """
         self.composition = self.key_composition = None
         if not config.composes:
@@ -47,12 +47,12 @@ class SideGenerators(nn.Module):
             init_composition(generator, self._init_scale)
 
     def generators(self) -> list[DynamicComposition]:
-        """The generators of factors that exist, also while the constructor runs."""
+        """The generators that exist; may be called before the constructor has made them."""
         made = (getattr(self, name, None) for name in ("composition", "key_composition"))
         return [generator for generator in made if generator is not None]
 
     def compose(self, query: Tensor, key: Tensor) -> tuple[Composition | None, Composition | None]:
-        """Returns the compositions (pre, post) of `query` `[B, T, E]` and `key` `[B, S, key_size]`."""
+        """Returns (pre, post), generated from `query` `[B, T, E]` and `key` `[B, S, key_size]`."""
         if self.composition is None:
             return None, None
         factors = self.composition(query)

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from dynattn import RCMHASeq2SeqConfig
 from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.ops.relative.attention import RELATIVE
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
@@ -87,6 +88,29 @@ def test_relative_tables_matter_in_both_directions() -> None:
         changed = copy.deepcopy(model)
         changed.model.encoder.layers[0].self_attn.position_embeddings[rows] = 0
         assert (whole(changed, source, target) - plain).abs().max() > 1e-3
+
+
+def test_an_encoder_with_position_tables_runs_in_chunks_and_gives_what_the_definition_gives() -> None:
+    """The source is long enough for chunks. Attention without tables leaves the work to PyTorch's kernels."""
+    model = make_model("rcmha", num_hidden_layers=1, max_position_embeddings=256).double()
+    encoder, source = model.get_encoder(), random_tokens(2, 200)
+    mask = torch.ones_like(source)
+    mask[0, 150:] = 0
+    weight_of_output = torch.randn(2, 200, 48, dtype=torch.float64) * mask[..., None]
+    results = {}
+    for implementation in ("eager", "chunked"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        output = encoder(input_ids=source, attention_mask=mask).last_hidden_state
+        (output * weight_of_output).sum().backward()
+        gradients = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
+        results[implementation] = [output.detach() * mask[..., None], *gradients]
+    # Some gradients are zero but for rounding, as that of the keys' bias, so the largest one sets the tolerance.
+    noise = 1e-14 * max(float(truth.abs().max()) for truth in results["eager"])
+    for ours, truth in zip(results["chunked"], results["eager"], strict=True):
+        torch.testing.assert_close(ours, truth, atol=noise, rtol=0)
+    assert encoder.layers[0].self_attn.implementation(None) is RELATIVE["chunked"]
+    assert model.model.decoder.layers[0].cross_attn.implementation(None) is RELATIVE["sdpa"]
 
 
 @pytest.mark.parametrize(
