@@ -34,7 +34,7 @@ class RCMHASeq2SeqEncoderLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; the rest goes to attention."""
+        """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; keywords are those of `RCMHAAttention`."""
         hidden_states = hidden_states + self.dropout(self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0])
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
@@ -60,7 +60,7 @@ class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqEncoderLayer):
         past_key_values: EncoderDecoderCache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Maps hidden states `[B, T, E]`, beside the encoder's `[B, S, E]`, to hidden states `[B, T, E]`."""
+        """Maps hidden states `[B, T, E]`, with those of the encoder `[B, S, E]`, to hidden states `[B, T, E]`."""
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             segment=segment,
@@ -91,7 +91,7 @@ class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
 
 
 class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
-    """What encoder and decoder share: embeddings, positions where the attention has none, and the last norm."""
+    """What encoder and decoder share: embeddings, learned positions if configured, and the last norm."""
 
     embed_tokens: nn.Module
     norm: nn.Module
@@ -130,7 +130,7 @@ class RCMHASeq2SeqEncoder(EncoderBody, RCMHASeq2SeqStack):
         return self.add_positions(inputs_embeds, position_ids)
 
     def run_layers(self, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base, for hidden states `[B, S, E]`; padding is zero to the convolutions."""
+        """As the base, for hidden states `[B, S, E]`; also tells the convolutions which tokens are padding."""
         length = hidden_states.shape[1]
         segment = Segment(length, token_mask=source_tokens(self.config, attention_mask, length))
         return super().run_layers(hidden_states, attention_mask, *args, segment=segment, **kwargs)
@@ -150,13 +150,13 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
         super().__init__(config, [RCMHASeq2SeqDecoderLayer(config, layer) for layer in layers])
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` after `past_tokens` others."""
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
         length = inputs_embeds.shape[1]
         check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
         return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
-        """Makes the decoder's own cache keep what its convolutions read of earlier tokens."""
+        """Makes the self-attention cache also keep the earlier tokens that convolutions read."""
         upgrade_to_memory_cache(cache.self_attention_cache, self.config, layers=len(self.layers))
 
     def layer_arguments(
@@ -167,7 +167,7 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:
-        """The segment of the target `[B, T]`, and which source tokens are real."""
+        """The `Segment` of the target, and which source tokens are real `[B, S]`; arguments are those of the base."""
         own: Cache | None = None if cache is None else cache.self_attention_cache
         positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         segment = describe_segment(
@@ -200,7 +200,7 @@ class RCMHASeq2SeqForConditionalGeneration(Seq2SeqLMHead, RCMHASeq2SeqPreTrained
 
 
 def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
-    """Which source tokens are real, `[B, S]`, as convolutions need it; None where all are, or nothing is convolved."""
+    """Which source tokens are real and not padding, `[B, S]`; None where all are, or nothing is convolved."""
     if not config.convolves or attention_mask is None:
         return None
     length = attention_mask.shape[-1] if length is None else length
@@ -209,7 +209,7 @@ def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int |
 
 
 def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:
-    """Embeddings of tokens, whose padding row does not learn."""
+    """The token embedding, whose row of the padding token gets no gradient."""
     check_padding_token(config)
     return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 

@@ -1,8 +1,8 @@
-"""The loss of a language modeling head in memory for the logits of a chunk of tokens instead of all.
+"""The loss of a language modeling head, computed for a chunk of tokens at a time to save the memory of all logits.
 
-The forward pass makes the logits of one chunk, their loss, and from the gradient of these logits the chunk's share of
-the gradients of hidden states, weight and bias. No logits are computed twice: the backward pass only scales the
-gradients. `V` is the size of the vocabulary and `N` the number of tokens.
+For each chunk the forward pass computes the logits, their loss, the gradient of the logits, and from that what the
+chunk contributes to the gradients of hidden states, weight and bias. No logits are computed twice: the backward pass
+only scales these gradients. `V` is the size of the vocabulary and `N` the number of tokens.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .modes import autocast, under_transforms
 
-# Every chunk reads and writes the whole gradient of the weight, so small chunks are slow.
+# Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024
 IGNORED = -100
 
@@ -31,7 +31,7 @@ def chunked_causal_loss(
     z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:
-    """Transformers' `ForCausalLMLoss` of the logits `hidden_states @ weight.T + bias`, made one chunk at a time.
+    """Transformers' `ForCausalLMLoss` of the logits `hidden_states @ weight.T + bias`, computed one chunk at a time.
 
     Logits have the dtype of `hidden_states`, or of autocast. Softmax, sums over tokens and the gradients of weight and
     bias are computed in at least float32. Under `torch.compile` the loss is one node of the graph.
@@ -43,14 +43,14 @@ def chunked_causal_loss(
         num_items_in_batch: divisor of the sum over targets; by default the number of targets. If it is 0, the loss is
             nan and its gradients are zero.
         shift_labels: `[B, T]`, labels that are shifted already; `labels` are then not read.
-        z_loss: adds so much times the square of `log Z` to each target's loss, where `Z` is the sum of the exponentials
-            of its logits (PaLM, arXiv 2204.02311, section 5).
+        z_loss: adds `z_loss * (log Z) ** 2` to each target's loss, where `Z` is the sum of the exponentials of its
+            logits (PaLM, arXiv 2204.02311, section 5).
 
     Returns:
         A scalar `[]` in the dtype of the softmax.
 
     Raises:
-        NotImplementedError: the backward pass is to be differentiated again.
+        NotImplementedError: a second derivative is asked for (`create_graph=True`).
     """
     (hidden_states,) = autocast(hidden_states)
     if shift_labels is None:
@@ -64,7 +64,7 @@ def chunked_causal_loss(
 
 
 def _whole_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> Tensor:
-    """`_summed_loss` of all tokens in one chunk, with derivatives of every kind."""
+    """`_summed_loss` with all tokens in one chunk, in PyTorch operators that have derivatives of every order."""
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     return _chunk_loss(slice(None), hidden, weight, bias, targets, None, z_loss)
 
@@ -79,7 +79,7 @@ def _summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
 
 
 class LossGradients(NamedTuple):
-    """Gradients of the summed loss; empty for what needs no gradient."""
+    """Gradients of the summed loss; a tensor without elements stands for one that is not needed."""
 
     hidden: Tensor  # [N, E]
     weight: Tensor  # [V, E]
@@ -87,14 +87,20 @@ class LossGradients(NamedTuple):
 
     @classmethod
     def zeros(cls, hidden: Tensor, weight: Tensor, needs_grad: list[bool]) -> "LossGradients":
-        """Zeros for `hidden` `[N, E]` and `weight` `[V, E]`; weight and bias add up over chunks in at least float32."""
+        """Zeros for `hidden` `[N, E]` and `weight` `[V, E]`, those of weight and bias in at least float32."""
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
         dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
         given = zip(shapes, dtypes, needs_grad, strict=True)
         return cls(*(hidden.new_zeros(shape if needed else 0, dtype=dtype) for shape, dtype, needed in given))
 
     def add(self, chunk: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Adds what `grad_logits` `[c, V]` of the tokens `hidden[chunk]` contribute; `weight` is `[V, E]`."""
+        """Adds what a chunk contributes, from the gradient of its logits.
+
+        Args:
+            chunk: its tokens.
+            grad_logits: `[c, V]`.
+            hidden, weight: `[N, E]` and `[V, E]`.
+        """
         if self.bias.numel():
             self.bias.add_(grad_logits.sum(0))
         grad_logits = grad_logits.to(hidden.dtype)
@@ -135,13 +141,16 @@ def _chunk_loss(
     ignored = (targets == IGNORED)[:, None]
     logits = F.linear(hidden[chunk], weight, bias)
     log_probs = F.log_softmax(logits, -1, dtype=dtype)  # [c, V]
+    # A log probability is its logit minus log Z, so any token of the vocabulary gives log Z.
     log_z = (logits[:, :1] - log_probs[:, :1]).masked_fill_(ignored, 0.0)  # [c, 1]
     del logits
     loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
         loss_sum += z_loss * log_z.square().sum()
     if grads is not None:
-        probs = log_probs.exp_()  # minus one at the target, it is the gradient of the logits
+        # The gradient of the logits is `probs`, minus 1 at the target. The z-loss adds `2 * z_loss * log_z * probs`,
+        # because `probs` is also the gradient of log Z.
+        probs = log_probs.exp_()
         if z_loss:
             probs *= 1 + 2 * z_loss * log_z
         probs.scatter_add_(1, targets[:, None].masked_fill(ignored, 0), probs.new_full(ignored.shape, -1.0))
@@ -169,7 +178,7 @@ def _differentiate(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | Non
     """The saved gradients times `grad_sum` `[]`, the gradient of the summed loss."""
     if torch.is_grad_enabled():
         raise NotImplementedError("the chunked loss has no second derivatives; take the loss with its logits")
-    # A factor without dimensions would be rounded to the dtype of the gradient that it scales.
+    # With one dimension, because PyTorch rounds a factor without dimensions to the dtype of what it multiplies.
     factor = grad_sum[None]
     given = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
     return *((grad * factor).to(dtype) if needed else None for grad, dtype, needed in given), None, None, None

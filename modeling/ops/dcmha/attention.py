@@ -36,7 +36,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keywords of `dcmha_attention` that do not change what it returns, for type checkers."""
+    """The keywords of `dcmha_attention` that do not change the type of its result, for type checkers."""
 
     pre: Composition | None
     post: Composition | None
@@ -94,30 +94,32 @@ def dcmha_attention(
             causal and the window mask.
         is_causal: a query sees no later key.
         sliding_window: a query sees this many keys, itself included.
-        first_keys: `[B, T]`, integers: the first key that each query sees. With causality it keeps documents apart that
-            are packed into one row. `chunked` and `triton` build no mask of all pairs for it and, if it is on the CPU,
-            skip the keys that it hides.
+        first_keys: `[B, T]`, integers: the first key that each query sees. Together with causality it keeps documents
+            apart that are packed into one row. `chunked` and `triton` build no `[T, S]` mask for it; if it is on the
+            CPU, they skip the keys that it hides.
         position_bias: `[L, H]`, added to the scores: row `d` for the key `d` places before the query. In the dtype of
-            `query` or in float32, in which the distances of a long row are still told apart. There is a row for each
-            distance that queries reach; a later key, which a complete mask may leave visible, reads row 0.
-        position_gain: `[L, H]`, multiplies the probabilities, whose rows then need not sum to one, before `post` mixes
-            them.
-        offset: position of the first query among the keys, an integer or `[]`, default `S - T`. It differs in a
-            preallocated cache, whose keys after the last query are hidden by `is_causal` or by the mask.
-        compose_position_bias: add `position_bias` before `pre` mixes the scores, and not after.
+            `query` or in float32, which tells the distances of long sequences apart where half precision does not.
+            There must be a row for each distance from a query to a key that it may see; a later key, which a mask may
+            leave visible without causality, reads row 0.
+        position_gain: `[L, H]`, multiplies the probabilities before `post` mixes them; row `d` as in `position_bias`.
+            Probabilities of a query then need not sum to one.
+        offset: position of the first query among the keys, an integer or `[]`, default `S - T`. Another one is needed
+            for a preallocated cache, in which `is_causal` or the mask hides the keys after the last query.
+        compose_position_bias: add `position_bias` before `pre` mixes the scores, instead of after.
         implementation: one of `IMPLEMENTATIONS`; `None` takes the fastest one that supports the call.
-        return_maps: names of `AttentionMaps`: maps to return too, which takes `eager` with all of them in memory.
+        return_maps: names of fields of `AttentionMaps`, to return these maps too. It needs `eager`, which has all maps
+            in memory.
 
     Returns:
         `[B, T, H, D]`, and with `return_maps` these maps. Composed probabilities can be negative and need not sum to
         one.
 
     Raises:
-        ValueError: shapes, dtypes or numbers do not fit, or the implementation is unknown or cannot do what is asked.
+        ValueError: shapes, dtypes or values do not fit, or the implementation is unknown or cannot do what is asked.
 
-    Other interfaces let a function change the maps. FlexAttention's `score_mod` gets the score of one head, and nothing
-    of PyTorch's runs between softmax and values. What that takes, once before and once after the softmax, is a function
-    of all heads of one query and one key, as `post_mod` is here:
+    PyTorch's FlexAttention cannot express this: its `score_mod` changes the score of one head without knowing the
+    others, and nothing can change probabilities before they multiply the values. Composition is a function of all heads
+    of one query and one key, once before and once after the softmax, as `post_mod` is here:
 
     ```python
     >>> query, key, value = torch.randn(3, 1, 4, 6, 8).unbind()  # [B, H, T, D]
@@ -169,11 +171,11 @@ def dcmha_attention(
 def implementation_of_call(
     name: str | None, query: Tensor, attention_mask: Tensor | None, tables: DistanceTables, *, composed: bool
 ) -> str:
-    """The name of what serves a call: the one that was asked for or, for None, the fastest that can."""
+    """The name of the implementation that serves a call: `name` or, for None, the fastest one that supports it."""
     if name is not None:
         return resolve_implementation(name, composed=composed, device=query.device)
     if tables.has_any:
-        # Tables make plain attention a task for what composes heads, which needs no mask of all pairs for them.
+        # Even without composition: for SDPA the tables would have to become a mask with an element for every pair.
         chosen = default_implementation(query.device).name
     else:
         chosen = resolve_implementation(None, composed=composed, device=query.device)
@@ -183,7 +185,7 @@ def implementation_of_call(
 
 
 def check_maps(names: Sequence[str], implementation: str | None) -> None:
-    """Raises ValueError unless these are names of maps, and `implementation` (None: any) is one that has them."""
+    """Raises ValueError unless `names` are fields of `AttentionMaps`, and `implementation` is `eager` or not given."""
     if isinstance(names, str) or (unknown := sorted(set(names) - set(AttentionMaps._fields))):
         wrong = names if isinstance(names, str) else unknown
         raise ValueError(f"return_maps has {wrong!r}; it must be a tuple with some of {AttentionMaps._fields}")
@@ -214,12 +216,13 @@ def default_implementation(device: torch.device) -> DefaultImplementation:
 def resolve_implementation(name: str | None, *, composed: bool, device: torch.device | None = None) -> str:
     """Returns the implementation that serves a call: `name` or, for `None`, the fastest one that supports it.
 
-    Without composition the op is plain attention and goes to PyTorch's SDPA, so that a baseline is never handicapped.
+    Without composition the op is plain attention, and the default is PyTorch's SDPA, so that plain baselines run as
+    fast as they can.
 
     Args:
         name: one of `IMPLEMENTATIONS`, or None.
         composed: whether the call composes heads.
-        device: where it runs; None if that is not known yet, as when a model is made.
+        device: where the call runs; None if that is not known yet, as when a model is made.
 
     Raises:
         ValueError: the name is unknown, or it cannot compose heads.

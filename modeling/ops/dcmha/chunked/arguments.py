@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class ChunkedInputs(NamedTuple):
-    """The tensors; factors are packed as `pack_factors` packs them."""
+    """The arguments that are tensors; `pack_factors` packs the factors."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
@@ -21,10 +21,10 @@ class ChunkedInputs(NamedTuple):
     first_keys: Tensor | None  # [B, T], integers
     position_bias: Tensor | None = None  # [L, H]
     position_gain: Tensor | None = None  # [L, H]
-    offset: Tensor | None = None  # [], an integer: position of the first query; None: queries end where the keys end
+    offset: Tensor | None = None  # [], an integer: position of the first query; None: the last query is at the last key
 
 
-# The tables by distance, and the fields that have no gradient.
+# Fields that are tables by distance, and fields that have no gradient.
 TABLES = ("position_bias", "position_gain")
 INTEGERS = ("first_keys", "offset")
 

@@ -1,8 +1,8 @@
-"""DCMHA in linear memory, for any device: complete rows of scores for a few queries at a time.
+"""DCMHA in linear memory, for any device: a few queries at a time, with their scores for all keys that they can see.
 
-A chunk of queries is composed, normalised and composed again over the keys that it can see, before the next chunk
-reuses its memory. Only the inputs are saved for the backward pass, which computes each chunk again. Both passes are
-custom operators with derivatives and shapes, for autograd and `torch.compile`.
+The scores of such a chunk of queries are composed, go through the softmax and are composed again, before the next chunk
+reuses their memory. Only the inputs are saved for the backward pass, which computes the maps of each chunk again. Both
+passes are custom operators, so that autograd and `torch.compile` see one node each.
 """
 
 from contextlib import nullcontext
@@ -105,7 +105,7 @@ def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keeps the inputs of `_forward_op` and nothing of its output `[B, T, H, D]`."""
+    """Saves the inputs of `_forward_op` for the backward pass, but not its output `[B, T, H, D]`."""
     ctx.save_for_backward(*inputs[: len(ChunkedInputs._fields)])
     ctx.settings = inputs[len(ChunkedInputs._fields) :]
 
@@ -146,8 +146,9 @@ def dcmha_chunked(
 
     Every input has an exact gradient, an additive mask and tables by distance included. Products and softmax run in at
     least float32. Under `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is
-    compiled. Under the transforms of `torch.func` it is `dcmha_eager`, with all maps in memory. An offset that is a
-    tensor on a device is waited for, except with a single query. Shapes are those of `dcmha_attention`.
+    compiled. Under the transforms of `torch.func` (`vmap`, `grad`, ...) `dcmha_eager` runs instead, with all maps in
+    memory. With several queries, an `offset` on a device is read, which waits for the device. Shapes are those of
+    `dcmha_attention`.
 
     Returns:
         The output `[B, T, H, D]`, and None in place of attention maps.
@@ -175,7 +176,14 @@ def mask_one_query(
     offset: int | Tensor,
     device: torch.device,
 ) -> tuple[Tensor | None, int | None]:
-    """A mask `[B, H, 1, S]` that also hides what a query at `offset` does not see by its position, and no window."""
+    """Puts causality and window of a single query at position `offset` into its mask.
+
+    Args:
+        mask: four dimensions that broadcast to `[B, H, 1, S]`.
+
+    Returns:
+        The mask, boolean or additive like the given one, and None: no window is left to apply.
+    """
     structural = visible_keys(1, keys, is_causal=is_causal, sliding_window=sliding_window, device=device, offset=offset)
     given, bias = split_mask(mask)
     visible = both(None if structural is None else structural[None, None], given)
@@ -196,9 +204,10 @@ def _attend_one_query(
     sliding_window: int | None,
     tables: DistanceTables,
 ) -> Tensor:
-    """Attention of the query `[B, H, 1, D]` that stands at `tables.offset`, by default at the last key.
+    """Attention of a single query `[B, H, 1, D]` at position `tables.offset`, by default that of the last key.
 
-    There causality hides nothing, and a window is a slice of the last keys; anywhere else the mask has both.
+    At the last key causality hides nothing, and a window just keeps the last keys. At any other position both become
+    part of the mask.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
@@ -217,7 +226,7 @@ def _attend_one_query(
         pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
         if mask is not None and mask.shape[-1] > 1:
             mask = mask[..., window]
-    # Entering a context takes a good part of a short step, so it is done only where autocast is on.
+    # Entering a context would take a noticeable part of a short step, so it is done only where autocast is on.
     autocasts = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
         return attend_to_cache(query, key, value, pre, post, scaling, mask, tables)

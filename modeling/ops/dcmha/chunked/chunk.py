@@ -1,7 +1,8 @@
-"""The arithmetic of a chunk where there is no C code: `c` queries of an item and the `n` keys that they can see.
+"""The arithmetic of a chunk in PyTorch operators: `c` queries of an item and the `n` keys that they can see.
 
 Maps, which are scores, probabilities or gradients of either, are `[c, H, n]`, contiguous along the keys. Results go to
 buffers that the caller reuses from chunk to chunk, because allocating fresh memory would cost more than the arithmetic.
+On a CPU, C code does the same where it can (see `passes.py`).
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from .distance_blocks import ChunkTables
 
 
 class FactorGradients(NamedTuple):
-    """Views of the gradients of a chunk's factors, mask and tables, to which the backward pass adds."""
+    """The chunk's part of the gradients of factors, mask and tables: views, to which the backward pass adds."""
 
     pre: StageFactors | None
     post: StageFactors | None
@@ -24,7 +25,7 @@ class FactorGradients(NamedTuple):
 
 
 class ScoreTransform(NamedTuple):
-    """What a chunk does to its scores before they multiply the values: compose, mask, softmax, compose."""
+    """What happens to a chunk's scores before they multiply the values: compose, mask, softmax, compose."""
 
     pre: StageFactors | None
     post: StageFactors | None
@@ -50,10 +51,14 @@ class ScoreTransform(NamedTuple):
     def recompute(
         self, scores: Tensor, composed: Tensor, probs: Tensor, gained: Tensor, mixed: Tensor, scratch: Tensor
     ) -> None:
-        """Repeats `forward` for the backward pass, without overwriting what that pass reads; all are `[c, H, n]`.
+        """Repeats `forward` for the backward pass, but keeps the result of each step; all are `[c, H, n]`.
 
-        Writes the composed scores to `composed`, the probabilities to `probs`, times the gain to `gained`, and the
-        composed ones to `mixed`. Without a gain `gained` is `probs`; without a stage its result is what it reads.
+        Args:
+            scores: what `forward` gets; the bias is added in place if it comes before the first composition.
+            composed: gets the composed scores. Without the stage `pre` it has to be `scores` itself.
+            probs: gets the probabilities.
+            gained: gets the probabilities times the gain. Without a gain it has to be `probs` itself.
+            mixed: gets the composed probabilities; not written without the stage `post`.
         """
         self._add_bias(scores, is_composed=False)
         if self.pre is not None:
@@ -66,7 +71,7 @@ class ScoreTransform(NamedTuple):
             self.composer.compose(mixed, gained, self.post, scratch)
 
     def _add_bias(self, scores: Tensor, *, is_composed: bool) -> None:
-        """Adds the bias by distance to scores `[c, H, n]`, if its place is before or after the first composition."""
+        """Adds the bias by distance to scores `[c, H, n]`, if it belongs to scores that are composed or not yet so."""
         if self.tables.bias is not None and self.compose_bias != is_composed:
             scores.add_(self.tables.bias.transpose(0, 1))
 
@@ -84,6 +89,8 @@ class ScoreTransform(NamedTuple):
 
         Args:
             grad: the gradient of what `forward` returns, `[c, H, n]` like all other maps.
+            spare: a buffer that is overwritten.
+            scores, probs, gained: what `recompute` left in them.
         """
         composer, maps = self.composer, _DoubleBuffer(grad, spare)
         if self.post is not None:
@@ -104,7 +111,7 @@ class ScoreTransform(NamedTuple):
 
 
 class _DoubleBuffer:
-    """The latest result of steps, each of which reads one buffer and writes the other."""
+    """Two buffers that take turns: each step reads the latest result in one and writes its own into the other."""
 
     def __init__(self, latest: Tensor, spare: Tensor) -> None:
         self.latest, self.spare = latest, spare
@@ -116,7 +123,10 @@ class _DoubleBuffer:
 
 
 class ProductGradients(NamedTuple):
-    """Views of the gradients that are matrix products: the chunk writes those of queries and adds to the others."""
+    """The chunk's part of the gradients that are matrix products: views.
+
+    The chunk writes the gradient of its queries, and adds to those of keys and values, which other chunks share.
+    """
 
     query: Tensor  # [H, c, D]
     key: Tensor  # [H_kv, n, D]
@@ -174,6 +184,7 @@ def attend_chunk_backward(
     transform.recompute(scores, composed, probs, gained, mixed, scratch)
     add_to_heads(products.value, (gained if transform.post is None else mixed).permute(1, 2, 0), grad_out)
 
+    # From here on `mixed` and `composed` are no longer read: they hold the gradients of the maps, in turn.
     multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))
     grad_scores = transform.backward(mixed, composed, scores, probs, gained, sums, scratch)
     # A product into contiguous memory and a copy are faster than a product into `products.query`, a strided view.

@@ -1,4 +1,4 @@
-"""What `dcmha_chunked` compiles: C code, or a composer by `torch.compile`."""
+"""Decides what `dcmha_chunked` compiles: C code, or a composer with `torch.compile`."""
 
 import os
 
@@ -6,8 +6,8 @@ from .compiled import COMPILED
 from .interface import ChunkComposer
 from .stepwise import STEPWISE
 
-# A process that has composed this many (head, query, key) triples step by step has worked on them for longer than
-# `torch.compile` takes to make the rest faster.
+# A process that has composed this many (head, query, key) triples step by step has spent more time on that than
+# `torch.compile` takes, and is likely to compose as many again.
 AUTO_ELEMENTS = 10_000_000_000
 _composed = 0
 
@@ -15,9 +15,9 @@ _composed = 0
 def compile_mode() -> str:
     """Returns the environment variable `DYNATTN_COMPILE`, which decides what is compiled.
 
-    `0` compiles nothing. `auto`, the default, compiles C code for a CPU. Elsewhere, and where that does not work, it
-    takes `torch.compile` once this process has composed `AUTO_ELEMENTS` triples. `1` is like `auto`, but takes
-    `torch.compile` at once.
+    `0` compiles nothing. `auto`, the default, compiles C code on a CPU. On other devices, and where compiling C does
+    not work, it uses `torch.compile` once this process has composed `AUTO_ELEMENTS` triples. `1` is like `auto`, but
+    uses `torch.compile` from the start.
 
     Raises:
         ValueError: the variable has another value.
@@ -29,7 +29,7 @@ def compile_mode() -> str:
 
 
 def choose_composer(elements: int) -> ChunkComposer:
-    """Returns how to compose the next `elements` (head, query, key) triples where there is no C code for them."""
+    """Returns the composer for the next `elements` (head, query, key) triples, which C code does not compose."""
     global _composed
     mode = compile_mode()
     if mode == "0":

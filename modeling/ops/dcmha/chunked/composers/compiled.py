@@ -1,4 +1,4 @@
-"""The composer that `torch.compile` makes of the definition, for any device."""
+"""A composer for any device: plain formulas, compiled with `torch.compile`."""
 
 import functools
 import warnings
@@ -43,7 +43,7 @@ _FAILED = object()
 
 
 def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
-    """`maps` `[c, H, n]` plus their product with `static` `[H, H]`, indexed [in, out]; uses `scratch` `[c, H, n]`."""
+    """`maps` `[c, H, n]` plus their product with `static` `[H, H]`, indexed [in, out]; in `scratch` `[c, H, n]`."""
     if static is None:
         return maps
     matrix = (static + torch.eye(len(static), dtype=static.dtype, device=static.device)).t()
@@ -51,7 +51,12 @@ def _mix_static(maps: Tensor, static: Tensor | None, scratch: Tensor) -> Tensor:
 
 
 def _compose(out: Tensor, maps: Tensor, base: Tensor, query: Tensor | None, key: Tensor | None, groups: int) -> None:
-    """Writes `base` plus what the terms `[c, terms, H]` and `[terms, H, n]` add to `maps` to `out`, all `[c, H, n]`."""
+    """Writes the composition of `maps` to `out`: `base`, plus what all terms but the static matrix make of `maps`.
+
+    Args:
+        out, maps, base: `[c, H, n]`.
+        query, key: packed terms `[c, terms, H]` and `[terms, H, n]`.
+    """
     grouped, result = maps.unflatten(1, (groups, -1)), base.unflatten(1, (groups, -1))  # [c, G, H/G, n]
     for downs, ups, gate, _ in _sides(query, key, groups):
         for down, up in zip(downs, ups, strict=True):
@@ -70,7 +75,11 @@ def _compose_backward(
     key: Tensor | None,
     groups: int,
 ) -> list[list[Tensor]]:
-    """Writes the gradient of `maps` to `out`, arguments as for `_compose`.
+    """Writes the gradient of `maps` to `out`; other arguments as for `_compose`.
+
+    Args:
+        gradient: of the composition, `[c, H, n]`.
+        base: what the static matrix and the identity contribute to the result.
 
     Returns:
         The gradients of the query terms, `[c, H]` each, and of the key terms, `[H, n]` each.
@@ -88,7 +97,7 @@ def _compose_backward(
         if gate is not None:
             result = result + upper * gate
             for_gate.append((grouped * upper).sum(dim))
-        group_dim = 1 if dim == 3 else 0  # of the sums, which have lost dimension `dim`
+        group_dim = 1 if dim == 3 else 0  # where the groups are in the sums, which have lost dimension `dim`
         terms = [term.flatten(group_dim, group_dim + 1) for term in (*for_downs, *for_ups, *for_gate)]
         gradients[0 if dim == 3 else 1] = terms
     out.copy_(result.flatten(1, 2))

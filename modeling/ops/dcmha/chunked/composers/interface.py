@@ -1,4 +1,4 @@
-"""The interface between a chunk's arithmetic and the composers that work on its maps."""
+"""The interface of composers, and what a chunk hands them: factors and visibility."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class StageFactors(NamedTuple):
 
 
 class ChunkVisibility(NamedTuple):
-    """Which keys the chunk's queries see."""
+    """Tells which keys the queries of a chunk see."""
 
     structure: Structure
     queries: slice
@@ -55,15 +55,15 @@ class ChunkVisibility(NamedTuple):
 
 
 class ChunkComposer(NamedTuple):
-    """The entry points of one way to work on a chunk's maps.
+    """The functions of one composer. Maps are `[c, H, n]`.
 
-    `out` is always a separate buffer `[c, H, n]`, and factors are contiguous.
+    `out` never shares memory with an input, and factors are contiguous.
     """
 
     # (out, maps, factors, scratch): writes the composition of `maps`.
     compose: Callable[[Tensor, Tensor, StageFactors, Tensor], None]
-    # (out, gradient, maps, factors, sums, scratch): turns the gradient of the composition into that of `maps`, in
-    # `out`, and adds the gradients of `factors` to `sums`.
+    # (out, gradient, maps, factors, sums, scratch): from the gradient of the composition, writes that of `maps` to
+    # `out` and adds those of `factors` to `sums`.
     compose_backward: Callable[[Tensor, Tensor, Tensor, StageFactors, StageFactors, Tensor], None]
     # (out, scores, visibility): writes the probabilities; may overwrite the scores. Queries that see no key get zeros.
     softmax: Callable[[Tensor, Tensor, ChunkVisibility], None]
@@ -72,7 +72,7 @@ class ChunkComposer(NamedTuple):
 
 
 def split_terms(terms: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:
-    """Returns the down terms, the up terms and the gate of packed `terms`, such as `[terms, H, n]`, without `dim`."""
+    """Splits packed `terms`, such as `[terms, H, n]`, along `dim` into down terms, up terms and the gate, if any."""
     single = terms.unbind(dim)
     rank = len(single) // 2
     return single[:rank], single[rank : 2 * rank], single[-1] if len(single) % 2 else None

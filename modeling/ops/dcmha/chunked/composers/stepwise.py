@@ -1,4 +1,8 @@
-"""The composer that needs no compiler: matrix products for queries, in-place steps for keys."""
+"""The composer that needs no compiler.
+
+Terms of the query side and the static matrix are applied as one matrix for each query, in a batched matrix product.
+Terms of the key side differ from key to key and are applied one by one, in place.
+"""
 
 import torch
 from torch import Tensor
@@ -54,7 +58,7 @@ STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward)
 
 
 def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -> None:
-    """Writes the product of `maps` `[c, H, n]` with one matrix for each query to `out` `[c, H, n]`.
+    """Writes the product of each query's matrix with its `maps` `[c, H, n]` to `out` `[c, H, n]`.
 
     A query's matrix `[H, H]`, indexed [in, out], is the sum of the identity, the static matrix and its own low-rank and
     gate terms. With `transpose` the matrices are applied as [out, in], which gives the gradient.
@@ -76,7 +80,7 @@ def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -
 
 
 def _query_gradient(pairs: Tensor, terms: Tensor, groups: int) -> Tensor:
-    """From the gradient of each query's matrix, `pairs` `[c, H in, H out]`, to that of its `terms` `[c, terms, H]`."""
+    """The gradient of the queries' `terms` `[c, terms, H]`, from that of their matrices, `pairs` `[c, H in, H out]`."""
     downs, ups, gate = _split_query(terms)
     inside = pairs * same_group(groups, pairs)
     parts = [torch.bmm(ups, inside.transpose(1, 2)), torch.bmm(downs, inside)]
@@ -124,13 +128,17 @@ def _sum_over_queries(maps: Tensor, hidden: Tensor, scratch: Tensor, *, out: Ten
 
 
 def _split_query(terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`[c, terms, H]` to the down and the up terms, `[c, R, H]` each, and the gate `[c, H]`."""
+    """Splits `[c, terms, H]` into down and up terms, `[c, R, H]` each, and the gate `[c, H]`, if any."""
     rank = terms.shape[1] // 2
     return terms[:, :rank], terms[:, rank : 2 * rank], terms[:, -1] if terms.shape[1] % 2 else None
 
 
 def same_group(groups: int, like: Tensor) -> Tensor | int:
-    """`[H, H]`, one where both heads are in the same group, else zero; dtype and `H` are those of `like` `[..., H]`."""
+    """`[H, H]`, 1 where both heads are in the same group, else 0; or just 1 if there is one group.
+
+    Args:
+        like: `[..., H]`, which gives `H`, dtype and device.
+    """
     if groups == 1:
         return 1
     heads = like.shape[-1]
