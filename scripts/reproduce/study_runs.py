@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -137,12 +138,25 @@ def _as_finished(
 ) -> Iterator[tuple[Any, Any]]:
     """Items and results. An item is taken when a worker is free for it, so that `items` can end at a deadline."""
     left = iter(items)
-    running = {pool.submit(function, item): item for item in islice(left, workers)}
+    running = {pool.submit(_call, function, item): item for item in islice(left, workers)}
     while running:
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
             yield running.pop(future), future.result()
-        running |= {pool.submit(function, item): item for item in islice(left, len(finished))}
+        running |= {pool.submit(_call, function, item): item for item in islice(left, len(finished))}
+
+
+def _call(function: Callable[[Any], Any], item: Any) -> Any:
+    """Calls the function in a worker.
+
+    Raises:
+        RuntimeError: the function failed. The error itself may be of a class that cannot be sent to another process,
+            which would end all workers without a word of it.
+    """
+    try:
+        return function(item)
+    except Exception as error:
+        raise RuntimeError("".join(traceback.format_exception(error))) from None
 
 
 def _stop(number: int) -> None:

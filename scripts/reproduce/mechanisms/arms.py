@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....configuration.configuration_dcformer import DCFormerConfig
 from ....configuration.configuration_rcmha import RCMHAConfig
 from ....modeling.modeling_dcformer import DCFormerForCausalLM
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
+from ...common.errors import last_line
 from ..terms import TERMS
 
 # The families' own defaults are for wide models; with them these small ones learn nothing for thousands of updates.
@@ -59,6 +61,14 @@ class Arm:
         """A model with fresh weights."""
         config = self.config(size, vocabulary, length)
         return RCMHAForCausalLM(config) if isinstance(config, RCMHAConfig) else DCFormerForCausalLM(config)
+
+    def refusal(self, size: Size) -> str | None:
+        """Why a model of this size cannot have this attention, such as a rank above its heads; None if it can."""
+        try:
+            self.config(size, vocabulary=2, length=1)
+        except StrictDataclassError as error:
+            return last_line(error)
+        return None
 
 
 # The first is the baseline, and the next two the other sides of the question that was asked before the runs.

@@ -16,7 +16,7 @@ from ..study_runs import AnyRun, Result, StudyRuns, chosen
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
 from .figures import draw_survival
-from .plan import PRESETS, Arms, Place, Preset, Run, measured_runs, tuning_runs
+from .plan import PRESETS, Cell, Preset, Run, measured_runs, tuning_runs
 from .record import make_record
 from .table import table
 from .training import definition, run_one
@@ -44,9 +44,13 @@ class Study:
         preset = PRESETS[arguments.preset]
         self.preset: Preset = replace(preset, steps=QUICK_STEPS) if arguments.quick else preset
         tasks = chosen("task", arguments.tasks, self.preset.tasks)
-        self.arms = chosen("arm", arguments.arms, ARMS)
-        layers, heads = arguments.layers or [self.preset.size.layers], arguments.heads or [self.preset.size.heads]
-        self.places: list[Place] = list(product(tasks, layers, heads))
+        arms = chosen("arm", arguments.arms, ARMS)
+        size = self.preset.size
+        places = product(tasks, arguments.layers or [size.layers], arguments.heads or [size.heads])
+        cells: list[Cell] = list(product(places, arms))
+        told = {(arm, heads): ARMS[arm].refusal(replace(size, heads=heads)) for (_, _, heads), arm in cells}
+        self.refused = {cell: reason for cell, reason in told.items() if reason is not None}
+        self.cells = [(place, arm) for place, arm in cells if (arm, place[2]) not in self.refused]
         self.runs = MechanismRuns(arguments, self.preset)
 
     def train(self) -> int:
@@ -56,12 +60,14 @@ class Study:
         """
         shared = {"preset": self.arguments.preset, **asdict(replace(self.preset, tasks={}))}
         claim(self.output, shared, "study of mechanisms")
-        groups = [[arm for arm in self.arms if (arm in FIRST) is first] for first in (True, False)]
-        return sum(self.runs.make(self._tuning(arms)) or self.runs.make(self._measured(arms)) for arms in groups)
+        for (arm, heads), reason in self.refused.items():
+            print(f"{arm} is left out with {heads} heads: {reason}", flush=True)
+        groups = [[cell for cell in self.cells if (cell[1] in FIRST) is first] for first in (True, False)]
+        return sum(self.runs.make(self._tuning(cells)) or self.runs.make(self._measured(cells)) for cells in groups)
 
     def report(self) -> str:
         """Writes record, table and plot; returns the table and the names of the files."""
-        results = self.runs.results(self._measured(self.arms))
+        results = self.runs.results(self._measured(self.cells))
         if not results:
             raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
         write_json(self.output / RECORD, make_record(results, self._settings()), indent=1)
@@ -70,19 +76,19 @@ class Study:
     def _settings(self) -> dict[str, Any]:
         told = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
         names = ("seeds", "tuning_seed", "learning_rates")
-        rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(self.arms).items()}
+        rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(self.cells).items()}
         return {**told, **{name: getattr(self.arguments, name) for name in names}, "chosen": rates}
 
-    def _tuning(self, arms: Sequence[str]) -> list[Run]:
-        return list(tuning_runs(self.places, arms, self.arguments.tuning_seed, self.arguments.learning_rates))
+    def _tuning(self, cells: Sequence[Cell]) -> list[Run]:
+        return list(tuning_runs(cells, self.arguments.tuning_seed, self.arguments.learning_rates))
 
-    def _measured(self, arms: Sequence[str]) -> list[Run]:
-        return list(measured_runs(self.places, arms, self.arguments.seeds, self._rates(arms)))
+    def _measured(self, cells: Sequence[Cell]) -> list[Run]:
+        return list(measured_runs(cells, self.arguments.seeds, self._rates(cells)))
 
-    def _rates(self, arms: Sequence[str]) -> dict[Arms, float]:
+    def _rates(self, cells: Sequence[Cell]) -> dict[Cell, float]:
         """The best learning rate of each arm at each place; the first of the list until one has been tried."""
-        rates: dict[Any, float] = dict.fromkeys(product(self.places, arms), self.arguments.learning_rates[0])
-        return rates | self.runs.best_rates(self._tuning(arms), _merit)
+        rates: dict[Any, float] = dict.fromkeys(cells, self.arguments.learning_rates[0])
+        return rates | self.runs.best_rates(self._tuning(cells), _merit)
 
 
 class MechanismRuns(StudyRuns):

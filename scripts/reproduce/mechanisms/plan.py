@@ -38,7 +38,7 @@ PRESETS = {
 
 # What arms share when they are compared: the task, the layers, and the heads of all but those with twice as many.
 Place = tuple[str, int, int]
-Arms = tuple[Place, str]
+Cell = tuple[Place, str]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Run:
         return self.task, self.layers, self.heads
 
     @property
-    def cell(self) -> Arms:
+    def cell(self) -> Cell:
         """What gets a learning rate of its own."""
         return self.place, self.arm
 
@@ -72,22 +72,19 @@ class Run:
         return asdict(self)
 
 
-def tuning_runs(places: Sequence[Place], arms: Sequence[str], seed: int, rates: Sequence[float]) -> Iterator[Run]:
+def tuning_runs(cells: Sequence[Cell], seed: int, rates: Sequence[float]) -> Iterator[Run]:
     """The runs by which each arm gets its learning rate at a place; none if there is nothing to choose."""
-    for task, layers, heads in places if len(rates) > 1 else ():
-        for arm in arms:
-            yield from (Run(task, arm, layers, heads, seed, rate) for rate in rates)
+    for (task, layers, heads), arm in cells if len(rates) > 1 else ():
+        yield from (Run(task, arm, layers, heads, seed, rate) for rate in rates)
 
 
-def measured_runs(
-    places: Sequence[Place], arms: Sequence[str], seeds: Sequence[int], rates: Mapping[Arms, float]
-) -> Iterator[Run]:
+def measured_runs(cells: Sequence[Cell], seeds: Sequence[int], rates: Mapping[Cell, float]) -> Iterator[Run]:
     """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced.
 
     Args:
-        rates: learning rates by place and arm.
+        rates: the learning rate of each cell.
     """
     for seed in seeds:
-        for place in places:
-            task, layers, heads = place
-            yield from (Run(task, arm, layers, heads, seed, rates[place, arm]) for arm in arms)
+        for cell in cells:
+            (task, layers, heads), arm = cell
+            yield Run(task, arm, layers, heads, seed, rates[cell])

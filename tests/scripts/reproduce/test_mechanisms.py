@@ -237,6 +237,19 @@ def test_a_tiny_study_stops_in_time_and_goes_on(
     assert "holds a study with other steps" in capsys.readouterr().err
 
 
+def test_attentions_that_need_more_heads_are_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(PRESETS, "cpu", TINY)
+    command = ["reproduce", "mechanisms", "--output", str(tmp_path / "study"), "--arms", "plain", "full", "rank-4"]
+    assert cli.main([*command, "--seeds", "0", "1", "--learning_rates", "1e-3", "--heads", "1", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "full is left out with 1 heads" in told
+    assert "rank-4 is left out with 2 heads" in told and "compose_rank (4) must be from 1 to the heads" in told
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert [set(task["arms"]) for task in record["tasks"]] == [{"plain"}, {"plain", "full"}]
+
+
 def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch):
     seen: list[Tensor] = []
 

@@ -43,3 +43,20 @@ def test_processes_of_a_study_end_with_it():
         next(iter(waiting))
     assert time.monotonic() - started < 300
     assert not active_children()
+
+
+class UnsendableError(Exception):
+    """Cannot be made from what `pickle` keeps of it, as some errors of other libraries."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+
+
+def fail(item: int) -> None:
+    raise UnsendableError(f"item {item} fails", "no reason")
+
+
+@pytest.mark.slow
+def test_errors_of_a_worker_are_told_whatever_their_class():
+    with pytest.raises(RuntimeError, match="UnsendableError: item 7 fails"), worker_pool(2) as results_of:
+        list(results_of(fail, [7]))
