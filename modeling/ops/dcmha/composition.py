@@ -1,4 +1,4 @@
-"""`Composition`: the factors that mix the heads of one stage, by name and packed."""
+"""`Composition`: the factors that mix the heads of one stage, and their packed form."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch import Tensor
 
 SIDES = ("query", "key")
 LOW_RANK = ("query_down", "query_up", "key_down", "key_up")
-# The tensors of a composition in the order that operators and C code take them.
+# The tensors of a composition, in the order in which operators and C code take them.
 TENSORS = (*(f"{side}_{kind}" for side in SIDES for kind in ("down", "up", "gate")), "static")
 
 
@@ -17,10 +17,11 @@ TENSORS = (*(f"{side}_{kind}" for side in SIDES for kind in ("down", "up", "gate
 class Composition:
     """What mixes the heads of one stage; a field that is `None` is a term that is absent.
 
-    Every term reads the original scores `A` and is added to them:
+    For one query and one key, with scores (or probabilities) `A[n]` of the heads `n`, the composed score of head `m` is
     `out[m] = A[m] + sum_n A[n] (static[n, m] + sum_r down[r, n] up[r, m]) + A[m] gate[m]`,
-    with the query's and the key's low-rank and gate terms summed. With `groups` > 1 the low-rank terms mix heads only
-    inside each of that many consecutive groups; `static` is then expected to be block-diagonal.
+    where the low-rank and gate terms of the query and those of the key are both added. Every term reads the original
+    `A`. With `groups` > 1 the low-rank terms mix heads only inside each of that many groups of consecutive heads;
+    `static` is then expected to be block-diagonal.
     """
 
     query_down: Tensor | None = None  # [B, T, R, H]
@@ -49,7 +50,7 @@ class Composition:
         return replace(self, **changed)
 
     def narrow(self, queries: slice | None = None, keys: slice | None = None) -> "Composition":
-        """Returns views of the factors of some queries and some keys; None takes all."""
+        """Returns the composition of some queries and some keys, as views of the factors; None takes all."""
         spans = {"query": queries, "key": keys, "static": None}
         narrowed: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
@@ -60,12 +61,12 @@ class Composition:
 
 
 def list_tensors(composition: Composition | None) -> list[Tensor | None]:
-    """Returns one entry for each name in `TENSORS`: its tensor, or None where it is absent."""
+    """Returns one entry for each name in `TENSORS`: the tensor, or None if it is absent."""
     return [getattr(composition, name, None) for name in TENSORS]
 
 
 def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition:
-    """Returns the composition that `list_tensors` made `tensors` of."""
+    """The inverse of `list_tensors`: returns the composition of its `tensors`."""
     named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     return Composition(**named, groups=groups)
 
@@ -73,7 +74,7 @@ def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition:
 def pack_factors(composition: Composition | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the packed terms of queries `[B, T, terms, H]` and of keys `[B, S, terms, H]`, and static `[H, H]`.
 
-    A packed term is one vector of `H` factors. Each side has `R` down terms, `R` up terms and, if the number of its
+    A term has `H` elements for each token. Each side has `R` down terms, `R` up terms and, exactly if the number of its
     terms is odd, a gate. A side without terms is None.
     """
     if composition is None:
@@ -89,10 +90,10 @@ def pack_side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Te
 
 
 def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, groups: int = 1) -> Composition:
-    """Returns the composition whose packed terms are given, as views of them; the inverse of `pack_factors`.
+    """The inverse of `pack_factors`: returns the composition whose fields are views of packed terms.
 
     Args:
-        packed: for `query` and `key`, where they have any, terms `[B, T or S, terms, H]`.
+        packed: the terms `[B, T or S, terms, H]` of each side that has any, by its name (`query`, `key`).
         static: `[H, H]`, indexed [in, out].
     """
     factors: dict[str, Any] = {}

@@ -15,19 +15,19 @@ from .composition import Composition
 class AttentionMaps(NamedTuple):
     """The maps of a call of `dcmha_attention`, each `[B, H, T, S]`; None for one that was not asked for.
 
-    Scores have a number for every pair, hidden keys included, whose probabilities are 0. Composed probabilities can be
-    negative, and those of a query need not sum to one. Where a stage has no composition and no table by distance, its
-    two maps are the same.
+    Scores are there for hidden keys too, whose probabilities are 0. Composed probabilities can be negative, and those
+    of a query need not sum to one. A stage without composition and without a table by distance changes nothing: its
+    composed maps are the maps before it.
     """
 
     scores: Tensor | None = None  # Q K^T * scaling
-    composed_scores: Tensor | None = None  # mixed by `pre`; masks, and a bias that is not composed, come later
+    composed_scores: Tensor | None = None  # mixed by `pre`, before masks and a bias that is not composed
     probs: Tensor | None = None  # after masks and softmax, before the gain
     composed_probs: Tensor | None = None  # mixed by `post`; these weigh the values
 
 
 def keep(name: str, maps: Tensor) -> Tensor:
-    """Returns the maps `[B, H, T, S]` that `name` names as they are."""
+    """The hook that changes nothing: returns the maps `[B, H, T, S]`."""
     return maps
 
 
@@ -51,7 +51,9 @@ def dcmha_eager(
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H_kv, S, D]`.
-        hook: called with each name of `AttentionMaps` and these maps `[B, H, T, S]`; what it returns takes their place.
+        tables: the bias and the gain by distance, and the position of the first query among the keys.
+        hook: called with the name and the maps `[B, H, T, S]` of each field of `AttentionMaps`; the attention goes on
+            with the maps that it returns.
 
     Returns:
         The output `[B, T, H, D]` and the composed probabilities `[B, H, T, S]`, which can be negative and whose rows
@@ -77,13 +79,13 @@ def dcmha_eager(
         probs = probs * at_distances(tables.gain, distance)
     if post is not None:
         probs = compose(probs, post)
-    probs = probs.to(value.dtype)  # float32 factors and tables of half precision heads make float32 maps
+    probs = probs.to(value.dtype)  # factors or tables in float32 made the maps float32
     probs = hook("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
 
 
 def compose(scores: Tensor, composition: Composition) -> Tensor:
-    """Mixes the heads of every (query, key) pair on its own, as `Composition` defines it.
+    """Mixes the heads of each (query, key) pair, independently of all other pairs, as `Composition` defines.
 
     Args:
         scores: `[B, H, T, S]`.
@@ -108,9 +110,10 @@ def compose(scores: Tensor, composition: Composition) -> Tensor:
 
 
 def _low_rank(scores: Tensor, down: Tensor, up: Tensor, groups: int, axis: str) -> Tensor:
-    """The low-rank term that is added to `scores` `[B, H, T, S]`: heads to `R` hidden maps and back, in each group.
+    """The low-rank term that is added to `scores`: in each group, from heads to `R` hidden maps and back to heads.
 
     Args:
+        scores: `[B, H, T, S]`; so is the result.
         down, up: `[B, T, R, H]` of the query (`axis` "t") or `[B, S, R, H]` of the key (`axis` "s").
     """
     grouped = scores.unflatten(1, (groups, -1))  # [B, G, H/G, T, S]

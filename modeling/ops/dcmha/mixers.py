@@ -1,7 +1,7 @@
 """Published attentions that mix heads, as compositions for `dcmha_attention`.
 
-`docs/guides/mixers.md` has the formulas of all of them. Matrices are indexed [in, out], as `Composition.static` is, and
-hold the identity, which `static` does not.
+`docs/guides/mixers.md` has the formulas of all of them. Matrices are indexed [in, out], as `Composition.static` is.
+Here a matrix is the whole mixing; `static` is what the mixing adds to the identity.
 """
 
 import torch
@@ -35,8 +35,9 @@ def head_convolution(kernels: Tensor) -> Composition:
 def differential_heads(weight: Tensor, num_heads: int) -> Composition:
     """The `post` stage of differential attention (arXiv 2410.05258, equation 1), for pairs `(i, i + H/2)` of heads.
 
-    Both maps of a pair become `P[i] - weight P[i + H/2]`. Its value, of width `2D`, lies in halves: `value` has the
-    first `D` columns in head `i` and the others in head `i + H/2`. Side by side, both outputs are the pair's.
+    Both maps of a pair become `P[i] - weight P[i + H/2]`. The value of a pair has width `2D`: `value` holds its first
+    `D` channels in head `i` and the others in head `i + H/2`. Likewise the outputs of both heads, side by side, are the
+    output of the pair.
 
     Args:
         weight: a scalar, the paper's lambda.
@@ -63,5 +64,5 @@ def one_term_of_the_query(down: Tensor, up: Tensor) -> Composition:
 
 
 def _without_identity(mixing: Tensor) -> Tensor:
-    """`[H, H]` as it is added to the identity."""
+    """The static matrix `[H, H]` of a whole mixing: what it adds to the identity."""
     return mixing - torch.eye(len(mixing), dtype=mixing.dtype, device=mixing.device)

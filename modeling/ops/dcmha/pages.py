@@ -1,7 +1,8 @@
 """Where a decoding step finds the keys and values of many requests: rows of a paged cache, and a table of pages.
 
-Engines that serve many requests keep keys and values in pages. A row of a page has `H_kv` heads, each with `D` elements
-and, behind them, the key-side factors of its token, as `RowLayout` tells.
+Serving engines keep keys and values in pages, which hold one row for each token. A row has `H_kv` heads, each with `D`
+elements of the key or value and, behind them, key-side factors of the token (see `RowLayout` in
+`../../serving/paged_rows.py`).
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from .composition import Composition
 class Pages(NamedTuple):
     """The rows of one layer, and which of them each of `N` requests attends to.
 
-    The table holds the numbers of pages of all requests. Those of request `n` start at `table_starts[n]`. Its query
-    sees `key_counts[n]` keys from the one that is `first_keys[n]` rows behind the start of its first page.
+    `table` has the page numbers of all requests; those of request `n` start at `table_starts[n]`. Counted from the
+    start of its first page, the request's query sees `key_counts[n]` keys from row `first_keys[n]` on.
     """
 
     key: Tensor  # [pages, page_length, H_kv, D + terms * H / H_kv or more]
@@ -28,5 +29,5 @@ class Pages(NamedTuple):
 
 
 def without_keys(stage: Composition | None) -> Composition | None:
-    """The composition without the factors of keys, which rows hold."""
+    """The composition without the key-side factors, which are in the rows."""
     return None if stage is None else replace(stage, key_down=None, key_up=None, key_gate=None)

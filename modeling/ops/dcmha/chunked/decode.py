@@ -1,7 +1,7 @@
-"""`dcmha_chunked` for a single query, a decoding step: the factors of the keys are read in place, in the cache.
+"""`dcmha_chunked` for a single query, a decoding step: keys, values and their factors are read in place, in the cache.
 
-On a CPU it is one call of C code where `decode_native.serves`. Otherwise it is ordinary differentiable PyTorch, which
-`torch.compile` traces; its maps are `[B, S, H]`, in the layout of the factors.
+On a CPU it is one call of C code, if `decode_native.serves` says so. Otherwise it is ordinary differentiable PyTorch,
+which `torch.compile` can trace; its maps are `[B, S, H]`, in the layout of the factors.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def attend_to_cache(
     """
     compiles = torch.compiler.is_compiling()
     arguments = (query, key, value, pre, post, scaling, mask, tables)
-    # In float32, what Inductor generates for a step is no slower than C code plus the overhead of calling an operator.
+    # In float32 the code that Inductor generates is as fast as a call of the operator with C code in it.
     pays = not (compiles and query.dtype == torch.float32)
     if pays and serves(query, key, value, pre, post, mask, tables) and _has_c():
         return (_decode_as_operator if compiles else _decode)(*arguments)
@@ -53,7 +53,10 @@ def _decode(
     mask: Tensor | None,
     tables: DistanceTables,
 ) -> Tensor:
-    """`attend_to_cache` where `serves`: returns `[B, 1, H, D]`, in PyTorch if there is no C code for these sizes."""
+    """`attend_to_cache` for arguments that C code serves, but in PyTorch if it cannot be compiled for their sizes.
+
+    Returns `[B, 1, H, D]`.
+    """
     output = decode_in_c(query, key, value, pre, post, scaling, mask, tables)
     return _decode_in_pytorch(query, key, value, pre, post, scaling, mask, tables) if output is None else output
 
@@ -95,8 +98,8 @@ def _decode_op(
     """`_decode`, which returns `[B, 1, H, D]`.
 
     Args:
-        factors: `list_tensors` of both stages, one after the other.
-        composes: which of the stages there are.
+        factors: `list_tensors` of `pre`, then of `post`.
+        composes: whether there is a stage `pre`, and whether there is a stage `post`.
         position_bias, position_gain, offset, compose_bias: the fields of `DistanceTables`.
     """
     count = len(TENSORS)
@@ -122,7 +125,7 @@ def _decode_in_pytorch(
     mask: Tensor | None,
     tables: DistanceTables,
 ) -> Tensor:
-    """`attend_to_cache` for all arguments, in differentiable PyTorch: returns `[B, 1, H, D]`."""
+    """`attend_to_cache` in differentiable PyTorch, for any arguments: returns `[B, 1, H, D]`."""
     bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
     if bias is not None and not tables.compose_bias:
         mask, bias = _with_bias(mask, bias), None
@@ -134,12 +137,12 @@ def _decode_in_pytorch(
 
 @torch.compiler.assume_constant_result
 def _has_c() -> bool:
-    """Whether C code is compiled."""
+    """Whether the user lets C code be compiled; while tracing, a constant."""
     return compile_mode() != "0"
 
 
 def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The bias and the gain of each key of a single query, `[H, S]` each; None for tables that are absent."""
+    """The bias and the gain of each key for a single query, `[H, S]` each; None for a table that is absent."""
     if tables.bias is None and tables.gain is None:
         return None, None
     distance = key_distances(1, keys, tables.offset, device)
@@ -165,7 +168,7 @@ def map_scores(
     bias: Tensor | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Scores `[B, H, S]` to composed probabilities `[B, H, S]`, in at least float32.
+    """Turns the scores `[B, H, S]` of one query into composed probabilities `[B, H, S]`, in at least float32.
 
     Args:
         mask: three dimensions that broadcast to `[B, H, S]`.
@@ -188,8 +191,8 @@ def map_scores(
 def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tensor:
     """`rows` `[B, H, a]` times `cached` `[B, H_kv, a, b]`, scaled: `[B, H, b]`.
 
-    Inductor turns matrix products with one row into loops and fuses the producer of that row into them, so that
-    composition would be repeated for every few columns. It leaves `baddbmm` to the BLAS library.
+    It calls `baddbmm`, which Inductor leaves to the BLAS library. It makes loops of other products with one row, and
+    fuses the computation of that row into them, so that the composition would run again for every few columns.
     """
     (batch, heads, inner), kv_heads = rows.shape, cached.shape[1]
     grouped = rows.reshape(batch * kv_heads, heads // kv_heads, inner)
@@ -202,8 +205,8 @@ def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tenso
 def compose_maps(maps: Tensor, composition: Composition) -> Tensor:
     """Composes maps `[B, S, H]` of one query.
 
-    Without a compiler, all terms that do not depend on the key are one small matrix product. A compiler fuses the
-    low-rank terms of both sides into one pass over the maps, so that only the static term remains a product.
+    Without a compiler, all terms that do not depend on the key are applied as one small matrix product. A compiler
+    fuses the low-rank terms of both sides into one pass over the maps, so that only the static matrix is a product.
     """
     compiles = torch.compiler.is_compiling()
     matrix = _static_matrix(composition, maps.dtype) if compiles else _query_matrix(composition, maps.dtype)
@@ -219,7 +222,7 @@ def compose_maps(maps: Tensor, composition: Composition) -> Tensor:
 
 
 def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None:
-    """The sum of the identity, the static matrix and the query's terms, None for the identity alone.
+    """The sum of the identity, the static matrix and the query's terms; None if that is just the identity.
 
     Returns:
         `[B, H, H]`, or `[H, H]` if the query has no terms; indexed [in, out].
@@ -240,7 +243,7 @@ def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None
 
 
 def _static_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None:
-    """The identity plus the static matrix, `[H, H]`, indexed [in, out]; None without one."""
+    """The identity plus the static matrix, `[H, H]`, indexed [in, out]; None without a static matrix."""
     static = composition.static
     return None if static is None else static.to(dtype) + torch.eye(len(static), dtype=dtype, device=static.device)
 
@@ -254,6 +257,6 @@ def _sum_heads(maps: Tensor, groups: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Softmax of `scores` `[B, S, H]`, whose dimension `dim` has the keys; `mask` broadcasts to it."""
+    """Softmax of `scores` `[B, S, H]` over dimension `dim`, the keys; `mask` broadcasts to the scores."""
     visible, bias = split_mask(mask)
     return masked_softmax(scores if bias is None else scores + bias, visible, dim)

@@ -15,7 +15,7 @@ from .csrc.sources import DECODE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One more thread is worth starting for this many elements of keys.
 ELEMENTS_PER_THREAD = 1 << 15
-# The most elements of a query `[H, D]`, which lies on the stack of a thread in float32.
+# The most elements of a query `[H, D]`, which C code keeps on the stack of a thread in float32.
 LARGEST_QUERY = 1 << 17
 
 
@@ -30,9 +30,9 @@ def serves(
 ) -> bool:
     """Whether `decode_in_c` takes these arguments.
 
-    It takes plain tensors on a CPU, in one of `DTYPES` and all but mask and tables in the same, whose last dimension is
-    contiguous. No gradient may be needed, and both stages have to have the same head groups. The query is
-    `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
+    It takes plain tensors on a CPU in one of `DTYPES`; the mask may be boolean. All but mask and tables must have the
+    same dtype and a contiguous last dimension. No gradient may be needed, and both stages must have the same head
+    groups. The query is `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
     """
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
@@ -94,7 +94,10 @@ def decode_in_c(
 
 
 def _readable(mask: Tensor | None) -> Tensor | None:
-    """A mask as C code reads it, which takes 2-byte elements for bfloat16."""
+    """A mask as C code reads it: float16 as float32, because C code takes 2-byte elements for bfloat16.
+
+    The lowest finite float16 hides a key, so it becomes minus infinity.
+    """
     if mask is None or mask.dtype != torch.float16:
         return mask
     lowest = mask == torch.finfo(mask.dtype).min
@@ -110,7 +113,7 @@ def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
 
 
 def readable_tables(tables: DistanceTables) -> DistanceTables:
-    """Tables as C code reads them, rows of float32 side by side."""
+    """Tables as C code reads them: contiguous and in float32."""
     bias, gain = (None if table is None else table.float().contiguous() for table in (tables.bias, tables.gain))
     return tables._replace(bias=bias, gain=gain)
 
@@ -156,10 +159,10 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
 def decode_macros(
     heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
 ) -> tuple[tuple[str, int], ...] | None:
-    """The macros of decode.c, for the widest registers that the heads of a group, and the elements of a head, fill.
+    """The macros of decode.c, with the widest registers that the heads of a group, and the elements of a head, fill.
 
     Returns:
-        None where a query does not fit on the stack.
+        Names and values; None where a query does not fit on the stack.
     """
     if heads * width > LARGEST_QUERY:
         return None

@@ -1,4 +1,8 @@
-"""Tables by distance for the chunks of a call: all chunks read views of one block, not of a map of all pairs."""
+"""Tables by distance for the chunks of a call.
+
+The bias of a query and a key depends on their distance alone, so the biases of all chunks are views of one block that
+is as large as a chunk; a map of all pairs is never made. The same holds for gains.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,9 +12,9 @@ from torch import Tensor
 
 
 class DistanceGrid(NamedTuple):
-    """The distances of a Toeplitz block `[c, X]`, which has those of each chunk's `[c, n]` as a view.
+    """The distances of a Toeplitz block `[c, X]`, of which each chunk's distances `[c, n]` are a view.
 
-    The key in column `x` stands `t + before - x` places before query `t`.
+    The key in column `x` is `t + before - x` places before query `t`.
     """
 
     queries: int  # c, the most queries of a chunk
@@ -18,21 +22,21 @@ class DistanceGrid(NamedTuple):
     columns: int  # X
 
     def rows(self, table: Tensor) -> Tensor:
-        """The row of `table` `[L, H]` for each element, `[c, X]`; what lies outside the table takes the nearest row."""
+        """The index of the row of `table` `[L, H]` for each element, `[c, X]`; the nearest row if there is none."""
         queries, columns = (torch.arange(count, device=table.device) for count in (self.queries, self.columns))
         return (queries[:, None] + self.before - columns).clamp_(0, table.shape[0] - 1)
 
     def spread(self, table: Tensor, dtype: torch.dtype) -> Tensor:
-        """The block of a table `[L, H]`: `[H, c, X]`, in `dtype`."""
+        """Spreads a table `[L, H]` to its block `[H, c, X]`, in `dtype`."""
         return table.to(dtype).t()[:, self.rows(table)]
 
     def gather(self, block: Tensor, table: Tensor) -> Tensor:
-        """The sums of a block `[H, c, X]` over the elements that each row of `table` `[L, H]` has: `[L, H]`."""
+        """The gradient `[L, H]` of `table`, from that of its block `[H, c, X]`: sums over all elements of a row."""
         sums = torch.zeros_like(table, dtype=block.dtype)
         return sums.index_add_(0, self.rows(table).flatten(), block.flatten(1).t())
 
     def view(self, block: Tensor, position: int, queries: int, keys: slice) -> Tensor:
-        """The part `[H, c, n]` of a block `[H, c, X]` for some `keys` and so many queries from `position` on."""
+        """A view `[H, c, n]` of a block `[H, c, X]`: for `keys`, and `queries` queries from `position` on."""
         shift = self.before - (position - keys.start)
         return block[:, :queries, shift : shift + keys.stop - keys.start]
 
@@ -41,7 +45,7 @@ def grid_of(positions: Sequence[int], keys: Sequence[slice], queries: int) -> Di
     """The smallest grid for chunks of up to `queries` queries.
 
     Args:
-        positions: where the first query of each chunk stands among the keys.
+        positions: the position of each chunk's first query among the keys.
         keys: the keys that each chunk reads.
     """
     before = max((position - span.start for position, span in zip(positions, keys, strict=True)), default=0)
@@ -50,7 +54,7 @@ def grid_of(positions: Sequence[int], keys: Sequence[slice], queries: int) -> Di
 
 
 class ChunkTables(NamedTuple):
-    """What a chunk adds to its scores and multiplies probabilities by, or the gradients of both."""
+    """What is added to a chunk's scores, and what multiplies its probabilities; or the gradients of both."""
 
     bias: Tensor | None  # [H, c, n]
     gain: Tensor | None  # [H, c, n]
@@ -64,18 +68,18 @@ class TableBlocks(NamedTuple):
     gain: Tensor | None  # [H, c, X]
 
     def of_chunk(self, position: int, queries: int, keys: slice) -> ChunkTables:
-        """Views for some `keys` and so many queries, the first of which stands at `position` among all keys."""
+        """Views for `keys`, and `queries` queries from `position` among all keys on."""
         views = (
             None if one is None else self.grid.view(one, position, queries, keys) for one in (self.bias, self.gain)
         )
         return ChunkTables(*views)
 
     def zeros(self) -> "TableBlocks":
-        """Blocks for the gradients."""
+        """Zeros in the same shapes, to which gradients are added."""
         empty = (None if one is None else torch.zeros_like(one) for one in (self.bias, self.gain))
         return TableBlocks(self.grid, *empty)
 
 
 def spread_tables(grid: DistanceGrid, bias: Tensor | None, gain: Tensor | None, dtype: torch.dtype) -> TableBlocks:
-    """The blocks of tables `[L, H]`, in `dtype`."""
+    """Spreads the tables `[L, H]` of a call to blocks, in `dtype`."""
     return TableBlocks(grid, *(None if table is None else grid.spread(table, dtype) for table in (bias, gain)))

@@ -1,4 +1,4 @@
-"""The arguments of csrc/passes.c: the C struct `problem` of some items of the batch, and the compiled stages in it."""
+"""The arguments of csrc/passes.c: fills the C struct `problem` for some items of the batch, and compiles its stages."""
 
 import functools
 from array import array
@@ -14,9 +14,9 @@ from .arguments import ChunkedInputs, ChunkedSettings
 from .csrc.sources import COMPOSE
 from .distance_blocks import DistanceGrid
 
-# What C code reads, and its numbers for them in elements.h.
+# The dtypes that C code reads, with their numbers in elements.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# The most bytes that a function of compose.c may put on the stack of a thread; stages that need more do without C code.
+# The most bytes that a function of compose.c may put on the stack of a thread; stages that need more run in PyTorch.
 LARGEST_STACK = 1 << 20
 # `BLOCK_KEYS` of stage.h, the larger `BLOCK_QUERIES` of compose.c, and `MAX_CHUNK` of chunk.h.
 BLOCK_KEYS, BLOCK_QUERIES, MAX_CHUNK = 64, 4, 64
@@ -32,7 +32,7 @@ class StageShape(NamedTuple):
 
     @property
     def stack(self) -> int:
-        """How many bytes `differentiate` puts on the stack, two sets of hidden maps."""
+        """A bound on the bytes that `differentiate` puts on the stack: two sets of hidden maps (see compose.c)."""
         return torch.float32.itemsize * (self.query_terms + self.key_terms) * BLOCK_QUERIES * BLOCK_KEYS
 
 
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
     @property
     def shape(self) -> StageShape | None:
-        """What its library is compiled for; None without terms."""
+        """What its library is compiled for; None without terms, where there is nothing to compile."""
         present = self.query if self.query is not None else self.key
         if present is None:
             return None
@@ -112,7 +112,7 @@ class Problem:
         return *map(self._address, addresses), grid.columns, grid.before
 
     def _address(self, tensor: Tensor | None) -> int:
-        """The address of the data, which stays where it is as long as this object."""
+        """The address of the data, or 0; keeps the tensor alive as long as this object."""
         if tensor is None:
             return 0
         self._kept.append(tensor)
@@ -145,7 +145,7 @@ class Problem:
         return members + [cast(function, c_void_p).value or 0 for function in functions]
 
     def _matrix(self, matrix: Tensor | None) -> int:
-        """The address of `[H, H]` with an even number of rows."""
+        """The address of `[H, H]`, padded to an even number of rows, as products.h takes rows in pairs."""
         if matrix is None:
             return 0
         padded = torch.nn.functional.pad(matrix, (0, 0, 0, len(matrix) % 2))
@@ -160,7 +160,10 @@ class Problem:
 
 
 def _readable(mask: Tensor | None) -> Tensor | None:
-    """A mask of any dtype as C code reads it: boolean, or float32 with minus infinity for hidden keys."""
+    """A mask of any dtype as C code reads it: boolean or float32.
+
+    In float32 minus infinity and the lowest finite element hide a key.
+    """
     if mask is None or mask.dtype in (torch.bool, torch.float32):
         return mask
     visible, bias = split_mask(mask)
@@ -169,7 +172,10 @@ def _readable(mask: Tensor | None) -> Tensor | None:
 
 
 def table_grid(inputs: ChunkedInputs) -> DistanceGrid:
-    """The elements of a table `[H, 1, X]` for one query after all others: one for every pair of a tile of C code."""
+    """The grid of a table `[H, 1, X]` as C code reads it: a single row, from which each query reads at another offset.
+
+    It has an element for every pair of a tile, rows beyond the queries and keys beyond the last one included.
+    """
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     offset = keys - queries if inputs.offset is None else int(inputs.offset)
     before, after = offset + queries + MAX_CHUNK, -(-keys // BLOCK_KEYS) * BLOCK_KEYS - offset

@@ -1,6 +1,6 @@
-"""A decoding step over a paged cache on a CPU, in one call of C code that reads the rows where they lie.
+"""A decoding step over a paged cache on a CPU, in one call of C code that reads the rows in place.
 
-csrc/paged_decode.c tells how a row holds factors.
+csrc/paged_decode.c describes how a row holds factors.
 """
 
 import functools
@@ -34,15 +34,16 @@ def attend_to_pages(
     terms: int,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
-    """Attention of one query of each of `N` requests. Maps and sums are float32, whatever the dtype.
+    """Attention for one query of each of `N` requests. Maps and sums are float32, whatever the dtype.
 
     Results do not depend on the number of threads.
 
     Args:
         query: `[N, H, 1, D]`.
-        pre, post: the composition of both stages without factors of keys, which the rows hold.
-        terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
-        tables: two tables `[L, H]` for the distances from each query, which is on its request's last key.
+        pages: the rows of keys and values, and which of them each query sees.
+        pre, post: the composition of both stages, without the key-side factors, which are in the rows.
+        terms: number of key-side terms of one stage in a row, each of `H` elements; 0 if rows hold none.
+        tables: a bias and a gain `[L, H]`, by distance from the query, which is at its request's last key.
 
     Returns:
         `[N, 1, H, D]`; None where there is no C code for these arguments.
@@ -75,7 +76,7 @@ def _load_for(
     terms: int,
     tables: DistanceTables,
 ) -> CDLL | None:
-    """The library for the arguments of `attend_to_pages`; None where there is none."""
+    """The library for the arguments of `attend_to_pages`; None where C code does not serve them."""
     if not serves(query, pages.key, pages.value, pre, post, None, tables):
         return None
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)

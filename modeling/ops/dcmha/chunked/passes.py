@@ -1,4 +1,4 @@
-"""The forward and the backward pass of the chunked op: in C code, or over items of the batch and chunks of queries."""
+"""The forward and the backward pass of the chunked op: in C code, or as loops over items and chunks in PyTorch."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .tiling import (
 
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
-    """Returns the output `[B, T, H, D]`, which has no gradients: call it through the operator of attention.py."""
+    """Returns the output `[B, T, H, D]`, without gradients, which only the operator of attention.py adds."""
     if serves(inputs, settings):
         return attend_in_c(inputs, settings)
     batch, heads, queries, width = inputs.query.shape
@@ -61,8 +61,8 @@ def attend_backward(
         grad_output: `[B, T, H, D]`.
 
     Returns:
-        The gradients of those `inputs` that are present and no `INTEGERS`, in their shapes and dtypes; that of the mask
-        is empty where it is not needed.
+        The gradients of the `inputs` that are present, without `INTEGERS`, in their shapes and dtypes. That of the mask
+        is empty if it is not needed.
     """
     if serves(inputs, settings):
         return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
@@ -95,8 +95,8 @@ def attend_backward(
 class _InputGradients:
     """The gradients of all inputs while chunks add to them, in the working dtype.
 
-    They have the shapes of the inputs, except that factors of keys are `[B, terms, H, S]`, as in `StageFactors`, and
-    those of tables by distance are blocks.
+    They have the shapes of the inputs, with two exceptions: those of key factors are `[B, terms, H, S]`, as in
+    `StageFactors`, and those of tables by distance are blocks (distance_blocks.py).
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class _InputGradients:
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
     def of_products(self, item: int, chunk: QueryChunk) -> ProductGradients:
-        """Views for an item and a chunk's queries and keys."""
+        """Views of the gradients of a chunk's queries, keys and values, for one item."""
         queries, keys = chunk.visibility.queries, chunk.visibility.keys
         parts = {"query": queries, "key": keys, "value": keys}
         return ProductGradients(**{name: self.sums[name][item, :, part] for name, part in parts.items()})
 
     def of_factors(self, item: int, chunk: QueryChunk) -> FactorGradients:
-        """Views for an item and a chunk's queries and keys."""
+        """Views of the gradients of a chunk's factors, mask and tables, for one item."""
         mask = mask_of_item(self.sums["mask"], item) if self.mask_needs_grad else None
         return FactorGradients(
             chunk.part_of(self._stage("pre", item, self.settings.pre_groups)),

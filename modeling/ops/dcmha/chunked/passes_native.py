@@ -1,8 +1,8 @@
 """The passes of `dcmha_chunked` on a CPU, each in one call of C code for some items of the batch.
 
-Maps and sums are float32, whatever the dtype of the inputs. Where a processor multiplies bfloat16 elements, products of
-bfloat16 inputs read these as they are, and maps and their gradients rounded. Results do not depend on the number of
-threads.
+Maps and sums are float32, whatever the dtype of the inputs. On processors that multiply bfloat16 elements, products of
+bfloat16 inputs take these as they are, and round maps and their gradients to bfloat16. Results do not depend on the
+number of threads.
 """
 
 import functools
@@ -20,14 +20,14 @@ from .composers.choice import compile_mode
 from .csrc.sources import PASSES
 from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of, table_grid
 
-# Queries of a chunk: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS` elements,
-# or the last one. They are odd multiples of `GROUP_QUERIES` of chunk.h: multiples, so that the output does not depend
-# on the choice, and odd ones to put the rows of different heads into different sets of the processor's caches.
+# How many queries a chunk has: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS`
+# elements, or the last one. They are multiples of `GROUP_QUERIES` of chunk.h, so that the output does not depend on the
+# choice, and odd multiples, so that the rows of different heads fall into different sets of the processor's caches.
 CHUNK_QUERIES = (60, 36, 12)
 LARGEST_MAPS = 1 << 23
 # Items share a call while their queries and keys stay within this many elements, which bounds the copies in C code.
 LARGEST_CALL = 1 << 22
-# Each function of passes.c: the types of its arguments and of its result.
+# The functions of passes.c, with the types of their arguments and of their result.
 SIGNATURES = {
     "forward_size": ((c_void_p, c_long), c_long),
     "forward": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
@@ -37,7 +37,7 @@ SIGNATURES = {
 
 
 def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
-    """Whether C code takes these arguments; the first time this compiles it."""
+    """Whether C code takes these arguments. It is compiled when this is first called for a kind of stage."""
     if compile_mode() == "0":
         return False
     stages = stages_of(inputs, settings)
@@ -71,7 +71,8 @@ def attend_backward_in_c(
     """
     library = load_passes()
     assert library is not None
-    # Blocks of keys add to one gradient of a mask, in an order that only one thread keeps.
+    # Blocks of keys may add to the same elements of the mask's gradient, so they must do that one after the other, and
+    # always in the same order.
     threads = 1 if mask_needs_grad else usable_threads()
     chunk = _chunk_queries(inputs, settings, 1)
     sums = _Sums(inputs, settings, mask_needs_grad)
@@ -84,7 +85,7 @@ def attend_backward_in_c(
 
 
 class _Sums:
-    """The gradients that C code writes or adds to, in float32 and in its layouts."""
+    """The gradients that C code writes or adds to, in float32 and in the layouts of `gradients` in backward.h."""
 
     def __init__(self, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool) -> None:
         self.inputs = inputs
@@ -112,7 +113,7 @@ class _Sums:
         )
 
     def mask_of(self, span: slice) -> Tensor | None:
-        """The gradient of the mask that belongs to the items `span`; None where it is not needed."""
+        """The part of the mask's gradient for the items `span`; None if it is not needed."""
         if self.mask is None or self.mask.numel() == 0:
             return None
         return self.mask[span] if len(self.mask) > 1 else self.mask
@@ -142,7 +143,7 @@ class _Sums:
 
 
 def _item_spans(inputs: ChunkedInputs) -> list[slice]:
-    """Which items share a call: several where sequences are short, so that threads find enough to do."""
+    """The items of each call: several if sequences are short, so that there is enough work for all threads."""
     batch = inputs.query.shape[0]
     most = LARGEST_CALL // max(1, inputs.query[0].numel(), inputs.key[0].numel()) if batch else 1
     count = -(-batch // max(1, min(most, batch)))  # of spans, which share the items evenly
@@ -150,14 +151,14 @@ def _item_spans(inputs: ChunkedInputs) -> list[slice]:
 
 
 def _items(inputs: ChunkedInputs, span: slice) -> ChunkedInputs:
-    """The items `span` of the tensors that have one for each."""
+    """The inputs of the items `span`; tensors that all items share stay as they are."""
     shared = ("pre_static", "post_static", *TABLES, "offset")
     own = {name: one for name, one in inputs._asdict().items() if one is not None and name not in shared}
     return inputs._replace(**{name: tensor[span] for name, tensor in own.items() if len(tensor) > 1})
 
 
 def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: int) -> int:
-    """How many queries a chunk has. Each thread has the maps of one chunk in memory."""
+    """How many queries a chunk has, if each of `threads` threads has the maps of one chunk in memory."""
     _, behind, ahead = band_of(inputs, settings)
     heads, _, keys = inputs.query.shape[1], *inputs.key.shape[1:3]
     for queries in CHUNK_QUERIES:
@@ -168,7 +169,7 @@ def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: in
 
 @functools.cache
 def load_passes(**macros: int) -> CDLL | None:
-    """Returns passes.c, compiled with these macros besides its own; None where it cannot be compiled."""
+    """Returns passes.c, compiled with `LANES` and further `macros`; None where it cannot be compiled."""
     library = load_or_warn(PASSES, (("LANES", lanes()), *macros.items()), tuple(SIGNATURES))
     if library is None:
         return None

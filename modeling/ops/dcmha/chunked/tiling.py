@@ -1,4 +1,4 @@
-"""How the work of the chunked op is divided where there is no C code: into items, and each into chunks of queries.
+"""Divides the work of the chunked op in PyTorch: into items, and each item into chunks of queries.
 
 An item is a row of the batch. A chunk has `c` queries of an item and the `n` keys that any of them sees.
 """
@@ -17,14 +17,14 @@ from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 from .composers.stepwise import STEPWISE
 from .distance_blocks import ChunkTables, TableBlocks, grid_of, spread_tables
 
-# Queries of a chunk: the first of these numbers that keeps one map within `LARGEST_MAP` elements, or the last one. More
-# queries make the matrix products faster, fewer keep maps in the processor's cache.
+# How many queries a chunk has: the first of these numbers that keeps one map within `LARGEST_MAP` elements, or the last
+# one. More queries make the matrix products faster, fewer keep maps in the processor's cache.
 CHUNK_QUERIES = (64, 32, 16)
 LARGEST_MAP = 1 << 25
-# Keys that `_copy_keys_last` transposes at a time.
+# How many keys `_copy_keys_last` transposes at a time.
 TRANSPOSED_KEYS = 64
 
-# How many maps of its size a chunk needs in memory, the last of which is scratch.
+# How many buffers of the size of its maps a chunk needs; the last one is scratch.
 FORWARD_BUFFERS, BACKWARD_BUFFERS = 3, 6
 
 
@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 class QueryChunk(NamedTuple):
-    """Some queries, the keys that any of them sees, buffers for maps over both, and the composer of these maps."""
+    """Some queries of an item and the keys that any of them sees, with buffers and a composer for their maps."""
 
     visibility: ChunkVisibility
     buffers: list[Tensor]  # [c, H, n] each
@@ -62,7 +62,7 @@ class QueryChunk(NamedTuple):
         return blocks.of_chunk(position, queries.stop - queries.start, keys)
 
     def transform(self, item: Item, blocks: TableBlocks, compose_bias: bool) -> ScoreTransform:
-        """What happens to the chunk's scores."""
+        """What happens to the chunk's scores, from the inputs of its item and the tables of the call."""
         stages = self._factors(item.pre), self._factors(item.post)
         return ScoreTransform(*stages, self.tables_of(blocks), compose_bias, self.visibility, self.composer)
 
@@ -72,16 +72,16 @@ class QueryChunk(NamedTuple):
 
 
 def structure_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> Structure:
-    """Which keys each query may see by position alone."""
+    """Describes which keys each query may see by position alone."""
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    offset = None if inputs.offset is None else int(inputs.offset)  # for a tensor of a device this waits
+    offset = None if inputs.offset is None else int(inputs.offset)  # waits for the device, if it is on one
     return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
 
 
 def read_tables(
     inputs: ChunkedInputs, settings: ChunkedSettings, structure: Structure, dtype: torch.dtype
 ) -> TableBlocks:
-    """The tables of a call as the chunks of all items read them, in `dtype`."""
+    """The tables of a call as blocks in `dtype`, of which the chunks of all items read views."""
     most = _chunk_queries(structure, inputs.query.shape[1])
     spans = _query_spans(structure, most)
     positions, reaches = [span.start + structure.first_query for span in spans], list(map(structure.reach, spans))
@@ -116,7 +116,7 @@ def read_item(inputs: ChunkedInputs, settings: ChunkedSettings, index: int, dtyp
 def _read_factors(
     query: Tensor | None, key: Tensor | None, static: Tensor | None, groups: int, index: int, dtype: torch.dtype
 ) -> StageFactors | None:
-    """An item of `[B, T, terms, H]`, `[B, S, terms, H]` and `[H, H]`; None if all three are None."""
+    """The factors of one item, from `[B, T, terms, H]`, `[B, S, terms, H]` and `[H, H]`; None if all are None."""
     if query is None and key is None and static is None:
         return None
     return StageFactors(
@@ -133,9 +133,9 @@ def transpose_rows(rows: Tensor) -> Tensor:
 
 
 def _copy_keys_last(view: Tensor) -> Tensor:
-    """A contiguous copy of a view `[..., S]` in which neighbouring keys lie far apart.
+    """A contiguous copy of a view `[..., S]` in which neighbouring keys are far apart in memory.
 
-    On a CPU a few keys are copied at a time, because a copy of all at once would miss the caches.
+    On a CPU it copies a few keys at a time, because copying all at once would miss the caches.
     """
     if view.device.type != "cpu":
         return view.contiguous()
@@ -146,9 +146,10 @@ def _copy_keys_last(view: Tensor) -> Tensor:
 
 
 def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buffers: int) -> Iterator[QueryChunk]:
-    """Chunks of the queries that see any key; they use the same memory for their `buffers` maps.
+    """Yields the chunks of an item, without those whose queries see no key.
 
-    Compiled code is made for one number of queries, so that a last chunk of another size is composed step by step.
+    All chunks share the memory of their `buffers` maps, so each must be done before the next one. Code is compiled for
+    one number of queries, so a last chunk with fewer is composed step by step.
     """
     heads = item.query.shape[0]
     most = _chunk_queries(structure, heads)
@@ -167,7 +168,7 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
 
 
 def _chunk_queries(structure: Structure, heads: int) -> int:
-    """How many queries a chunk has."""
+    """How many queries a chunk has; see `CHUNK_QUERIES`."""
     for queries in CHUNK_QUERIES:
         keys = _length(structure.reach(slice(max(0, structure.queries - queries), structure.queries)))
         if queries * heads * keys <= LARGEST_MAP:
@@ -179,7 +180,7 @@ def _key_span(structure: Structure, queries: slice, first_keys: Tensor | None) -
     """The keys that a chunk works on: those that any of its queries sees.
 
     Args:
-        first_keys: `[T]`. Keys before the first of them are left out, unless reading it would wait for a device.
+        first_keys: `[T]`. Keys before the smallest one are left out, unless it is on a device, where reading it waits.
     """
     span = structure.reach(queries)
     if first_keys is not None and first_keys.device.type == "cpu":

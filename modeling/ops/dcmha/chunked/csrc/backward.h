@@ -1,8 +1,9 @@
 /* The backward pass, which computes all maps of a chunk again.
 
-   Tasks are the blocks of one chunk of each item, so that what a block of keys adds up, the gradients of keys, values
-   and their factors, belongs to one thread at a time. What a chunk of queries adds up over blocks is added afterwards,
-   in the order of the blocks. So no result depends on the number of threads. */
+   Chunks of queries are worked on one after the other, in all items at a time, and a task is one block of keys of an
+   item. The gradients of keys, values and their terms are sums over chunks: only the task of their block adds to them.
+   The gradients of queries, their terms and tables are sums over blocks: each block writes a part of its own, and the
+   parts are added afterwards, in the order of the blocks. So no result depends on the number of threads. */
 
 #ifndef DYNATTN_BACKWARD_H
 #define DYNATTN_BACKWARD_H
@@ -13,7 +14,8 @@
 
 #define MATRIX_TILE (LANES == 16 ? 4 : 2) /* processors with 16 lanes have twice as many registers */
 
-/* Gradients of all inputs, to which the pass adds; null where an input is absent. */
+/* Gradients of all inputs, to which the pass adds unless a comment says that it writes them; null where an input is
+   absent. */
 typedef struct {
     float *query;                    /* [items, heads, queries, width], which the pass writes */
     float *key, *value;              /* [items, kv_heads, blocks, BLOCK_KEYS, padded_width] */
@@ -26,24 +28,24 @@ typedef struct {
 /* A chunk in the backward pass. */
 typedef struct {
     chunk of;
-    float *scores, *probs, *grad;              /* tiles [blocks]; `scores` is `probs` without a first stage */
+    float *scores, *probs, *grad;              /* [blocks] tiles; the same memory for the first two without `pre` */
     float *grad_out;                           /* [heads, rows, row_slots] */
     float *query_tokens, *grad_out_tokens;     /* both as [heads, slots of rows, padded_width] */
-    float *sums;                               /* statistics [blocks, heads, MAX_CHUNK] */
-    float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], the gradients that each block gives */
-    float *bias_parts, *gain_parts;            /* the same of tables, [blocks, heads, STRIP] */
+    float *sums;                               /* [blocks, heads, MAX_CHUNK], see `sum_gradients` */
+    float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], what each block adds to the gradients */
+    float *bias_parts, *gain_parts;            /* [blocks, heads, STRIP], the same for tables */
 } backward_chunk;
 
 typedef struct {
     const problem *given;
     packed_keys packed;
-    long most_blocks; /* of a chunk */
+    long most_blocks; /* that any chunk sees */
     gradients to;
     backward_chunk *chunks; /* [items] */
     float *memory;          /* of all items, and then of all threads */
     long item_memory, thread_memory;
     float scaling;
-    long first; /* query of the chunks that are worked on */
+    long first; /* the first query of the chunks that are worked on now */
 } backward_pass;
 
 INLINE float *tile_of(const backward_chunk *part, float *tiles, long block) {
@@ -57,7 +59,7 @@ static backward_chunk place_backward_chunk(const problem *given, packed_keys pac
     new.probs = take(next, tiles), new.grad = take(next, tiles);
     new.scores = given->pre.compose || given->pre.matrix ? take(next, tiles) : new.probs;
     new.grad_out = take(next, rows * row_slots(given));
-    /* Without pairs, rows are in this order already. */
+    /* Without pairs a slot is an element, and the rows have this layout already. */
     new.query_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.of.query;
     new.grad_out_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.grad_out;
     new.sums = take(next, blocks * given->heads * MAX_CHUNK);
@@ -68,15 +70,16 @@ static backward_chunk place_backward_chunk(const problem *given, packed_keys pac
     return new;
 }
 
-/* Writes the queries of a chunk that takes pairs in the order of a product over queries. */
+/* Copies a chunk's rows of queries or output gradients as pairs of neighbouring queries, [heads, slots of rows,
+   padded_width], for products that sum over queries. */
 static void read_query_pairs(float *to, const heads_tensor *from, const chunk *of) {
     long size = of->rows / 2 * padded_width(of->given);
     for (long h = 0; h < of->given->heads; h++)
         read_tokens(to + h * size, from, of->item, h, of->first, of->queries, of->given);
 }
 
-/* A head of a patch, times `factor` if it is in pairs, as the left side of a product over its first `count` queries;
-   pairs are written to `pairs`. */
+/* A head of a patch, transposed, as the left side of a product that sums over its first `count` queries. Where products
+   take pairs, it is multiplied by `factor` and written to `pairs`. */
 static left_matrix keys_by_queries(const chunk *of, pairs_of_tile pairs, float *tile, long h, patch at, long count,
                                    float factor) {
     float *row = tile_row(of, tile, h, at.first);
@@ -89,8 +92,9 @@ static left_matrix keys_by_queries(const chunk *of, pairs_of_tile pairs, float *
     return (left_matrix){pairs + at.keys.begin, 1, BLOCK_KEYS, 1};
 }
 
-/* Adds `left` [heads, rows, keys of a block] transposed, times `factor` if it is in pairs, times `right` [heads, slots
-   of rows, padded_width], to gradients of a block [kv_heads, blocks, BLOCK_KEYS, padded_width] of an item. */
+/* Adds the product of a tile `left`, transposed, and `right` [heads, slots of rows, padded_width] to the gradient of
+   the keys or values of a block; `sums` is [items, kv_heads, blocks, BLOCK_KEYS, padded_width]. `factor` multiplies
+   the product where it is of pairs; without pairs `right` is scaled already. */
 static void add_products(const chunk *of, float *sums, float *left, const float *right, float factor, long block) {
     long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
     long head_size = blocks_of(of->given) * BLOCK_KEYS * width;
@@ -106,8 +110,9 @@ static void add_products(const chunk *of, float *sums, float *left, const float 
         }
 }
 
-/* Adds maps times their gradients, summed over a tile, to the gradient of a static matrix [heads in, heads out].
-   MATRIX_TILE heads of either side are in registers at a time. */
+/* Adds what a tile contributes to the gradient of a static matrix [heads in, heads out]: for each pair of heads the sum
+   of map times gradient. MATRIX_TILE heads on either side are in registers at a time; where fewer are left, the last
+   head fills the tile and its surplus sums are dropped. */
 static void add_matrix_gradient(const chunk *of, float *sums, float *maps, float *grad, long block) {
     long heads = of->given->heads;
     EACH_PATCH(at, of, block)
@@ -127,7 +132,8 @@ static void add_matrix_gradient(const chunk *of, float *sums, float *maps, float
             }
 }
 
-/* Turns `grad` from the gradient of a stage's result into that of `maps`, and adds up the gradients of its factors. */
+/* Turns `grad` from the gradient of a stage's result into that of `maps`, in place. Writes what the block adds to the
+   gradients of the queries' terms, and adds to those of the keys' terms and the static matrix. */
 static void stage_backward(const chunk *of, float *grad, float *maps, const stage *by, const float *query,
                            const float *keys, float *query_parts, float *key_sums, float *matrix_sums, float *mixed,
                            long block) {
@@ -164,7 +170,7 @@ INLINE float *scratch_of(const backward_pass *pass, long thread) {
     return pass->memory + pass->given->items * pass->item_memory + thread * pass->thread_memory;
 }
 
-/* Task: the scores of a block and the powers of the composed ones. */
+/* Task: computes the scores of a block again, composes them, and takes their exponentials. */
 static void repeat_scores(const void *context, long index, long thread) {
     const backward_pass *pass = context;
     long block;
@@ -175,10 +181,10 @@ static void repeat_scores(const void *context, long index, long thread) {
     add_bias(&part->of, scores, 1, block);
     compose_scores(&part->of, probs, scores, scratch_of(pass, thread), block);
     add_bias(&part->of, probs, 0, block);
-    take_powers(&part->of, probs, block);
+    exponentiate(&part->of, probs, block);
 }
 
-/* How many elements of scratch memory the probabilities of a block times the gain need. */
+/* How many elements of scratch memory the product of a block's probabilities and the gain needs. */
 INLINE long gained_size(const problem *given) { return given->gain ? given->heads * given->chunk * BLOCK_KEYS : 0; }
 
 /* Task: from the gradient of the output to that of a block's probabilities, and the gradient of its values. */
@@ -224,7 +230,8 @@ static void differentiate_scores(const void *context, long index, long thread) {
     add_products(of, pass->to.key, grad, part->query_tokens, of->score_factor, block);
 }
 
-/* Writes the sums of what the blocks of a chunk give to the gradients of its queries' terms. */
+/* Writes the gradients of the terms of a chunk's queries to `out`: the sums of the parts that its blocks wrote. `size`
+   is the number of elements of one query's terms. */
 static void join_query_terms(const chunk *of, float *out, const float *parts, long size) {
     if (!size) return;
     out += (of->item * of->given->queries + of->first) * size;
@@ -269,7 +276,7 @@ static void pack_for_backward(const void *context, long index, long thread) {
     pack_block(pass->given, pass->packed, index);
 }
 
-/* Begins the next chunk of every item. This and what joins blocks is too little work to wake threads for. */
+/* Begins the next chunk of every item. This and `join_...` below are too little work to wake threads for. */
 static void begin_chunks(const backward_pass *pass) {
     for (long item = 0; item < pass->given->items; item++) {
         float *next = pass->memory + item * pass->item_memory;
@@ -283,8 +290,8 @@ static void begin_chunks(const backward_pass *pass) {
     }
 }
 
-/* What softmax needs from all blocks: the factors of powers, and the sums that its gradient subtracts. */
-static void join_powers(const backward_pass *pass) {
+/* Joins over blocks what the softmax needs: its maxima and sums, and then the sums that its gradient subtracts. */
+static void join_maxima(const backward_pass *pass) {
     for (long item = 0; item < pass->given->items; item++)
         for (long h = 0; h < pass->given->heads; h++) find_factors(&pass->chunks[item].of, h);
 }

@@ -1,10 +1,10 @@
 /* One chunk: some queries of an item and the keys that they see, up to the composed probabilities.
 
    The maps of a chunk are tiles, one for each block of keys: [heads, rows, BLOCK_KEYS]. A patch is some rows of a tile
-   with the registers of keys that any of these queries sees; nothing else of a tile is read or written. The softmax is
-   joined from tiles as an online softmax is joined from spans of keys: every tile has maxima and sums of its own. What
-   a tile holds depends on its queries and keys alone, so that results do not depend on how queries are divided into
-   chunks, nor on how tasks are divided among threads. */
+   with the keys that any of these queries sees, rounded out to whole registers of LANES keys; nothing else of a tile is
+   read or written. As in an online softmax, every tile has maxima and sums of its own, which are joined when all tiles
+   of the chunk have been scored. What a tile holds depends on its queries and keys alone, so that results do not depend
+   on how queries are divided into chunks, nor on how tasks are divided among threads. */
 
 #ifndef DYNATTN_CHUNK_H
 #define DYNATTN_CHUNK_H
@@ -12,9 +12,9 @@
 #include "problem.h"
 #include "products.h"
 
-#define GROUP_QUERIES 12 /* a multiple of what products and compositions take at a time */
+#define GROUP_QUERIES 12 /* queries that share a span of keys; a multiple of ROW_TILE and of BLOCK_QUERIES */
 #define MAX_CHUNK 64     /* the most queries of a chunk, and a multiple of LANES */
-#define PART_QUERIES 4   /* whose product with a static matrix stays in the first-level cache */
+#define PART_QUERIES 4   /* so few that the product of their maps and a static matrix stays in the first-level cache */
 #define MAX_GROUPS ((MAX_CHUNK + GROUP_QUERIES - 1) / GROUP_QUERIES)
 
 typedef struct {
@@ -28,10 +28,10 @@ typedef struct {
     long groups;
     span seen[MAX_GROUPS]; /* the keys that each group of queries sees by position */
     long begin_block, end_block;
-    float *query;                  /* [heads, rows, row_slots]; scaled, unless it is in pairs */
-    float score_factor;            /* by which the products of `query` and keys are multiplied to get scores */
+    float *query;                  /* [heads, rows, row_slots]; scaled, unless it is in pairs, which that would round */
+    float score_factor;            /* scores are the products of `query` and keys times this: 1, or the scaling */
     float *pre_query, *post_query; /* [rows, terms, heads] */
-    float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK], of each tile */
+    float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK]: of the scores of each tile, and their exponentials */
 } chunk;
 
 /* The keys that any of `count` queries of an item sees by position, from `first` on. */
@@ -75,7 +75,8 @@ static patch next_patch(const chunk *of, long *group, long block) {
     return found;
 }
 
-/* Every patch of a tile that has any keys. */
+/* A loop over the patches `at` of a tile, without those that have no keys. The inner `for` runs at most once; it is
+   there to declare `at`. */
 #define EACH_PATCH(at, of, block)                          \
     for (long group_ = 0; group_ < (of)->groups;)          \
         for (patch at = next_patch(of, &group_, block), *once_ = &at; once_ && at.keys.begin < at.keys.end; once_ = 0)
@@ -90,10 +91,10 @@ INLINE map_view tile_view(const chunk *of, float *tile, long t) {
     return (map_view){tile_row(of, tile, 0, t), of->rows * BLOCK_KEYS, BLOCK_KEYS};
 }
 
-/* How many slots a row of a chunk has. */
+/* How many slots (see problem.h) one head of a query or output gradient takes. */
 INLINE long row_slots(const problem *given) { return slots(given, padded_width(given)); }
 
-/* The rows [heads, rows, row_slots] of a chunk; rows beyond the queries are zero. */
+/* Copies a chunk's part of a tensor to [heads, rows, row_slots]; rows beyond the queries are zero. */
 static void read_rows(float *to, const heads_tensor *from, const chunk *of) {
     long size = row_slots(of->given);
     memset(to, 0, sizeof(float) * of->given->heads * of->rows * size);
@@ -112,7 +113,7 @@ static void read_query_terms(float *to, const terms_tensor *from, const chunk *o
         }
 }
 
-/* The blocks that a chunk sees, and which keys each of its groups sees. */
+/* Returns the blocks that a chunk sees, and writes the keys that each of its groups sees to `seen`. */
 static span find_blocks(const problem *given, long item, long first, long rows, span *seen) {
     span blocks = {blocks_of(given), 0};
     for (long start = 0; start < rows; start += GROUP_QUERIES) {
@@ -141,7 +142,7 @@ static long find_most_blocks(const problem *given) {
     return most;
 }
 
-/* A chunk of queries of an item, from `first` on, whose members are taken from the memory at `*next`. */
+/* Describes the chunk of an item that begins with query `first`, and gives it room in the memory at `*next`. */
 static chunk place_chunk(const problem *given, packed_keys packed, long most_blocks, long item, long first,
                          float **next) {
     chunk new = {.given = given, .packed = packed, .item = item, .first = first};
@@ -158,7 +159,7 @@ static chunk place_chunk(const problem *given, packed_keys packed, long most_blo
     return new;
 }
 
-/* Copies what a chunk reads of its queries. */
+/* Copies a chunk's queries and their terms. */
 static void read_queries(chunk *of, float scaling) {
     read_rows(of->query, &of->given->query, of);
     of->score_factor = takes_pairs(of->given) ? scaling : 1;
@@ -168,8 +169,8 @@ static void read_queries(chunk *of, float scaling) {
     read_query_terms(of->post_query, &of->given->post.query, of);
 }
 
-/* tile = factor times rows [heads, rows, row_slots] times the columns of a block, [kv_heads, slots of width, BLOCK_KEYS]
-   for all blocks. */
+/* tile = factor * rows * columns, for `rows` [heads, rows, row_slots] of queries or output gradients and the packed
+   `columns` of the block's keys or values (see `packed_keys`). */
 static void multiply_columns(const chunk *of, float *tile, const float *rows, const float *columns, float factor,
                              long block) {
     long size = row_slots(of->given), repeats = of->given->heads / of->given->kv_heads;
@@ -183,10 +184,11 @@ static void multiply_columns(const chunk *of, float *tile, const float *rows, co
         }
 }
 
-/* The elements of a head's tile, as many as PAIRS needs room for. */
+/* Room for one head of a tile in pairs; a single element where pairs are not used. */
 typedef float pairs_of_tile[PAIRS ? MAX_CHUNK * BLOCK_KEYS / 2 : 1];
 
-/* A head of a patch as the left side of a product over its keys; pairs are written to `pairs`. */
+/* A head of a patch as the left side of a product that sums over its keys. Where products take pairs, it is written to
+   `pairs`. */
 static left_matrix queries_by_keys(const chunk *of, pairs_of_tile pairs, float *tile, long h, patch at) {
     float *row = tile_row(of, tile, h, at.first);
     if (!takes_pairs(of->given)) return (left_matrix){row + at.keys.begin, BLOCK_KEYS, 1, 0};
@@ -214,20 +216,20 @@ static void copy_maps(const chunk *of, map_view to, map_view from, patch at) {
                    sizeof(float) * (at.keys.end - at.keys.begin));
 }
 
-/* How many elements of scratch memory `compose_block` and its gradient need. */
+/* How many elements of scratch memory `compose_block` and `stage_backward` need. */
 INLINE long mixed_size(const problem *given) {
     return given->pre.matrix || given->post.matrix ? PART_QUERIES * even_heads(given) * BLOCK_KEYS : 0;
 }
 
-/* The part of a patch, from `*row` on, that a stage takes at a time; `*row` is advanced past it. */
+/* The rows of a patch, from `*row` on, that are composed at a time; `*row` is advanced past them. */
 INLINE patch next_part(patch whole, const stage *by, long *row) {
     patch part = {whole.first + *row, by->matrix ? smaller(whole.rows - *row, PART_QUERIES) : whole.rows, whole.keys};
     *row += part.rows;
     return part;
 }
 
-/* The part of a composition, or of its gradient, that does not come through terms: `maps`, or their product with a
-   matrix, in `mixed`. */
+/* What a composition, or its gradient, is without the terms of queries and keys: `maps` themselves or, with a static
+   matrix, their product with it, which is written to `mixed`. */
 static map_view mixed_part(float *mixed, const chunk *of, map_view maps, const float *matrix, patch at) {
     if (!matrix) return maps;
     mix_heads(mixed, of, maps, matrix, at);

@@ -2,8 +2,8 @@
 
    passes.c calls `compose` and `differentiate` of a library that was compiled for the terms of the stage; their types
    have to match those of `compose_function` and `differentiate_function` in stage.h. Maps are attention scores or
-   probabilities. A term is one packed vector of HEADS factors: a query has QUERY_RANK "down" terms, as many "up" terms
-   and, if QUERY_GATE is 1, a gate; a key likewise. Strides count elements.
+   probabilities. A term is a vector of HEADS elements: a query has QUERY_RANK "down" terms, as many "up" terms and, if
+   QUERY_GATE is 1, a gate; a key likewise. Strides count elements.
 
    Memory bounds the speed, so the elements of a map are read from the second-level cache as seldom as possible. The
    factors of BLOCK_KEYS keys stay in the first-level cache while all queries of the patch pass by, BLOCK_QUERIES at a

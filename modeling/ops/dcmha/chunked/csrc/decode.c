@@ -3,13 +3,13 @@
    decode_native.py calls `attend` and `workspace_size` and fills `problem`. An item is a row of the batch. Maps are
    scores or probabilities, here [keys, HEADS]. Strides and lengths count elements.
 
-   Memory bounds the speed, so keys, values and factors are read once, in the order in which they lie. A task is a span
-   of an item's keys with all heads, so that composition works in the first-level cache. Spans are joined as in an
-   online softmax: each has its own maxima, sums and part of the output. How keys are divided into spans depends on
+   Memory bounds the speed, so keys, values and factors are read once, in the order in which they are stored. A task is
+   a span of an item's keys with all heads, so that composition works in the first-level cache. Spans are joined as in
+   an online softmax: each has its own maxima, sums and part of the output. How keys are divided into spans depends on
    their number alone, so results do not depend on the number of threads.
 
    Macros from the compiler's command line: LANES (elements of a register that holds heads; it divides the heads of a
-   group), WIDTH_LANES (32-bit elements of a register that holds part of a key or value, at most the whole of it),
+   group), WIDTH_LANES (32-bit elements of a register that holds one head of a key or value, or a part of it),
    HEADS, KV_HEADS, GROUPS (groups of heads that low-rank terms mix), WIDTH (D, elements of a head), ELEMENT_BYTES (4:
    float32, 2: bfloat16 or float16), IS_FLOAT16. */
 
@@ -75,8 +75,8 @@ typedef struct {
     long item_stride, head_stride, key_stride;
 } heads_tensor;
 
-/* Factors of queries or keys [items, 1 or keys, terms, HEADS], whose last stride is 1; a gate is one term, and what it
-   says about terms is not read. */
+/* Factors of queries or keys [items, 1 or keys, terms, HEADS], whose last stride is 1. A gate is one term; its
+   `term_stride` and `terms` are not read. */
 typedef struct {
     const element *data; /* null where the composition has no such factors */
     long item_stride, key_stride, term_stride, terms;
@@ -115,11 +115,12 @@ typedef struct {
     long position; /* of the query among the keys, from which distances are counted */
 } problem;
 
-/* What the three phases of `attend` hand on. A span has `span_length` keys; the last one of an item may have fewer. */
+/* The results that the three phases of `attend` pass to one another. A span has `span_length` keys; the last one of an
+   item may have fewer. */
 typedef struct {
     float (*maps)[HEADS];                       /* [items * keys] */
     vec (*maxima)[HEAD_VECTORS];                /* [items * spans], of the composed scores */
-    vec (*sums)[HEAD_VECTORS];                  /* [items * spans], of the powers relative to the maxima */
+    vec (*sums)[HEAD_VECTORS];                  /* [items * spans], of exp(score - maximum) */
     width_vec (*outputs)[HEADS][ROW_VECTORS];   /* [items * spans] */
     long span_length, spans;
 } workspace;
@@ -222,7 +223,7 @@ static void compose(float (*maps)[HEADS], const stage *by, long item, long start
     }
 }
 
-/* What a mask adds to a score. The lowest finite value of its type also means minus infinity, a hidden key. */
+/* What a mask adds to a score. The lowest finite value of its type stands for minus infinity: it hides the key. */
 INLINE float bias_of(const mask *hiding, long item, long h, long s) {
     long index = item * hiding->item_stride + h * hiding->head_stride + s * hiding->key_stride;
     if (hiding->is_bool) return ((const char *)hiding->data)[index] ? 0 : -INFINITY;
@@ -233,7 +234,8 @@ INLINE float bias_of(const mask *hiding, long item, long h, long s) {
     return bias > lowest ? bias : -INFINITY;
 }
 
-/* Whether a mask that all heads share hides `count` keys of an item. Of a mask for each head the answer is no. */
+/* Whether a mask hides all of `count` keys of an item. A mask that differs between heads is not searched: the answer is
+   no. */
 static int hides_all(const mask *hiding, long item, long start, long count) {
     if (!hiding->data || hiding->head_stride) return 0;
     for (long s = start; s < start + count; s++)
@@ -252,21 +254,20 @@ static void add_mask(float (*maps)[HEADS], const mask *hiding, long item, long s
     }
 }
 
-/* The row of a table for a distance. Keys at distances that the table lacks are hidden ones, which read the nearest
-   row. */
+/* The row of a table for a distance. Only hidden keys are at distances without a row; they read the nearest one. */
 INLINE const vec *table_row(const table *from, long distance) {
     return (const vec *)(from->data + smaller(larger(distance, 0), from->length - 1) * HEADS);
 }
 
-/* Adds the bias to the scores of `count` keys, the first of which is `distance` before the query, if its place is before
-   the first composition (1), or behind it (0). */
+/* Adds the bias to the scores of `count` keys, the first of which is `distance` before the query, if it belongs where
+   this is called: `is_before` the first composition (1) or after it (0). */
 static void add_bias(float (*maps)[HEADS], const tables *by, int is_before, long distance, long count) {
     if (!by->bias.data || by->composes_bias != is_before) return;
     for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) += table_row(&by->bias, distance - s)[v];
 }
 
-/* Multiplies the probabilities of `count` keys, the first of which is `distance` before the query, by the gain, if there
-   is one. */
+/* Multiplies the probabilities of `count` keys, the first of which is `distance` before the query, by the gain, if
+   there is one. */
 static void multiply_gain(float (*maps)[HEADS], const tables *by, long distance, long count) {
     if (!by->gain.data) return;
     for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= table_row(&by->gain, distance - s)[v];
@@ -295,8 +296,8 @@ INLINE void raise_maxima(vec *maxima, float (*maps)[HEADS], long count) {
     for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) maxima[v] = maximum(AT(maps[s], v), maxima[v]);
 }
 
-/* exp(score - maximum) in place of the scores of a span's `count` keys. Keeps the maxima, and the sum of these powers. */
-static void take_powers(workspace work, float (*maps)[HEADS], const vec *maxima, long count, long item, long span) {
+/* Replaces the scores of a span's `count` keys by exp(score - maximum), and keeps the maxima and the sums of these. */
+static void exponentiate(workspace work, float (*maps)[HEADS], const vec *maxima, long count, long item, long span) {
     vec sums[HEAD_VECTORS] = {0};
     for (long s = 0; s < count; s++)
         EACH_HEAD_VECTOR(v) {
@@ -307,7 +308,7 @@ static void take_powers(workspace work, float (*maps)[HEADS], const vec *maxima,
     memcpy(work.sums[item * work.spans + span], sums, sizeof(sums));
 }
 
-/* First phase: exp(score - maximum) of an item's span, the maximum being the span's, and the sum of these powers. */
+/* First phase: exp(score - maximum) for the keys of a span, with the span's own maxima, and the sums of these. */
 static void attend_to_keys(workspace work, const problem *given, float scaling, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
     float(*maps)[HEADS] = work.maps + item * given->keys;
@@ -322,10 +323,10 @@ static void attend_to_keys(workspace work, const problem *given, float scaling, 
         score_block(maps + start, given, query, item, start, count);
         raise_maxima(maxima, maps + start, count);
     }
-    take_powers(work, maps + begin, maxima, end - begin, item, span);
+    exponentiate(work, maps + begin, maxima, end - begin, item, span);
 }
 
-/* Factors that turn the powers of a span into probabilities over all spans; zero where no key is visible. */
+/* The factors that turn a span's exp(score - maximum) into probabilities over all spans; 0 where no key is visible. */
 static void find_normalizers(vec *factors, workspace work, long item, long span) {
     vec(*maxima)[HEAD_VECTORS] = work.maxima + item * work.spans, (*sums)[HEAD_VECTORS] = work.sums + item * work.spans;
     EACH_HEAD_VECTOR(v) {
@@ -338,7 +339,7 @@ static void find_normalizers(vec *factors, workspace work, long item, long span)
     }
 }
 
-/* Second phase: the part of the output that a span's keys give, from composed probabilities and values. */
+/* Second phase: a span's part of the output, the sum of its values times their composed probabilities. */
 static void attend_to_values(workspace work, const problem *given, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
     float(*maps)[HEADS] = work.maps + item * given->keys;

@@ -5,12 +5,13 @@
 
 #include "vectors.h"
 
-/* What native_problem.py calls the types. */
+/* The types, by the numbers that native_problem.py has for them. */
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* The bit patterns `half` of float16 elements, in unsigned integers of 32 bits, as those of float32 elements; for
-   vectors and for single elements. A product moves the exponent from one bias to the other, and makes subnormal elements
-   normal. `floats` and `integers` are the types of both. */
+/* Converts bit patterns of float16 elements, in unsigned integers of 32 bits, to those of float32 elements; `floats`
+   and `integers` are types of vectors or of single elements. Moved by 13 bits, exponent and fraction are where float32
+   has them. The exponent is then too small by 112, the difference of both biases (127 - 15), and a product with 2^112
+   corrects it; the product also makes subnormal elements normal. */
 #define WIDEN_FLOAT16(floats, integers, half)                                                        \
     ({                                                                                               \
         integers half_ = (half), wider_ = (half_ & 0x7fffu) << 13, value_;                           \
@@ -46,7 +47,7 @@ static inline void read_elements(float *to, const void *from, long type, long st
         for (long i = 0; i < count; i++) to[i] = float_of(WIDEN_FLOAT16(float, unsigned, halves[i * stride]));
 }
 
-/* Both round to the nearest element, and to an even one if two are equally near. */
+/* The two functions below round to the nearest element, and to an even one if two are equally near. */
 INLINE unsigned short to_bfloat16(float from) {
     unsigned bits = bits_of(from);
     return from != from ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -55,9 +56,10 @@ INLINE unsigned short to_bfloat16(float from) {
 INLINE unsigned short to_float16(float from) {
     unsigned bits = bits_of(from), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (from != from) return sign | 0x7e00;
-    if (size >= bits_of(65520.0f)) return sign | 0x7c00;
-    /* Elements of a float32 number around 0.5 are as far apart as subnormal elements of float16. */
+    if (size >= bits_of(65520.0f)) return sign | 0x7c00; /* nearer to 65536 than to the largest element: infinity */
+    /* Above 0.5 float32 elements are 2^-24 apart, as are subnormal float16 elements, so adding 0.5 rounds to those. */
     if (size < bits_of(0x1p-14f)) return sign | (bits_of(float_of(size) + 0.5f) - bits_of(0.5f));
+    /* Rounds 13 bits of the fraction away, and moves the exponent from bias 127 to bias 15. */
     return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
 }
 

@@ -2,13 +2,13 @@
    rows in pages that a serving engine manages.
 
    paged_decode_native.py calls `attend_to_pages` and `paged_workspace_size` and fills `paged_problem`. An item is a
-   request. The phases, the spans and the arithmetic are those of decode.c. What differs: every item has a number of keys
-   of its own, a table says where they lie, and a row holds the key-side factors of its token too.
+   request. The phases, the spans and the arithmetic are those of decode.c. There are three differences: items differ in
+   their number of keys, a table says in which pages the keys are, and a row also holds the key-side terms of its token.
 
-   Macros: those of decode.c, and TERMS (factors of the key side of one stage, each of HEADS elements: down factors, as
-   many up factors and, if their number is odd, a gate). Behind the WIDTH elements of each of its KV_HEADS heads, a row
-   has EXTRA elements. Those of all heads, one after the other, are the terms [TERMS, HEADS] of its token: of the stage
-   `pre` in rows of keys, of the stage `post` in rows of values. */
+   Macros: those of decode.c, and TERMS (the number of terms of the key side of one stage, each of HEADS elements: down
+   factors, as many up factors and, if the number is odd, a gate). After the WIDTH elements of each of its KV_HEADS
+   heads, a row has EXTRA elements. Those of all heads, one after the other, are the terms [TERMS, HEADS] of its token:
+   of the stage `pre` in rows of keys, of the stage `post` in rows of values. */
 
 #include "decode.c"
 
@@ -25,12 +25,12 @@ typedef struct {
 typedef struct {
     heads_tensor query; /* [items, HEADS, 1, WIDTH] */
     pages key, value;
-    const long *table;        /* numbers of pages, those of all items */
-    const long *table_starts; /* [items]: where the pages of an item start in the table */
+    const long *table;        /* the page numbers of all items, one item after the other */
+    const long *table_starts; /* [items]: where the page numbers of an item start in the table */
     const long *first_keys;   /* [items]: the first key that the query sees, counted from the start of its first page */
     const long *key_counts;   /* [items]: how many keys the query sees from there on */
     long page_length;         /* rows of a page */
-    stage pre, post;          /* without factors of keys, which the rows hold */
+    stage pre, post;          /* without factors of keys, which are in the rows */
     long items;
     tables by_distance;
 } paged_problem;
@@ -38,20 +38,20 @@ typedef struct {
 /* How far key `s` of an item, counted from its first visible key, is before the query, which stands on the last key. */
 INLINE long distance_of(const paged_problem *given, long item, long s) { return given->key_counts[item] - 1 - s; }
 
-/* How many keys an item has room for in its workspace: one where its query sees none. */
+/* For how many keys an item has a workspace: at least one, because `divide` needs a span. */
 INLINE long room_of(const paged_problem *given, long item) {
     return given->key_counts[item] ? given->key_counts[item] : 1;
 }
 
-/* How many float32 elements of workspace `attend_to_pages` needs: a `workspace` for each item, and what they point to. */
+/* How many float32 elements of workspace `attend_to_pages` needs: for each item a `workspace` and what it points to. */
 long paged_workspace_size(const paged_problem *given) {
     long size = given->items * sizeof(workspace) / sizeof(float);
     for (long item = 0; item < given->items; item++) size += workspace_size(1, room_of(given, item));
     return size;
 }
 
-/* Points `row` at the row of key `s` of an item, counted from its first visible key, and returns how many of the keys
-   before `end` follow it at the same distance. */
+/* Points `row` at the row of key `s` of an item, counted from its first visible key. Returns how many keys, up to
+   `end`, can be read from there with one stride: those of its page, and of next pages if they follow in memory too. */
 static long find_rows(const element **row, const paged_problem *given, const pages *from, long item, long s, long end) {
     const long *table = given->table + given->table_starts[item];
     long position = given->first_keys[item] + s, page = position / given->page_length;
@@ -69,7 +69,8 @@ static void read_terms(element (*terms)[TERM_ELEMENTS], const element *row, cons
             memcpy(terms[s] + h * EXTRA, row + h * from->head_stride + WIDTH, EXTRA * sizeof(element));
 }
 
-/* A stage of an item, with the terms [keys, TERMS, HEADS] of some keys. */
+/* A stage with the query factors of one item and the terms [keys, TERMS, HEADS] of some keys, as `compose` reads it for
+   item 0. */
 static stage stage_of(const stage *by, long item, element (*terms)[TERM_ELEMENTS]) {
     stage own = *by;
     for (factor *of_query = &own.query_down; of_query <= &own.query_gate; of_query++)
@@ -115,7 +116,7 @@ static void attend_to_key_rows(workspace work, const paged_problem *given, float
         score_rows(work.maps + start, given, query, item, start, count);
         raise_maxima(maxima, work.maps + start, count);
     }
-    take_powers(work, work.maps + begin, maxima, end - begin, 0, span);
+    exponentiate(work, work.maps + begin, maxima, end - begin, 0, span);
 }
 
 /* Second phase, as `attend_to_values`. */

@@ -22,7 +22,7 @@ INLINE int_vec repeat_slot(const float *slot) {
     return (int_vec){0} + bits;
 }
 
-/* What both variants do:
+/* Both variants define the same functions:
    `add_pairs` returns sums + the product of the pairs `slots` and the pair `slot`, whose two elements are added up.
    `write_pairs` writes the elements of a vector, rounded, as LANES / 2 pairs of neighbours.
    `write_pairs_of_two` writes the elements of two vectors, rounded, as LANES pairs of one of each. */

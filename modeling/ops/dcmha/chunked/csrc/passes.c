@@ -4,7 +4,7 @@
 
 #include "backward.h"
 
-#define ALIGNMENT 16 /* elements; what each thread works on does not share cache lines with another's */
+#define ALIGNMENT 16 /* elements of a cache line: memory of different threads shares none */
 
 INLINE long aligned(long size) { return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 INLINE long most_rows(const problem *given) { return given->heads * given->chunk; }
@@ -12,7 +12,7 @@ INLINE long most_rows(const problem *given) { return given->heads * given->chunk
 typedef struct {
     const problem *given;
     packed_keys packed;
-    long most_blocks;   /* of a chunk */
+    long most_blocks;   /* that any chunk sees */
     float *out;         /* [items, queries, heads, width] */
     float *memory;      /* of all threads */
     long thread_memory; /* elements of one */
@@ -25,7 +25,8 @@ static void pack_for_forward(const void *context, long index, long thread) {
     pack_block(pass->given, pass->packed, index);
 }
 
-/* Adds what the values of a block give to `out` [heads, rows, padded_width]. */
+/* Adds the product of a tile of composed probabilities and the values of its block to `out` [heads, rows,
+   padded_width]. */
 static void add_values(const chunk *of, float *out, float *tile, long block) {
     long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
     const float *values = of->packed.value_rows + block_index(of, block) * rows_size(of->given);
@@ -39,11 +40,13 @@ static void add_values(const chunk *of, float *out, float *tile, long block) {
         }
 }
 
-/* Task: a chunk of queries, from scores to output, in the memory of one thread. The longest chunks come first. */
+/* Task: a chunk of queries, from scores to output, in the memory of one thread. The last queries come first: with
+   causality they see the most keys, and threads finish together if the longest tasks begin first. */
 static void attend_chunk(const void *context, long index, long thread) {
     const forward_pass *pass = context;
     const problem *given = pass->given;
     long item = index % given->items, first = (chunks_of(given) - 1 - index / given->items) * given->chunk;
+    /* What `place_chunk` leaves of the thread's memory, from `next` on, holds the tiles. */
     float *next = pass->memory + thread * pass->thread_memory;
     float *out = take(&next, most_rows(given) * padded_width(given)), *mixed = take(&next, mixed_size(given));
     chunk of = place_chunk(given, pass->packed, pass->most_blocks, item, first, &next);
@@ -55,7 +58,7 @@ static void attend_chunk(const void *context, long index, long thread) {
         add_bias(&of, tile, 1, block);
         compose_scores(&of, tile, tile, mixed, block);
         add_bias(&of, tile, 0, block);
-        take_powers(&of, tile, block);
+        exponentiate(&of, tile, block);
     }
     for (long h = 0; h < given->heads; h++) find_factors(&of, h);
     for (long block = of.begin_block; block < of.end_block; block++) {
@@ -117,7 +120,7 @@ long backward_size(const problem *given, long threads) {
     return taken(pass.memory) + given->items * pass.item_memory + threads * pass.thread_memory;
 }
 
-/* Adds to the gradients `to`; `memory` has `backward_size` elements. */
+/* Computes the gradients `to`; `memory` has `backward_size` elements. */
 void backward(const gradients *to, float *memory, const problem *given, float scaling, long threads) {
     backward_pass pass = place_backward(given, memory);
     long blocks = given->items * pass.most_blocks;
@@ -126,7 +129,7 @@ void backward(const gradients *to, float *memory, const problem *given, float sc
     for (pass.first = 0; pass.first < given->queries; pass.first += given->chunk) {
         begin_chunks(&pass);
         for_each_task(repeat_scores, &pass, blocks, threads);
-        join_powers(&pass);
+        join_maxima(&pass);
         for_each_task(differentiate_probs, &pass, blocks, threads);
         join_gradients(&pass);
         for_each_task(differentiate_scores, &pass, blocks, threads);

@@ -1,8 +1,9 @@
 /* The arguments of a pass over some items of the batch, and its keys packed by blocks.
 
-   A block is BLOCK_KEYS keys of an item. Keys, values and the factors of keys are copied block by block into the order
-   in which products and compositions read them, padded with zeros: float32 elements, or pairs of bfloat16 elements that
-   are neighbours in the direction in which a product adds them up, in one slot each. Strides count elements. */
+   A block is BLOCK_KEYS keys of an item. Keys, values and the terms of keys are copied block by block into the order in
+   which products and compositions read them, padded with zeros. They are copied as float32 elements; or, for products
+   of bfloat16, as pairs of elements that are neighbours in the dimension that the product sums over. A slot is 32 bits:
+   one float32 element or one such pair. Strides count elements. */
 
 #ifndef DYNATTN_PROBLEM_H
 #define DYNATTN_PROBLEM_H
@@ -42,13 +43,13 @@ typedef struct {
 typedef struct {
     heads_tensor query, key, value, grad_out; /* the last is for the backward pass */
     stage pre, post;
-    mask hiding, mask_sums; /* `mask_sums`: the gradient of `hiding`, to which the backward pass adds; or null */
+    mask hiding, mask_sums; /* `mask_sums`: the gradient of `hiding`, to which the backward pass adds, if it has data */
     const long *first_keys; /* [items, queries], the first key that each query sees, or null */
     long items, heads, kv_heads, width, queries, keys;
     long offset, behind, ahead; /* query t sees the keys from t + offset - behind to t + offset + ahead */
     long chunk;                 /* queries of a chunk, even and at most MAX_CHUNK */
     const float *bias, *gain;   /* tables by distance [heads, table_length], or null */
-    long table_length, farthest; /* element `farthest - d` is for distance d; there is one for every pair of a tile */
+    long table_length, farthest; /* element `farthest - d` is for distance d; tiles read no element outside the table */
     long composes_bias;         /* whether the bias is added before the first composition */
 } problem;
 
@@ -58,16 +59,17 @@ INLINE long blocks_of(const problem *given) { return (given->keys + BLOCK_KEYS -
 INLINE long even_heads(const problem *given) { return (given->heads + 1) / 2 * 2; }
 INLINE long padded_width(const problem *given) { return (given->width + LANES - 1) / LANES * LANES; }
 
-/* Whether products are of pairs. */
+/* Whether products multiply pairs of bfloat16 elements. */
 INLINE int takes_pairs(const problem *given) {
     int is_bfloat16 = given->query.type == BFLOAT16 && given->key.type == BFLOAT16 && given->value.type == BFLOAT16;
     return PAIRS && is_bfloat16 && (!given->grad_out.data || given->grad_out.type == BFLOAT16);
 }
 
-/* How many slots `count` elements take in the direction of a sum. */
+/* How many slots `count` elements take in the dimension that a product sums over. */
 INLINE long slots(const problem *given, long count) { return takes_pairs(given) ? (count + 1) / 2 : count; }
 
-/* Each of these has one part for each block of each item, and is null where a pass does not need it. */
+/* Packed keys, values and terms: each member has one part for each block of each item, of the shape given here. It is
+   null where a pass does not need it. Columns serve products that sum over the width, rows those that sum over keys. */
 typedef struct {
     float *key_columns, *value_columns; /* [kv_heads, slots of width, BLOCK_KEYS] */
     float *key_rows, *value_rows;       /* [kv_heads, slots of BLOCK_KEYS, padded_width] */
@@ -87,10 +89,10 @@ INLINE float *take(float **next, long size) {
     return taken;
 }
 
-/* How many elements were taken from the memory that began at null, to find out how much is needed. */
+/* How many elements were taken from memory that begins at null: a dry run, which finds out how much is needed. */
 INLINE long taken(const float *next) { return (long)((size_t)next / sizeof(float)); }
 
-/* Where the packed keys of a pass are in its memory, which is advanced past them. */
+/* Gives the packed keys of a pass room in the memory at `*next`, which is advanced past them. */
 static packed_keys place_packed(const problem *given, float **next, int is_backward) {
     long count = given->items * blocks_of(given);
     packed_keys packed = {.key_columns = take(next, count * columns_size(given))};
@@ -109,18 +111,18 @@ INLINE long head_start(const heads_tensor *from, long item, long h, long token) 
     return item * from->item_stride + h * from->head_stride + token * from->token_stride;
 }
 
-/* Reads the elements of one head of a token, in pairs of neighbours where products take them. */
+/* Reads one head of a token: float32 elements, or pairs of neighbouring channels where products take pairs. */
 INLINE void read_head(float *to, const heads_tensor *from, long item, long h, long token, const problem *given) {
     long start = head_start(from, item, h, token);
     if (!takes_pairs(given)) {
         read_elements(to, from->data, from->type, start, 1, given->width);
         return;
     }
-    to[slots(given, given->width) - 1] = 0; /* half of which stays so if the width is odd */
+    to[slots(given, given->width) - 1] = 0; /* half of this slot stays zero if the width is odd */
     memcpy(to, (const short *)from->data + start, sizeof(short) * given->width);
 }
 
-/* Reads the elements of one head of two tokens as pairs of one of each; zeros for the second unless `count` is 2. */
+/* Reads one head of two tokens as pairs of the same channel; with a `count` of 1, zeros stand for the second token. */
 INLINE void read_token_pair(float *to, const heads_tensor *from, long item, long h, long token, long count,
                             long width) {
     const unsigned short *first = (const unsigned short *)from->data + head_start(from, item, h, token);
@@ -132,7 +134,7 @@ INLINE void read_token_pair(float *to, const heads_tensor *from, long item, long
     }
 }
 
-/* Reads `count` tokens of one head in the order [slots of tokens, padded_width]. */
+/* Reads one head of `count` tokens to [slots of tokens, padded_width]. */
 static void read_tokens(float *to, const heads_tensor *from, long item, long h, long token, long count,
                         const problem *given) {
     long step = takes_pairs(given) ? 2 : 1;
@@ -145,7 +147,7 @@ static void read_tokens(float *to, const heads_tensor *from, long item, long h, 
     }
 }
 
-/* Copies a block of one head to the order [slots of width, BLOCK_KEYS]. */
+/* Copies one head of a block to [slots of width, BLOCK_KEYS]. */
 static void pack_columns(float *columns, const heads_tensor *from, long item, long h, long first, long count,
                          const problem *given) {
     long depth = slots(given, given->width);
@@ -157,7 +159,7 @@ static void pack_columns(float *columns, const heads_tensor *from, long item, lo
     }
 }
 
-/* Copies a block of one head to the order [slots of BLOCK_KEYS, padded_width]. */
+/* Copies one head of a block to [slots of BLOCK_KEYS, padded_width]. */
 static void pack_rows(float *rows, const heads_tensor *from, long item, long h, long first, long count,
                       const problem *given) {
     memset(rows, 0, sizeof(float) * row_size(given));

@@ -1,10 +1,10 @@
-/* Matrix products of small matrices in the first two levels of the cache.
+/* Products of small matrices that are in the first two levels of the cache.
 
-   The product of `a` [rows, depth] and `b` [depth, width] has the elements `out` [rows, width]. Elements of `a` and `b`
-   are float32, or they are slots with pairs of bfloat16 elements (pairs.h) that are neighbours in `depth`, which counts
-   slots then. Rows come ROW_TILE at a time and then two at a time, so that their number has to be even; `width` has to
-   be a multiple of LANES. A tile of `out` stays in registers while `depth` passes by. Every element is summed in the
-   order of `depth`, in whatever tile it lies, so that results do not depend on how rows are divided. */
+   `out` [rows, width] is the product of `a` [rows, depth] and `b` [depth, width]. `a` and `b` are float32, or they are
+   slots with pairs of bfloat16 elements (pairs.h) that are neighbours in `depth`, which then counts slots. Rows are
+   multiplied ROW_TILE at a time and then two at a time, so their number has to be even; `width` has to be a multiple of
+   LANES. A tile of `out` stays in registers during the loop over `depth`. Every element is summed in the order of
+   `depth`, whichever tile it is in, so that results do not depend on how rows are divided. */
 
 #ifndef DYNATTN_PRODUCTS_H
 #define DYNATTN_PRODUCTS_H
@@ -58,14 +58,15 @@ INLINE void multiply_all(float *out, long out_stride, left_matrix a, const float
         multiply_rows(out + row * out_stride, out_stride, a, b, b_stride, 2, width, depth, factor, adds);
 }
 
-/* `a` in such words that a compiler makes loops of their own for pairs and for a transposed matrix. */
+/* Returns `a` with constants in place of what is known about it, so that the compiler generates a loop of its own for
+   pairs, for float32, and for a transposed matrix. */
 INLINE left_matrix of_kind(left_matrix a, const int in_pairs, const int transposed) {
     a.in_pairs = in_pairs;
     *(transposed ? &a.row_stride : &a.depth_stride) = 1;
     return a;
 }
 
-/* These are functions of their own, and not inline, because compiling their loops takes long. */
+/* The functions below are not inline, because their loops take long to compile and would be compiled at every call. */
 
 /* Writes `factor` times the product; `depth_stride` is 1. */
 static void multiply(float *out, long out_stride, left_matrix a, const float *b, long b_stride, long rows, long width,

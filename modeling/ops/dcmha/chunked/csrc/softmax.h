@@ -24,22 +24,23 @@ static void hide_by_mask(float *row, const chunk *of, long h, long t, long key, 
     }
 }
 
-/* Turns a row of scores into powers relative to their maximum. */
-INLINE void take_row_powers(float *row, span part, float *top, float *sum) {
+/* Replaces a row of scores by exp(score - maximum); returns the maximum in `top` and the sum of the row in `sum`. */
+INLINE void exponentiate_row(float *row, span part, float *top, float *sum) {
     vec maxima = (vec){0} - INFINITY, sums = {0};
     for (long s = part.begin; s < part.end; s += LANES) maxima = maximum(*(vec *)(row + s), maxima);
     *top = LARGEST(LANES)(maxima);
     float base = *top == -INFINITY ? 0 : *top;
     for (long s = part.begin; s < part.end; s += LANES) {
-        vec power = exponential(*(vec *)(row + s) - base);
-        *(vec *)(row + s) = power;
-        sums += power;
+        vec exponentials = exponential(*(vec *)(row + s) - base);
+        *(vec *)(row + s) = exponentials;
+        sums += exponentials;
     }
     *sum = TOTAL(LANES)(sums);
 }
 
-/* Turns the scores of a tile into powers relative to the maximum of each row. Hidden keys get zero. */
-static void take_powers(const chunk *of, float *tile, long block) {
+/* Replaces the scores of a tile by exp(score - maximum), with the maximum of each row; hidden keys get zero. Keeps the
+   maxima and the sums of the rows. */
+static void exponentiate(const chunk *of, float *tile, long block) {
     const problem *given = of->given;
     long heads = given->heads;
     float *maxima = statistic(of, of->maxima, block, 0), *sums = statistic(of, of->sums, block, 0);
@@ -53,12 +54,13 @@ static void take_powers(const chunk *of, float *tile, long block) {
                 if (given->hiding.data)
                     hide_by_mask(row + seen.begin, of, h, t, block * BLOCK_KEYS + seen.begin, seen.end - seen.begin);
                 for (long s = larger(seen.end, at.keys.begin); s < at.keys.end; s++) row[s] = -INFINITY;
-                take_row_powers(row, at.keys, maxima + h * MAX_CHUNK + t, sums + h * MAX_CHUNK + t);
+                exponentiate_row(row, at.keys, maxima + h * MAX_CHUNK + t, sums + h * MAX_CHUNK + t);
             }
         }
 }
 
-/* Turns the maxima of a head's tiles into factors that make probabilities of their powers; 0 if a query sees no key. */
+/* Replaces the maxima of a head's tiles by the factors that turn what `exponentiate` left in them into probabilities:
+   exp(maximum of the tile - maximum of all) / sum of all. A factor is 0 if its query sees no key. */
 static void find_factors(const chunk *of, long h) {
     for (long t = 0; t < of->rows; t += LANES) {
         vec top = (vec){0} - INFINITY, sum = {0};
@@ -78,7 +80,7 @@ static void find_factors(const chunk *of, long h) {
     }
 }
 
-/* Turns the powers of a tile into probabilities. Rows beyond the queries get zero. */
+/* Multiplies a tile by the factors of `find_factors`, to get probabilities. Rows beyond the queries get zero. */
 static void normalize(const chunk *of, float *tile, long block) {
     EACH_PATCH(at, of, block)
         for (long h = 0; h < of->given->heads; h++)
@@ -89,7 +91,7 @@ static void normalize(const chunk *of, float *tile, long block) {
             }
 }
 
-/* Writes the sums of a tile's probabilities times their gradients to the statistics `out`. */
+/* Writes the sum of probability times gradient over each row of a tile to `out` [blocks, heads, MAX_CHUNK]. */
 static void sum_gradients(const chunk *of, float *out, float *grad, float *probs, long block) {
     float *sums = statistic(of, out, block, 0);
     memset(sums, 0, sizeof(float) * of->given->heads * MAX_CHUNK);
@@ -103,14 +105,15 @@ static void sum_gradients(const chunk *of, float *out, float *grad, float *probs
             }
 }
 
-/* Adds up the statistics `sums` of all tiles of a head, in those of the first. */
+/* Adds the `sums` of all tiles of a head to those of the first tile. */
 static void join_sums(const chunk *of, float *sums, long h) {
     for (long t = 0; t < of->rows; t++)
         for (long block = of->begin_block + 1; block < of->end_block; block++)
             statistic(of, sums, of->begin_block, h)[t] += statistic(of, sums, block, h)[t];
 }
 
-/* Turns the gradient of a tile's probabilities into that of its composed scores; `sums` are joined. */
+/* Turns the gradient of a tile's probabilities into that of its composed scores: probability * (gradient - sum), with
+   the sum of `join_sums`. */
 static void softmax_backward(const chunk *of, float *grad, float *probs, float *sums, long block) {
     EACH_PATCH(at, of, block)
         for (long h = 0; h < of->given->heads; h++)

@@ -17,7 +17,7 @@ def read_source(name: str) -> str:
 
 
 def _read(name: str, included: set[str]) -> str:
-    """The same without the files `included`, to which it adds; a file is needed once."""
+    """As `read_source`, but leaves out the files in `included`, to which it adds each file that it reads."""
     included.add(name)
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     lines = [f'#line 1 "{name}"']

@@ -1,4 +1,4 @@
-/* What passes.c and the libraries that are compiled from compose.c for the stages of a composition share. */
+/* The interface between passes.c and compose.c, which is compiled to a library of its own for each kind of stage. */
 
 #ifndef DYNATTN_STAGE_H
 #define DYNATTN_STAGE_H

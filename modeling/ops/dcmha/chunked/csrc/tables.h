@@ -7,7 +7,8 @@
 
 #include "chunk.h"
 
-/* Elements that a tile reads of a table, for all differences between a key of its block and a query of its chunk. */
+/* The number of neighbouring elements of a table that a tile can read: one for each difference of a key of its block
+   and a query of its chunk. */
 #define STRIP (MAX_CHUNK + BLOCK_KEYS)
 
 /* The index in a head of a table for the first key of a block and the first query of a chunk. */
@@ -20,7 +21,8 @@ INLINE const float *table_row(const chunk *of, const float *table, long h, long 
     return table + h * of->given->table_length + table_index(of, block) - t;
 }
 
-/* Adds the bias to a tile of scores if its place is before the first composition (1), or behind it (0). */
+/* Adds the bias to a tile of scores, if it belongs where this is called: `is_before` the first composition (1) or after
+   it (0). */
 static void add_bias(const chunk *of, float *tile, int is_before, long block) {
     const problem *given = of->given;
     if (!given->bias || given->composes_bias != is_before) return;
@@ -46,8 +48,8 @@ static void multiply_gain(const chunk *of, float *out, float *tile, long block) 
             }
 }
 
-/* Writes the gradient that a tile gives to a table, [heads, STRIP]: `grad`, times `probs` unless that is null, summed
-   over the pairs of each distance. The pair of query t and key s belongs to element s - t + MAX_CHUNK. */
+/* Writes what a tile adds to the gradient of a table, [heads, STRIP]: for each distance the sum of `grad`, or of `grad`
+   times `probs` unless that is null. The pair of query t and key s belongs to element s - t + MAX_CHUNK. */
 static void sum_by_distance(const chunk *of, float *strips, float *grad, float *probs, long block) {
     strips += (block - of->begin_block) * of->given->heads * STRIP;
     memset(strips, 0, sizeof(float) * of->given->heads * STRIP);
@@ -61,7 +63,7 @@ static void sum_by_distance(const chunk *of, float *strips, float *grad, float *
             }
 }
 
-/* Adds what the blocks of a chunk give to the gradient of a head of a table, [items, heads, table_length]. */
+/* Adds the strips of all blocks of a chunk to one head of the gradient of a table, [items, heads, table_length]. */
 static void join_strips(const chunk *of, float *sums, const float *strips, long h) {
     const problem *given = of->given;
     sums += (of->item * given->heads + h) * given->table_length;

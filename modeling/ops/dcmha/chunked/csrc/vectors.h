@@ -1,7 +1,8 @@
 /* Vectors of `LANES` float32 elements, one register each, and arithmetic on them.
 
-   `FLOATS(n)` is the vector type of n elements (n a power of two up to 16) and `TOTAL(n)` sums the elements of one.
-   The sum is written as halving of vectors because compilers keep that in registers, and not a loop over elements. */
+   `FLOATS(n)` is the type of a vector of n elements (n a power of two up to 16), `TOTAL(n)` the function that sums its
+   elements, and `LARGEST(n)` the one that returns the largest. Both halve the vector again and again, which compilers
+   keep in registers; a loop over elements they do not. */
 
 #ifndef DYNATTN_VECTORS_H
 #define DYNATTN_VECTORS_H
