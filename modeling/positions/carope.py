@@ -81,7 +81,8 @@ def make_room_for_phases(cache: Cache, config: PreTrainedConfig) -> None:
 
     Transformers allocates static caches by the configured width of keys before it reads prompts in chunks.
     """
-    for layer, layer_type in zip(cache.layers, config.layer_types, strict=False):
+    layers: list[Any] = cache.layers
+    for layer, layer_type in zip(layers, config.layer_types, strict=False):
         allocated = isinstance(layer, StaticLayer) and layer.is_initialized
         if allocated and config.scheme_of(layer_type) == "carope" and layer.keys.shape[-1] == config.head_dim:
             layer.is_initialized = False
