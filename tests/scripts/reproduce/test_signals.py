@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dynattn import DCFormerConfig
 from dynattn.scripts.common.errors import StoppedError
 from dynattn.scripts.reproduce.quickstart import run_once
 from dynattn.scripts.reproduce.study_runs import worker_pool
@@ -45,18 +46,8 @@ def test_processes_of_a_study_end_with_it():
     assert not active_children()
 
 
-class UnsendableError(Exception):
-    """Cannot be made from what `pickle` keeps of it, as some errors of other libraries."""
-
-    def __init__(self, message: str, cause: str) -> None:
-        super().__init__(message)
-
-
-def fail(item: int) -> None:
-    raise UnsendableError(f"item {item} fails", "no reason")
-
-
 @pytest.mark.slow
 def test_errors_of_a_worker_are_told_whatever_their_class():
-    with pytest.raises(RuntimeError, match="UnsendableError: item 7 fails"), worker_pool(2) as results_of:
-        list(results_of(fail, [7]))
+    # What a wrong configuration raises cannot be made from what `pickle` keeps of it.
+    with pytest.raises(RuntimeError, match="compose_rank .99. must be from 1"), worker_pool(2) as results_of:
+        list(results_of(DCFormerConfig.from_dict, [{"compose_rank": 99}]))
