@@ -49,5 +49,5 @@ def test_processes_of_a_study_end_with_it():
 @pytest.mark.slow
 def test_errors_of_a_worker_are_told_whatever_their_class():
     # What a wrong configuration raises cannot be made from what `pickle` keeps of it.
-    with pytest.raises(RuntimeError, match="compose_rank .99. must be from 1"), worker_pool(2) as results_of:
+    with pytest.raises(RuntimeError, match=r"compose_rank \(99\) must be from 1"), worker_pool(2) as results_of:
         list(results_of(DCFormerConfig.from_dict, [{"compose_rank": 99}]))
