@@ -41,8 +41,8 @@ class ComposedConfig(CompositionConfig):
             use a scheme of its own.
         compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` to the scores before
             they are composed, so that composition mixes it too; by default it is added after.
-        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): number of T5's buckets, and the distance from
-            which on all share the last bucket.
+        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): number of T5's buckets, and the distance up to
+            which they are spread; all longer distances are in the last one.
         position_gain (`str`, *optional*): URPE (arXiv 2205.13401): learned factors on the probabilities, one for each
             `"distance"` or one for each of T5's buckets (`"bucket"`). Goes with any scheme.
         position_gain_length (`int`, *optional*): number of distances that have a factor of their own in `"distance"`;

@@ -1,7 +1,7 @@
 """Tables `[L, H]` with one row for each distance from a key to a query: how they are read and what is checked.
 
-The distance of a key is the number of places in the row that it stands before the query, whatever positions the tokens
-have. So rows with padding on the left and packed documents need nothing special.
+The distance is counted in places of the row: how many the key is before the query, whatever the tokens' position ids
+are. So padding on the left and packed documents need nothing special.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from .validation import is_integer
 
 
 class DistanceTables(NamedTuple):
-    """What a call adds to the scores, and multiplies probabilities by, for each distance and head."""
+    """The tables by distance of a call, and the position that distances are counted from."""
 
     bias: Tensor | None = None  # [L, H], added to the scores
     gain: Tensor | None = None  # [L, H], multiplies the probabilities
-    offset: int | Tensor | None = None  # position of the first query among the keys; None: queries end where keys end
+    offset: int | Tensor | None = None  # position of the first query among the keys; None: the last is at the last key
     compose_bias: bool = False  # whether the bias is added before the first composition, so that it is mixed too
 
     @property
@@ -29,7 +29,7 @@ class DistanceTables(NamedTuple):
 
     @property
     def present(self) -> dict[str, Tensor | None]:
-        """The tables by the names that callers know."""
+        """The tables by the names that they have as arguments, for messages; None for one that is absent."""
         return {"position_bias": self.bias, "position_gain": self.gain}
 
 
@@ -45,10 +45,10 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
 
 
 def table_options(name: str, attend: Callable[..., Any], tables: DistanceTables) -> dict[str, DistanceTables]:
-    """The keyword `tables` for an implementation of attention of some name; none where there are no tables.
+    """The keyword argument `tables` for the implementation `attend`, called `name`; none if there are no tables.
 
     Raises:
-        ValueError: there are tables or an offset, and `attend` has no such keyword.
+        ValueError: there are tables or an offset, but `attend` has no argument `tables`.
     """
     if not tables.has_any:
         return {}
@@ -75,13 +75,13 @@ def check_table_lengths(
     later_rows: int = 0,
     is_causal: bool = True,
 ) -> None:
-    """Checks that position tables `[L, ..]` have a row for every distance that positions alone allow.
+    """Checks that position tables `[L, ..]` have a row for every distance that causality and window allow.
 
-    A mask may hide the far keys, as between packed documents; layers with a mask check what their queries really
-    reach. An offset that is a tensor is not read.
+    Masks are not considered. A layer whose mask hides far keys, as between packed documents, has to check by itself
+    which distances its queries reach. An offset that is a tensor is not read.
 
     Args:
-        later_rows: rows of the tables that belong to later keys; the first query reaches the farthest of those.
+        later_rows: how many rows of the tables belong to later keys; the first query reaches the farthest of those.
 
     Raises:
         ValueError: a table is too short; the text names it.

@@ -9,8 +9,9 @@ from torch import Tensor
 class Structure(NamedTuple):
     """Causality and the sliding window: which of `keys` keys each of `queries` queries sees by its position.
 
-    Query `t` stands at position `t + offset`; without an offset, queries are aligned to the end of the keys, so that it
-    is `S - T`. A query sees no later key if `is_causal`, and only the nearest `sliding_window` keys, itself included.
+    Query `t` is at position `t + offset` among the keys. By default the last query is at the last key: `offset` is
+    `S - T`. A query sees no later key if `is_causal`, and with a window only keys that are fewer than `sliding_window`
+    places away: so many with itself, and without causality as many again on the other side, less itself.
     """
 
     queries: int
@@ -25,7 +26,7 @@ class Structure(NamedTuple):
         return self.keys - self.queries if self.offset is None else self.offset
 
     def reach(self, queries: slice) -> slice:
-        """Returns the keys that any of these queries sees; empty where there are none."""
+        """Returns the keys that any of these queries sees; an empty slice if they see none."""
         offset, first, last = self.first_query, 0, self.keys
         if self.sliding_window is not None:
             first = max(0, queries.start + offset - self.sliding_window + 1)
@@ -43,7 +44,7 @@ class Structure(NamedTuple):
         return torch.ones_like(distance, dtype=torch.bool) if visible is None else visible
 
     def edges(self, queries: slice, keys: slice) -> list[slice]:
-        """Returns the parts of `keys`, the reach of `queries`, that some of `queries` do not see."""
+        """Returns the parts of `keys`, the reach of `queries`, that not all of these queries see."""
         offset, edges = self.first_query, []
         if self.sliding_window is not None:
             edges.append(slice(keys.start, min(keys.stop, queries.stop + offset - self.sliding_window)))
@@ -54,17 +55,18 @@ class Structure(NamedTuple):
 
 
 def key_distances(queries: int, keys: int, offset: int | Tensor | None, device: torch.device) -> Tensor:
-    """How many tokens each key stands before each query, `[T, S]`; negative for later keys.
+    """How many places each key is before each query, `[T, S]`; negative for later keys.
 
     Args:
-        offset: position of the first query among the keys, an integer or `[]`; None aligns the last query to the end.
+        offset: position of the first query among the keys, an integer or `[]`; None puts the last query at the last
+            key.
     """
     first = keys - queries if offset is None else offset
     return (torch.arange(queries, device=device) + first)[:, None] - torch.arange(keys, device=device)
 
 
 def visible_distances(distance: Tensor, *, is_causal: bool, sliding_window: int | None) -> Tensor | None:
-    """True where a query sees the key at a distance of `[T, S]`, same shape; None if it sees all keys."""
+    """True where a query sees the key at this `distance` `[T, S]`, same shape; None if every query sees every key."""
     if not is_causal and sliding_window is None:
         return None
     visible = torch.ones_like(distance, dtype=torch.bool)
@@ -122,7 +124,7 @@ def with_first_keys(
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """The conjunction of two boolean masks `[..., T, S]`, of which None hides nothing."""
+    """The keys that both boolean masks `[..., T, S]` leave visible; None stands for a mask that hides nothing."""
     if first is None or second is None:
         return second if first is None else first
     return first & second

@@ -1,4 +1,4 @@
-"""The modes of PyTorch that an op has to follow by itself: autocast, function transforms, forward-mode derivatives."""
+"""The modes of PyTorch that an op has to handle by itself: autocast, function transforms, forward-mode derivatives."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, all on one device, in the dtype of autocast if it is on; it leaves float64 as it is."""
+    """The tensors, which are all on one device, in the dtype of autocast if it is on; float64 stays as it is."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -19,10 +19,13 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates an op so that `definition`, ordinary PyTorch with the same arguments, serves transformed calls.
+    """Decorates an op so that calls under function transforms go to `definition`, ordinary PyTorch operators.
 
-    Those are calls inside `torch.func.grad`, `vmap`, `jvp` and their like, and inside `forward_ad.dual_level`. An
-    operator has a backward pass and nothing else: it would drop the tangents of such a call without a word.
+    Those are calls inside `torch.func.grad`, `vmap`, `jvp` and the like, and inside `forward_ad.dual_level`. The op, a
+    custom operator, only has a backward pass: it would silently drop tangents, for example.
+
+    Args:
+        definition: takes the same arguments as the op.
     """
 
     def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +39,7 @@ def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., 
 
 
 def _is_transformed() -> bool:
-    """Whether a transform or a level of forward-mode derivatives is active. What is compiled is not asked."""
+    """Whether a function transform or a level of forward-mode derivatives is active; False under `torch.compile`."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -1,7 +1,7 @@
 """Shared libraries of C code that are compiled once on the machine where they run, and kept in the user's cache.
 
-A library in the cache is code that will run, so that it is loaded only if nobody but the user can have written it, and
-only if it is complete: its file name holds the checksum of its contents.
+A library in the cache is code that this process will run. So it is loaded only if nobody but the user can have written
+it, and only if it is complete: its file name holds the checksum of its contents.
 """
 
 import atexit
@@ -25,11 +25,11 @@ CAPABILITIES = {
     "AVX512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"), 16),
     "AVX2": (("-mavx2", "-mfma"), 8),
 }
-# More flags, by what PyTorch calls the capability that a processor needs for them. Old compilers do not know them.
+# Further flags, by PyTorch's name for the capability that a processor needs for them. Old compilers do not know them.
 NEWER_FLAGS = {"avx512_bf16": "-mavx512bf16"}
-# What C code computes in and where it finds it, whatever the default dtype and device of PyTorch are.
+# Options for tensors that C code reads or writes, whatever the default dtype and device of PyTorch are.
 C_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-# A compiler that has not ended after so many seconds never will.
+# A compiler that runs longer than this hangs, and is stopped.
 COMPILER_SECONDS = 120
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
@@ -44,7 +44,7 @@ def _capability() -> tuple[tuple[str, ...], int]:
 
 
 def _newer_flags() -> tuple[str, ...]:
-    """Those of `NEWER_FLAGS` that this processor has the capabilities for, where PyTorch makes use of its AVX512."""
+    """The flags of `NEWER_FLAGS` whose capabilities this processor has, if PyTorch uses its AVX512."""
     has = getattr(torch.cpu, "get_capabilities", dict[str, bool])()
     return tuple(flag for name, flag in NEWER_FLAGS.items() if has.get(name) and lanes() == 16)
 
@@ -52,7 +52,7 @@ def _newer_flags() -> tuple[str, ...]:
 def usable_threads() -> int:
     """Returns how many threads C code may use: as many as PyTorch, but one in a forked process.
 
-    Threads of OpenMP do not survive a fork, and a process that has inherited their records would wait for them forever.
+    OpenMP's threads do not survive a fork, but its records of them do: a forked process would wait for them forever.
     """
     return 1 if os.getpid() != _PROCESS else torch.get_num_threads()
 
@@ -62,15 +62,15 @@ _PROCESS = os.getpid()
 
 
 def find_compiler() -> str | None:
-    """Returns the path of a C compiler, or None: what the environment variable `CC` names, else cc, gcc or clang."""
+    """Returns the path of a C compiler, or None: the environment variable `CC` (by default cc), else gcc or clang."""
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 
 
 def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], functions: tuple[str, ...]) -> ctypes.CDLL | None:
-    """Returns `load_library(source, macros)`, or None if there is no such library with these functions.
+    """Returns `load_library(source, macros)`, or None if that fails or the library lacks one of these functions.
 
-    Warns at the first failure of a process. After that nothing more is compiled: a compiler that fails or hangs once
-    does so again.
+    The first failure warns, and from then on the process loads and compiles nothing more, because a compiler that fails
+    or hangs once will do so again.
     """
     if _failures:
         return None
@@ -93,8 +93,8 @@ _failures: list[str] = []
 def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Returns the library compiled from `source`, from the cache if this machine has compiled the same before.
 
-    Where there is no compiler any more, what any compiler has left in the cache serves. The library is linked to no
-    OpenMP runtime: threads.h finds that of PyTorch, which is loaded already.
+    If there is no compiler any more, a library of any earlier compiler in the cache serves. The library is not linked
+    to an OpenMP runtime: threads.h uses that of PyTorch, which is loaded already.
 
     Args:
         source: text of one C file without local includes.
@@ -110,7 +110,7 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
             return _load((*options, *newer), source)
         except TimeoutError:
             raise
-        except OSError:  # of a compiler that is older than these flags, or of one that fails without them too
+        except OSError:  # the compiler does not know these flags, or would fail without them too
             pass
     return _load(options, source)
 
@@ -134,7 +134,7 @@ def _hash(text: str) -> str:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a file is the user's own, closed to others, and has the contents that its name tells."""
+    """Whether only the user can have written a file, and its contents have the checksum in its name."""
     try:
         return _is_private(path) and path.stem.endswith(_checksum(path))
     except OSError:  # another process has just removed it
@@ -153,9 +153,9 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """The user's cache, a folder of this user among the temporary files, or a temporary folder: the first that is safe.
+    """The first safe one of: the user's cache, a folder of the user among the temporary files, a new temporary folder.
 
-    The second one serves where there is no home to write to, so that not every process compiles anew.
+    Where there is no home to write to, the second spares each process from compiling again.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     for place in (root / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
@@ -164,13 +164,16 @@ def _cache_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) and not _can_be_replaced(folder):
                 return folder
-        except (OSError, RuntimeError):  # the second is about a user whose home nobody knows
+        except (OSError, RuntimeError):  # `expanduser` raises RuntimeError for a user without a home
             continue
     return _temporary_folder(os.getpid())
 
 
 def _can_be_replaced(folder: Path) -> bool:
-    """Whether others may rename a folder above, which only its owner may do where the sticky bit is set."""
+    """Whether another user could replace the folder by renaming it or a folder that it is in.
+
+    That takes write access to the folder above; with the sticky bit, only the owner of a folder may rename it.
+    """
     modes = (parent.stat().st_mode for parent in folder.resolve().parents)
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
 
@@ -184,7 +187,7 @@ def _temporary_folder(process: int) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    """Removes the folder of this process; processes that it forks leave it alone."""
+    """Removes the folder if this is the process that made it, and not one forked from it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 

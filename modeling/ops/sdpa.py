@@ -25,12 +25,12 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """Plain multi-head or grouped-query attention. Returns the output `[B, T, H, D]`, and no attention maps.
 
-    The arguments are those of `dcmha_attention`, which comes here if `pre` and `post` are None. Queries are aligned to
-    the end of the keys, and a query that sees no key gives zeros. A bias by distance becomes a mask of all pairs.
+    The arguments are those of `dcmha_attention`, which calls this if `pre` and `post` are None. A query that sees no
+    key gives zeros. A bias by distance becomes an additive mask with an element for every pair.
 
     Raises:
-        ValueError: there is a gain, for which SDPA has no place, or a bias in half precision, to which SDPA would round
-            it.
+        ValueError: there is a gain, which SDPA cannot apply, or a bias with half precision inputs, whose dtype SDPA
+            would round it to.
     """
     if tables.gain is not None:
         raise ValueError("implementation='sdpa' cannot multiply probabilities (position_gain); use 'chunked'")
@@ -38,7 +38,7 @@ def plain_attention(
         raise ValueError(f"implementation='sdpa' would round position_bias to {query.dtype}; use 'chunked'")
     queries, keys = query.shape[-2], key.shape[-2]
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
-    # SDPA aligns its own causal mask to the start of the keys, which is the same only for as many queries as keys.
+    # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys.
     aligned = queries == keys and tables.offset is None
     builtin_causal = is_causal and aligned and sliding_window is None and attention_mask is None and tables.bias is None
     visible, mask = None, None

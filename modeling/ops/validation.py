@@ -1,7 +1,7 @@
-"""What attention calls are checked for, whichever op and implementation serves them: numbers, shapes and dtypes.
+"""The checks that attention calls of every op and implementation have in common: values, shapes and dtypes.
 
-No contents are read, because that would wait for a device, and every layer of a decoding step is checked. What passes
-is safe for code that trusts shapes, as C code does.
+No contents of tensors are read, because that would wait for a device in every layer of every decoding step. Arguments
+that pass are safe for code that trusts shapes, as C code does.
 """
 
 import math
@@ -21,7 +21,7 @@ def check_call(
     scaling: float | None,
     sliding_window: int | None,
 ) -> None:
-    """Checks what all ops take.
+    """Checks the arguments that all ops have.
 
     Args:
         query: `[B, H, T, D]`.
@@ -29,7 +29,7 @@ def check_call(
         attention_mask: up to four dimensions that broadcast to `[B, H, T, S]`.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: a shape, dtype or value does not fit; the message says what would.
     """
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(
@@ -72,17 +72,20 @@ def check_dtype(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) 
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer, or one that a compiler traces; booleans are none."""
+    """Whether `value` is an integer, or stands for one while a compiler traces; a boolean is not."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is an integer or a float, or one that a compiler traces."""
+    """Whether `value` is an integer or a float, or stands for one while a compiler traces."""
     return isinstance(value, (float, torch.SymFloat)) or is_integer(value)
 
 
 def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """`[B, H, T, D]` and `[B, H_kv, S, D]` twice: floating point, and the same dtype unless autocast makes it so."""
+    """Raises ValueError unless `[B, H, T, D]` and twice `[B, H_kv, S, D]` are floating point and of one dtype.
+
+    Under autocast dtypes may differ, since it casts them to one.
+    """
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     if not dtypes <= {*DTYPES}:
         raise ValueError(f"query, key and value must be floating point, not {query.dtype}, {key.dtype}, {value.dtype}")

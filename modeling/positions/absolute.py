@@ -1,4 +1,4 @@
-"""Absolute positions that are added to token embeddings: sinusoids, and the limit of learned ones."""
+"""Absolute positions, which are added to token embeddings: sinusoids, and checks of learned ones."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
 
 
 class SinusoidalPositions(nn.Module):
-    """A table of `sinusoids`, which is computed and not stored."""
+    """A table of `sinusoids`, which is computed and not part of checkpoints."""
 
     table: Tensor
 
@@ -29,20 +29,20 @@ class SinusoidalPositions(nn.Module):
 
 @torch.no_grad()
 def init_sinusoids(module: SinusoidalPositions) -> None:
-    """Computes the table; Transformers allocates models without values and asks for all of them."""
+    """Computes the table, also for a model that Transformers allocated without values and then initializes."""
     positions, width = module.table.shape
     init.copy_(module.table, sinusoids(torch.arange(positions), width))
 
 
 class SinusoidalEmbedding(nn.Module):
-    """`sinusoids` of any positions, times a scale, without a table."""
+    """`sinusoids` times a scale, computed for any positions in each call, without a table."""
 
     def __init__(self, hidden_size: int, scale: float) -> None:
         super().__init__()
         self.hidden_size, self.scale = hidden_size, scale
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Positions `[B, T]` to float32 `[B, T, E]`."""
+        """Returns float32 `[B, T, E]` for positions `[B, T]`."""
         return self.scale * sinusoids(position_ids, self.hidden_size).float()
 
 
@@ -69,7 +69,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 def make_absolute(config: Any) -> nn.Module | None:
-    """The module that maps positions `[B, T]` to what is added to embeddings, None for schemes that add nothing."""
+    """The module that maps positions `[B, T]` to `[B, T, E]` to add to embeddings; None if the scheme adds nothing."""
     if config.position_scheme == "learned":
         return nn.Embedding(config.max_position_embeddings, config.hidden_size)
     if config.position_scheme == "sinusoidal":
@@ -81,7 +81,8 @@ def make_absolute(config: Any) -> nn.Module | None:
 def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: Any, position_ids: Tensor) -> None:
     """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
 
-    Positions are read for prompts, and for a token that may be beyond the table; reading makes decoding wait.
+    Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
+    never while tracing or with a static cache.
     """
     limit = config.max_position_embeddings
     if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):

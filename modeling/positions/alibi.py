@@ -7,8 +7,8 @@ from torch import Tensor
 def alibi_bias(length: int, heads: int, device: torch.device) -> Tensor:
     """The bias of each head by distance, float32 `[length, H]`.
 
-    The paper's code adds a slope times the index of the key instead. That differs by a number for each query, which the
-    softmax removes, but a composition before the softmax does not.
+    The paper's code adds the slope times the index of the key instead. The difference is a constant for each query and
+    head, which the softmax cancels, but a composition before the softmax does not.
     """
     distance = torch.arange(length, device=device, dtype=torch.float32)
     return -distance[:, None] * alibi_slopes(heads, device)

@@ -1,4 +1,4 @@
-"""Learned numbers for each head and distance, or bucket of distances, of which models make tables `[L, H]`."""
+"""Learned tables: one number for each head and distance, or bucket of distances, spread to tables `[L, H]`."""
 
 import math
 from typing import Any
@@ -11,8 +11,9 @@ from transformers import initialization as init
 def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
     """The bucket of each distance from 0 to `length - 1`, int64 `[length]`, in a decoder of T5 (arXiv 1910.10683).
 
-    The first half of the buckets holds one distance each. The borders of the others grow by a constant factor up to
-    `max_distance`; everything beyond is in the last one. Logarithms are float32, because they decide the borders.
+    The first half of the buckets holds one distance each. The others grow by a constant factor, from there up to
+    `max_distance`; all longer distances are in the last one. Logarithms are float32, as in T5, because their rounding
+    decides about distances at the borders.
     """
     distance = torch.arange(length, device=device)
     exact = num_buckets // 2
@@ -24,29 +25,30 @@ def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.d
 class DistanceTable(nn.Embedding):
     """A learned table with one row for each distance, or for each of T5's buckets, and a column for each head.
 
-    It is an embedding of distances, so that optimizers leave it undecayed and quantization leaves it alone.
+    It is an `nn.Embedding` of distances, so that weight decay and quantization skip it, as they skip other embeddings.
     """
 
     def __init__(self, rows: int, heads: int, *, mean: float, std: float, max_distance: int | None = None) -> None:
         """Makes a table.
 
         Args:
-            rows: of the table; with `max_distance`, the number of buckets.
-            mean, std: of its initial numbers.
-            max_distance: where the last bucket begins; None for a row for each distance.
+            rows: number of rows; with `max_distance`, the number of buckets.
+            heads: number of columns.
+            mean, std: of the initial weights.
+            max_distance: see `t5_buckets`; None for a row for each distance.
         """
         self.mean, self.std = mean, std
         super().__init__(rows, heads)
         self.max_distance = max_distance
 
     def reset_parameters(self) -> None:
-        """Draws the initial numbers."""
+        """Draws the initial weights."""
         init.normal_(self.weight, self.mean, self.std)
 
     def forward(self, length: int) -> Tensor:  # type: ignore[override]
-        """The numbers of the distances from 0 to `length - 1`, at least float32 `[length, H]`.
+        """The table for the distances from 0 to `length - 1`, at least float32 `[length, H]`.
 
-        Distances beyond the table take its last row.
+        Distances beyond the last row take that row.
         """
         rows, device = self.weight.shape[0], self.weight.device
         if self.max_distance is None:
@@ -57,7 +59,7 @@ class DistanceTable(nn.Embedding):
 
 
 def learned_bias(config: Any) -> DistanceTable | None:
-    """T5's bias for the heads of a decoder, which all layers share; None where no layer has it."""
+    """T5's bias for the heads of a decoder, which all layers share; None if no layer has it."""
     if "t5" not in config.schemes:
         return None
     std = config.hidden_size**-0.5
@@ -66,7 +68,7 @@ def learned_bias(config: Any) -> DistanceTable | None:
 
 
 def learned_gain(config: Any) -> DistanceTable | None:
-    """URPE's factors on the probabilities of a decoder, 1 at first, which all layers share; None without them."""
+    """URPE's factors on the probabilities of a decoder, initially 1, which all layers share; None if it has none."""
     if config.position_gain is None:
         return None
     rows, max_distance = config.position_gain_length or config.max_position_embeddings, None

@@ -21,9 +21,9 @@ BATCH_DEPENDENT = ("dynamic", "longrope")
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary angles.
 
-    Called with any tensor `x` of the dtype and device that the result shall have, and `position_ids` `[B, T]`, it
+    Called with `position_ids` `[B, T]` and any tensor `x` on the device and of the dtype that the result shall have, it
     returns two tensors `[B, T, rotary_dim]`. `rotary_dim` is `head_dim` times the `partial_rotary_factor`. If the
-    configuration names a `rotary_dtype`, they are at least in that dtype.
+    configuration has a `rotary_dtype`, they have at least that precision.
     """
 
     inv_freq: Tensor
@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follows the model to other devices and not to other dtypes, which would turn far tokens by wrong angles."""
+        """Moves the buffers to other devices, but never to other dtypes, in which far tokens would get wrong angles."""
         exact = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, moved in list(self.named_buffers(recurse=False)):
@@ -55,12 +55,12 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def fill_buffers(self) -> None:
-        """Computes the frequencies again, for a model that was made without memory."""
+        """Computes the frequencies again, for a model that was allocated without values."""
         inv_freq, _ = init_function(self.rope_type)(self.config)
         init.copy_(self.inv_freq, inv_freq)
         init.copy_(self.original_inv_freq, inv_freq)
 
-    # Transformers fills the buffers of other families through a method of this name.
+    # Transformers calls a method of this name to fill the buffers of its own rotary embeddings.
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, **_: Any) -> tuple[Tensor, float]:
         """The inverse frequencies `[rotary_dim / 2]` and the factor on cosines and sines, which is 1."""
@@ -77,7 +77,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """The rotary settings of a configuration; one with `rope_theta` alone has the default variant."""
+    """The rotary parameters of a configuration; one that only has `rope_theta` uses the default variant."""
     return getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": config.rope_theta}
 
 
@@ -90,17 +90,17 @@ def default_frequencies(config: PreTrainedConfig) -> Tensor:
 
 
 def power_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
-    """Frequencies that fall faster, by `(1 - 2 i / rotary_dim) ** power_factor` (Giraffe, arXiv 2308.10882)."""
+    """The default frequencies, that of pair `i` times `(1 - 2 i / rotary_dim) ** power_factor` (arXiv 2308.10882)."""
     frequencies = default_frequencies(config)
     place = torch.arange(len(frequencies), dtype=torch.float) / len(frequencies)
     return frequencies * (1 - place) ** rope_parameters(config)["power_factor"], 1.0
 
 
 def truncated_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
-    """Frequencies that turn at least once in the trained length stay (Giraffe, arXiv 2308.10882).
+    """The default frequencies with the low ones replaced (Giraffe, arXiv 2308.10882).
 
-    With `b = 2 pi / truncate_length`, those from `b / 8` to `b` become `b / 16`, and lower ones 0, so that their
-    dimensions have no position.
+    Frequencies of at least `b = 2 pi / truncate_length`, one turn in the trained length, stay. Those from `b / 8` up to
+    `b` become `b / 16`, and lower ones 0, so that their channels carry no position.
     """
     frequencies = default_frequencies(config)
     once = 2 * math.pi / rope_parameters(config)["truncate_length"]
@@ -119,9 +119,9 @@ def init_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
 
 
 def rotaries_by_layer_type(config: Any) -> nn.Module | None:
-    """What rotates queries and keys in a decoder: None, one embedding, or one for each layer type that rotates.
+    """The rotary embeddings of a decoder: an `nn.ModuleDict` by layer type, or one for all layer types that rotate.
 
-    It is one embedding where the layer types that rotate share their `rope_parameters`.
+    It is one if they share their `rope_parameters`, and None if no layer type rotates by position.
     """
     rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
     if not rotating:
@@ -137,14 +137,14 @@ def rotaries_by_layer_type(config: Any) -> nn.Module | None:
 
 
 def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryEmbedding | None:
-    """The embedding for the layers of a type, of what `rotaries_by_layer_type` made; None if they do not rotate."""
+    """The embedding for the layers of a type, out of those of `rotaries_by_layer_type`; None if they do not rotate."""
     if module is None or config.scheme_of(layer_type) != "rope":
         return None
     return module[layer_type] if isinstance(module, nn.ModuleDict) else module  # type: ignore[return-value]
 
 
 def batch_dependent_rope(config: Any) -> str | None:
-    """The first `rope_type` of a decoder whose angles depend on the longest row of a batch, if there is one."""
+    """The first `rope_type` of a decoder whose angles depend on the longest row of a batch; None if none does."""
     rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
     used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]
     return next((rope_type for rope_type in used if rope_type in BATCH_DEPENDENT), None)

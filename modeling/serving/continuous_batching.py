@@ -1,8 +1,9 @@
 """Transformers' continuous batching for models with composed heads: `generate_batch`, its manager and its server.
 
-Transformers sizes the pages of its cache by `head_dim` of the model's configuration, and serves the implementations of
-attention that it knows by name. The manager here gets a `ServedModel` in place of the model: its configuration tells
-the width of rows that hold composition factors too, and it hands the cache to the model as `PagedAttention`.
+Transformers takes the width of the rows in its cache from `head_dim` of the model's configuration, and serves only
+implementations of attention whose names it knows. So the manager here gets a `ServedModel` instead of the model. Its
+configuration gives the width of rows that also hold composition factors, and it passes the cache to the model as a
+`PagedAttention`.
 """
 
 import copy
@@ -23,7 +24,7 @@ from .requirements import check_model, check_request, check_settings
 
 
 class ServedModel:
-    """A model as Transformers' continuous batching sees it; all that is not here is the model's own."""
+    """A model as Transformers' continuous batching sees it; all other attributes are the model's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.layout = model, row_layout(model.config)
@@ -49,11 +50,14 @@ class ServedModel:
         cu_seq_lens_k: dict[str, Tensor],
         **_: Any,
     ) -> Any:
-        """Runs the model on a batch: tokens and positions `[1, T]`, logits of the places `logits_to_keep`.
+        """Runs the model on a batch of requests, which is one row of `T` tokens.
 
         Args:
-            read_index, write_index: for each layer type, numbers of the rows that the requests attend to, one request
-                after the other (or none if all of them have but new ones), and of the rows of the new tokens.
+            input_ids, position_ids: `[1, T]`.
+            logits_to_keep: indices of the tokens whose logits are wanted.
+            read_index: for each layer type, the numbers of the rows that the requests attend to, one request after the
+                other; empty if no request has earlier tokens.
+            write_index: for each layer type, the numbers of the rows for the new tokens.
             cu_seq_lens_q, cu_seq_lens_k: where the requests start in the batch, and in each `read_index`.
         """
         starts = cu_seq_lens_q.tolist()
@@ -74,10 +78,10 @@ class ServedModel:
 
 
 class ComposedBatchingManager(ContinuousBatchingManager):
-    """Transformers' manager of a thread that batches requests, for a `ServedModel`."""
+    """Transformers' manager, a thread that batches requests, for a `ServedModel`."""
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Leaves the implementation of attention as it is; Transformers would look for one that it knows by name."""
+        """Does nothing, so that the implementation of attention stays; Transformers would choose one of its own."""
 
     def add_request(  # type: ignore[override]
         self,
@@ -86,7 +90,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         **options: Any,
     ) -> str | None:
-        """As in Transformers. A request without a limit of new tokens ends with the positions of the model.
+        """As in Transformers. By default a request may generate until the positions of the model end.
 
         Raises:
             ValueError: the model cannot serve the request, see `check_request`.
@@ -99,7 +103,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """As in Transformers, which keeps a persistent manager as an attribute of what it takes for the model."""
+        """As in Transformers, which stores a persistent manager on `self.model`; it is moved on to the real model."""
         super().stop(*args, **kwargs)
         served: Any = self.model
         kept = vars(served).pop("_cached_continuous_batching_manager", None)
@@ -113,10 +117,10 @@ def start_batching(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> ComposedBatchingManager:
-    """`model.init_continuous_batching` for a model of any DCMHA family. The generation starts with the manager.
+    """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
 
     Raises:
-        ValueError: the model or the settings are not served, see `check_model` and `check_settings`.
+        ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`.
     """
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ComposedBatchingManager):
@@ -133,10 +137,10 @@ def start_batching(
 
 
 def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a model's configuration that tells the width of rows for the width of heads.
+    """A copy of a model's configuration for Transformers' cache: the width of rows in place of the width of heads.
 
-    By the name of the implementation Transformers knows whether to reserve memory for masks of all pairs and for
-    repeated keys. What reads rows itself, as ours does, it knows by the name of FlashAttention.
+    From the name of the implementation Transformers concludes whether to reserve memory for complete masks and repeated
+    keys. It does not for FlashAttention, which reads rows by itself as `PagedAttention` does, so that name is given.
     """
     seen = copy.copy(config)
     seen.head_dim = row_layout(config).width
@@ -147,10 +151,11 @@ def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def with_sizes(
     model: PreTrainedModel, settings: ContinuousBatchingConfig, hints: WorkloadHints
 ) -> ContinuousBatchingConfig:
-    """A copy of the settings without what FlashAttention alone can do, and on a CPU with the size of the cache.
+    """A copy of the settings without options that only FlashAttention supports, and on a CPU with a size of the cache.
 
-    By itself Transformers takes most of the memory, which is fine for that of a GPU. Here the default is room for twice
-    the announced requests, or for 64 of the longest; prefixes of earlier ones stay in what is left.
+    By default Transformers takes most of the memory for its cache, which suits a GPU but not a CPU. There the default
+    is room for twice the announced requests, or twice 64 of the longest; what they leave keeps prefixes of earlier
+    ones.
     """
     settings = copy.copy(settings)
     settings.use_cuda_graph, settings.use_async_batching, settings.max_blocks_per_request = False, False, 0
@@ -185,11 +190,12 @@ def rows_of_layer(cache: PagedAttentionCache, requests: dict[str, RequestRows], 
     """The rows of a layer in Transformers' cache."""
     allocator: Any = cache.layer_to_allocator[layer]
     own = requests[allocator.layer_type]
-    # Layers that slide have the same pages. Their allocator only has no table of pages, which is not needed here.
+    # Layers that slide have pages of the same kind; only a table of pages, which is not needed here, do they lack. So
+    # this method of other layers' allocators works for theirs too.
     key, value = FullAttentionCacheAllocator.get_cache_for_block_table(allocator, layer)
 
     def write(key_rows: Tensor, value_rows: Tensor) -> None:
-        """Writes rows `[T, H_kv, width]` of the new tokens, and reads none."""
+        """Writes the rows `[T, H_kv, width]` of the new tokens; the empty index makes `update` read none."""
         allocator.update(key_rows, value_rows, layer, own.new_rows[:0], own.new_rows)
 
     return LayerRows(key.flatten(0, 1), value.flatten(0, 1), write, own)

@@ -1,7 +1,8 @@
 """Attention in one forward pass over a batch of requests, whose keys, values and factors are rows of a paged cache.
 
-A batch is one row of `T` tokens: some of each request, one after the other. Requests with one new token decode in one
-call. The others are chunks of prompts, each of which the model's own implementation of attention computes.
+A batch is one row of `T` tokens: the new tokens of each request, one request after the other. All requests with one new
+token are decoded in one call. The others are chunks of prompts; for each of them the model's implementation of
+attention is called as usual.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,16 @@ from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
 from .paged_rows import RowLayout
 
 Attend = Callable[..., tuple[Tensor, Any]]
-# The implementations that decode over pages in place.
+# The implementations whose decoding reads rows in place; for others the rows are gathered.
 PAGED_DECODING = {"chunked": attend_to_pages, "triton": decode_pages}
 
 
 class Span(NamedTuple):
-    """One request's part of a batch: its new tokens, and in a list of rows those that it attends to, new ones last."""
+    """One request's part of a batch.
+
+    `tokens` are its new tokens in the batch; `rows` are the entries of `RequestRows.table` that it attends to, new ones
+    last.
+    """
 
     tokens: slice
     rows: slice
@@ -36,8 +41,8 @@ class RequestRows:
     """Where the rows of all requests are, in every layer of one type."""
 
     spans: list[Span]
-    table: Tensor  # numbers of the rows that requests attend to, those of each span in the order of positions
-    new_rows: Tensor  # [T] or more: where the rows of the new tokens go
+    table: Tensor  # the numbers of the rows that requests attend to, those of each span in the order of positions
+    new_rows: Tensor  # [T] or more: the numbers of the rows into which the new tokens are written
 
     @cached_property
     def chunks(self) -> list[Span]:
@@ -51,30 +56,30 @@ class RequestRows:
 
     @cached_property
     def step_tokens(self) -> Tensor:
-        """Places `[N]` of the new tokens of `steps` in the batch."""
+        """The places `[N]` in the batch of the new tokens of `steps`."""
         return torch.tensor([span.tokens.start for span in self.steps], device=self.new_rows.device)
 
     @cached_property
     def step_table(self) -> Tensor:
-        """`table`, in which the row of each new token of `steps` is where it is written.
+        """`table` with the numbers from `new_rows` for the new tokens of `steps`.
 
-        An engine may mark it instead, where its own way is to add new rows to those that it has read.
+        An engine may have put a marker in their place, if it would append new rows to those that it has read.
         """
         last = torch.tensor([span.rows.stop - 1 for span in self.steps], device=self.table.device)
         return self.table.index_copy(0, last, self.new_rows[self.step_tokens])
 
     @cached_property
     def step_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, with one row to a page."""
+        """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, in which each row is a page of its own."""
         starts = torch.tensor([span.rows.start for span in self.steps])
         counts = torch.tensor([span.rows.stop - span.rows.start for span in self.steps])
         return starts, torch.zeros_like(starts), counts
 
     @cached_property
     def step_index(self) -> tuple[Tensor, Tensor]:
-        """Rows `[N, S]` of `steps`, and a mask `[N, 1, 1, S]` that hides those which stand in for missing ones.
+        """The row numbers `[N, S]` of `steps`, padded on the left, and a mask `[N, 1, 1, S]` that hides the padding.
 
-        All end with the newest row, so that distances are counted from there.
+        All end with the newest row, from which distances are counted.
         """
         starts, _, counts = (bound.to(self.table.device) for bound in self.step_bounds)
         places = counts[:, None] - 1 - torch.arange(int(counts.max()), device=self.table.device).flip(0)
@@ -83,7 +88,7 @@ class RequestRows:
 
 
 class LayerRows(NamedTuple):
-    """The rows of one layer in an engine's cache, and how new ones get there."""
+    """The rows of one layer in an engine's cache, and a function that writes new ones."""
 
     key: Tensor  # [rows, H_kv, width]
     value: Tensor  # like `key`
@@ -93,7 +98,7 @@ class LayerRows(NamedTuple):
 
 @dataclass
 class PagedAttention:
-    """What a model gets as `paged` for a forward pass: attention over the rows of each layer."""
+    """The argument `paged` of a model's forward pass: attention over the rows of each layer."""
 
     layout: RowLayout
     layer_rows: Callable[[int], LayerRows]
@@ -104,7 +109,7 @@ class PagedAttention:
         spans = self.layer_rows(layer).requests.spans
         return max((span.rows.stop - span.rows.start for span in spans), default=0)
 
-    @torch.compiler.disable  # what it does depends on the lengths of requests, and it writes into the engine's memory
+    @torch.compiler.disable  # its control flow depends on the lengths of requests, and it writes the engine's memory
     def attend(
         self,
         layer: int,
@@ -118,23 +123,25 @@ class PagedAttention:
         attend: Attend,
         tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
-        """Writes the rows of the new tokens, and returns the output `[1, T, H, D]`; padding behind them gets zeros.
+        """Writes the rows of the new tokens, and returns their output `[1, T, H, D]`; padding behind them gets zeros.
 
         Args:
+            layer: index of the layer.
             query: `[1, H, T, D]`.
             key, value: `[1, H_kv, T, D]`.
             pre, post: the composition of both stages, with the factors of the `T` tokens on both sides.
-            attend: the implementation of attention, for chunks.
-            tables: by distance, with a row for each of `key_count` keys; queries end where the keys of a request end.
+            attend: the implementation of attention, for chunks, and for steps where none of `PAGED_DECODING` serves.
+            tables: by distance, with a row for each of `key_count` keys.
 
         Raises:
-            ValueError: `attend` takes no tables, and there are some.
+            ValueError: there are tables, but `attend` takes none.
         """
         options: dict[str, Any] = {"scaling": scaling, **table_options(self.implementation, attend, tables)}
         rows = self.layer_rows(layer)
         new = [self.layout.pack(states.transpose(1, 2), stage) for states, stage in ((key, pre), (value, post))]
         output = query.new_zeros(query.transpose(1, 2).shape)
-        # Where a window slides, new rows take the place of old ones, which the first tokens of a chunk still see.
+        # Chunks are computed before new rows are written: in a layer with a window these overwrite old rows, which the
+        # first tokens of a chunk still see.
         for span in rows.requests.chunks:
             output[:, span.tokens] = self._attend_chunk(
                 rows, span, query, new, (pre, post), attend, sliding_window=sliding_window, **options
@@ -158,7 +165,7 @@ class PagedAttention:
         attend: Attend,
         **options: Any,
     ) -> Tensor:
-        """The output `[1, t, H, D]` of a request's `t` new tokens, which see their old rows and each other."""
+        """The output `[1, t, H, D]` of a request's `t` new tokens, which see the request's old rows and each other."""
         count = span.tokens.stop - span.tokens.start
         old = rows.requests.table[span.rows.start : span.rows.stop - count]
         states, whole = [], []
@@ -199,5 +206,5 @@ class PagedAttention:
 
 
 def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
-    """The factors `[1, T, ...]` of the tokens at `places` `[N]`, as those of `N` items of one token: `[N, 1, ...]`."""
+    """The factors `[1, T, ...]` of the tokens at `places` `[N]`, as factors `[N, 1, ...]` of `N` items of one token."""
     return stage.map(lambda factor: factor if factor.ndim == 2 else factor[0, places][:, None])

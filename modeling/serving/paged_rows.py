@@ -1,9 +1,9 @@
-"""Rows of a paged cache that hold the key-side composition factors of their token beside its keys and values.
+"""Rows of a paged cache that hold the key-side composition factors of a token beside its key or value.
 
-Serving engines keep a row of `H_kv` heads for the keys of a token, and one for its values, in pages that they allocate,
-share and move. A row that is wider than `D` needs nothing new of an engine. Here each head of a row has
-`X = terms * H / H_kv` more channels. Those of all heads of a row, one head after the other, are the packed terms
-`[terms, H]` of the token: behind the keys those of the stage `pre`, behind the values those of `post`.
+Serving engines keep two rows of `H_kv` heads for each token, one for its key and one for its value, in pages that they
+allocate, share and move. Rows that are wider than `D` need no change in an engine. So here each head of a row has
+`X = terms * H / H_kv` additional channels. Those of all heads of a row, one head after the other, are the packed terms
+`[terms, H]` of the token: of the stage `pre` in rows of keys, of the stage `post` in rows of values.
 """
 
 from dataclasses import dataclass, replace
@@ -15,29 +15,29 @@ from torch.nn.functional import pad
 
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
 
-# What the width of rows is a multiple of, by implementation: kernels of Triton load several channels at once only where
-# they are told that every row begins at a multiple of 16.
+# The width of rows is a multiple of this number, by implementation: Triton's kernels load several channels at once only
+# if they know that every row begins at a multiple of 16.
 ALIGNMENT = {"triton": 16}
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sizes of a row `[H_kv, width]`, and the way from keys or values and terms to rows and back."""
+    """The sizes of a row `[H_kv, width]`; packs keys or values and terms into rows, and unpacks them."""
 
     heads: int  # H
     kv_heads: int  # H_kv
     head_dim: int  # D
-    terms: int  # of the key side of one stage: 2R factors and a gate; 0 if no factors depend on the key
+    terms: int  # number of key-side terms of one stage: 2R factors and a gate; 0 if no factors depend on the key
     padding: int = 0  # unused channels at the end of each head
 
     @property
     def extra(self) -> int:
-        """Channels of a head that hold terms."""
+        """The number of channels of a head that hold terms."""
         return self.terms * self.heads // self.kv_heads
 
     @property
     def width(self) -> int:
-        """Channels of a head: what an engine takes for the width of heads."""
+        """The number of channels of a head; engines take it for the width of heads."""
         return self.head_dim + self.extra + self.padding
 
     def pack(self, states: Tensor, stage: Composition | None) -> Tensor:
@@ -45,7 +45,7 @@ class RowLayout:
 
         Args:
             states: keys or values `[B, T, H_kv, D]`.
-            stage: the composition of the stage whose terms go behind them, with the factors of the same `T` tokens.
+            stage: the stage whose key-side terms, those of the same `T` tokens, are put behind keys or values.
         """
         terms = None if stage is None else pack_side(*stage.side("key"))  # [B, T, terms, H]
         if terms is None:
@@ -54,11 +54,13 @@ class RowLayout:
         return pad(rows, (0, self.padding)) if self.padding else rows
 
     def unpack(self, rows: Tensor, stage: Composition | None) -> tuple[Tensor, Composition | None]:
-        """Returns the keys or values `[B, S, H_kv, D]` of rows `[B, S, H_kv, width]`, as a view, and their stage.
+        """Unpacks rows `[B, S, H_kv, width]`.
 
         Args:
-            stage: the composition of the same stage with the factors of some queries. It is returned with the factors
-                of the `S` tokens on the side of the keys.
+            stage: the stage whose terms are in the rows, with the factors of some queries.
+
+        Returns:
+            Keys or values `[B, S, H_kv, D]`, as a view, and the stage with the key-side factors of the `S` tokens.
         """
         states, channels, _ = rows.split([self.head_dim, self.extra, self.padding], dim=-1)
         if stage is None or not self.terms:
@@ -69,7 +71,7 @@ class RowLayout:
 
 
 def row_layout(config: Any) -> RowLayout:
-    """Returns the layout of the rows of a model of any DCMHA family, by its `ComposedConfig`."""
+    """Returns the layout of the rows of a model of any DCMHA family, from its `ComposedConfig`."""
     terms = 2 * config.compose_rank * config.compose_low_rank + config.compose_gate if config.composes_keys else 0
     layout = RowLayout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, terms)
     return replace(layout, padding=-layout.width % ALIGNMENT.get(config._attn_implementation, 1))

@@ -1,4 +1,4 @@
-"""What serving asks of the engine, the model, the settings and each request, told before anything is generated."""
+"""What serving requires of the engine, the model, the settings and each request, checked before it generates."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -6,12 +6,12 @@ from typing import Any
 
 from packaging.version import Version
 
-# The versions of Transformers whose continuous batching is known: from the first one up to, and without, the second.
+# The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.24")
 
 
 def check_engine(name: str, first: str, end: str) -> None:
-    """Raises ImportError unless the installed version of the package `name` is from `first` up to `end`, without it."""
+    """Raises ImportError unless the installed version of the package `name` is at least `first` and before `end`."""
     found = version(name)
     if not Version(first) <= Version(Version(found).base_version) < Version(end):
         raise ImportError(
@@ -24,7 +24,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
     """Raises ValueError unless a paged cache keeps what the layers of a model need of earlier tokens.
 
     Args:
-        raw: whether the cache reaches the model as Transformers made it, not wide enough for composition factors.
+        raw: whether the model gets Transformers' own cache, whose rows are not wide enough for composition factors.
     """
     if not model.supports_paged_cache:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
 
 
 def check_model(config: Any) -> None:
-    """Raises ValueError if rows of keys do not tell positions, or requests of a batch change each other's angles."""
+    """Raises ValueError if rows do not hold all that positions need, or rotary angles depend on the other requests."""
     if "carope" in config.schemes:
         raise ValueError(
             f"position_scheme={config.position_scheme!r} needs more of earlier tokens than a paged cache keeps, their "
@@ -54,7 +54,7 @@ def check_model(config: Any) -> None:
 
 
 def check_settings(generation_config: Any, settings: Any) -> None:
-    """Raises ValueError for a quantised cache, and for what needs steps of a fixed shape.
+    """Raises ValueError for a quantised cache, and for settings that need steps of a fixed shape.
 
     Args:
         settings: a `ContinuousBatchingConfig`.
@@ -74,10 +74,10 @@ def check_settings(generation_config: Any, settings: Any) -> None:
 
 
 def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:
-    """Raises ValueError unless a prompt has tokens of the vocabulary, and positions suffice for it and its answer.
+    """Raises ValueError unless a prompt has tokens, all in the vocabulary, and positions suffice for it and its answer.
 
     Args:
-        max_new_tokens: None for an answer of any length.
+        max_new_tokens: None if the answer may have any length; then one position has to be left for it.
     """
     if not len(input_ids):
         raise ValueError("the prompt of a request is empty; give it at least one token")

@@ -93,7 +93,8 @@ def dcmha_attention(
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
             causal and the window mask.
         is_causal: a query sees no later key.
-        sliding_window: a query sees this many keys, itself included.
+        sliding_window: a query sees only keys that are fewer places away than this; with causality this many, itself
+            included.
         first_keys: `[B, T]`, integers: the first key that each query sees. Together with causality it keeps documents
             apart that are packed into one row. `chunked` and `triton` build no `[T, S]` mask for it; if it is on the
             CPU, they skip the keys that it hides.

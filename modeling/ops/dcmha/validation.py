@@ -1,4 +1,4 @@
-"""The checks of a call of `dcmha_attention` and of Transformers' attention interface to its implementations."""
+"""The checks of a call, both of `dcmha_attention` and of its implementations through Transformers' interface."""
 
 import torch
 from torch import Tensor
@@ -21,17 +21,17 @@ def check_composed_call(
     first_keys: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> None:
-    """Checks numbers, shapes and dtypes, and reads no contents; arguments are those of `dcmha_attention`.
+    """Checks values, shapes and dtypes, but reads no contents of tensors; arguments are those of `dcmha_attention`.
 
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H_kv, S, D]`.
         attention_mask: broadcastable to `[B, H, T, S]`.
         first_keys: `[B, T]`.
-        tables: two tables `[L, H]`.
+        tables: a bias and a gain `[L, H]`, and the position of the first query.
 
     Raises:
-        ValueError: something does not fit; the text says what was given and what would fit.
+        ValueError: something does not fit; the message says what was given and what would fit.
     """
     check_call(query, key, value, attention_mask, scaling, sliding_window)
     if first_keys is not None:
@@ -99,5 +99,5 @@ def _check_side(
 
 
 def _refuse(name: str, factor: Tensor, expected: str) -> None:
-    """Raises ValueError for a factor of any shape."""
+    """Raises ValueError: `factor` does not have the expected shape."""
     raise ValueError(f"{name} has shape {tuple(factor.shape)}; expected {expected}")

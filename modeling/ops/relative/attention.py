@@ -5,8 +5,8 @@ It is the attention of Transformer-XL (arXiv 1901.02860) with learned tables ins
     score[t, s] = ((q_t + u) . k_s + q_t . r[d] + b[d]) * scaling,   d = distance from key s to query t
     output      = softmax(score over the visible keys) V                             [B, T, H, D]
 
-`r` and `b` are learned tables, position embeddings and a position bias with one row for each distance, which is
-negative for the later keys that attention without causality sees; `u` is a content bias. Each of the three may be
+`r` and `b` are learned tables, position embeddings and a position bias, with one row for each distance. Distances are
+negative for later keys, which attention without causality sees too. `u` is a content bias. Each of the three may be
 absent; without all three the op is plain multi-head attention. Dimension letters are those of the package, and `L` is
 the length of the tables.
 """
@@ -27,7 +27,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def _checked(attend: Attention) -> Attention:
-    """`attend`, which returns `[B, T, H, D]` and maps `[B, H, T, S]` or None, for arguments that fit together only."""
+    """Returns `attend` with its arguments checked; it returns `[B, T, H, D]` and maps `[B, H, T, S]` or None."""
 
     @functools.wraps(attend)
     def checked(
@@ -41,7 +41,7 @@ def _checked(attend: Attention) -> Attention:
     return checked
 
 
-# Layers take their implementation from here without passing through `relative_attention`.
+# Layers call these directly and not through `relative_attention`, so their arguments are checked here.
 RELATIVE: dict[str, Attention] = {
     "eager": _checked(relative_eager),
     "sdpa": _checked(relative_sdpa),
@@ -79,21 +79,24 @@ def relative_attention(
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the
             causal and the window mask.
         is_causal: a query sees no later key.
-        sliding_window: a query sees this many keys, itself included.
-        offset: position of the first query among the keys, default `S - T`. It differs in a preallocated cache, whose
-            keys after the last query are hidden by `is_causal`.
+        sliding_window: a query sees only keys that are fewer places away than this; with causality this many, itself
+            included.
+        offset: position of the first query among the keys, default `S - T`. Another one is needed for a preallocated
+            cache, in which `is_causal` hides the keys after the last query.
         dropout: probability of dropping an attention probability, from 0 to 1.
-        later_rows: rows of the tables, their first, that belong to later keys. Without causality tables need them.
+        later_rows: how many rows of the tables, from the first on, belong to later keys. Without causality tables need
+            them.
         implementation: a name in `RELATIVE`; by default `chunked`, or `sdpa` without any of the three terms.
 
     Returns:
         `[B, T, H, D]`. A row with no visible key gives zeros.
 
     Raises:
-        ValueError: shapes, dtypes or numbers that do not fit, tables that are shorter than the distances that queries
-            reach, or tables without causality and without rows for later keys.
+        ValueError: shapes, dtypes or values do not fit, tables lack rows for distances that queries reach, or the
+            implementation is unknown.
     """
-    # A layer's mask may hide the keys beyond its tables, so that implementations check lengths only without a mask.
+    # Implementations check the lengths of tables only without a mask, because a layer's mask may hide the keys beyond
+    # its tables. Here they are checked always.
     if attention_mask is not None and query.ndim == key.ndim == 4:
         tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
         check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
@@ -118,7 +121,11 @@ def relative_attention(
 
 
 def resolve_relative(name: str | None, *, relative: bool) -> str:
-    """Returns the implementation to use: `name` if it exists; for `None` the fastest, with or without position terms.
+    """Returns the name of the implementation to use: `name` or, for None, the fastest one.
+
+    Args:
+        name: one of `RELATIVE`, or None.
+        relative: whether the call has any of the three position terms.
 
     Raises:
         ValueError: the name is unknown.

@@ -2,10 +2,11 @@
 
 A chunk has `c` queries and the `n` keys that any of them sees. Its scores against the position tables come from one
 matrix product `[c, x]` of the queries with the rows of the table that they reach, from the farthest distance to the
-nearest. The score of query `t` and key `j` then stands in row `t` and column `c - 1 - t + j`: each row is shifted by
-one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix B) is therefore a view
-of the product whose row stride is shorter by one, and copies nothing. There are `x = n + c - 1` distances between the
-queries and the keys of a chunk; under causality the first `n` of them are enough, since no query sees the others.
+nearest. The score of query `t` and key `j` (both counted in the chunk) is then in row `t` and column `c - 1 - t + j`:
+each row is shifted by one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix
+B) is therefore a view of the product whose row stride is shorter by one, and copies nothing. There are `x = n + c - 1`
+distances between the queries and the keys of a chunk; under causality the first `n` of them are enough, since no query
+sees the others.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..masking import Structure
 
-# Queries of a chunk.
+# How many queries a chunk has.
 CHUNK = 64
 
 
@@ -59,7 +60,7 @@ class QueryChunk(NamedTuple):
         content = query if operands.content_bias is None else query + operands.content_bias
         key = operands.key[:, :, self.keys].transpose(-1, -2)
         positions = self._position_scores(operands, query)
-        if positions is None or scaling == 0:  # some kernels of `baddbmm` leave their result unwritten if both are 0
+        if positions is None or scaling == 0:  # with alpha = beta = 0 some kernels of `baddbmm` write no result
             scores = (content @ key).mul_(scaling)
         else:
             batched = torch.baddbmm(
@@ -73,7 +74,11 @@ class QueryChunk(NamedTuple):
         return self._softmax(scores, operands)
 
     def accumulate(self, operands: Operands, grads: Operands, grad_scores: Tensor) -> None:
-        """Adds to `grads` what the gradient of the scores `[H, B, c, n]` contributes to each operand but the values."""
+        """Adds the chunk's part of the gradients of all operands but the values, from that of its scores.
+
+        Args:
+            grad_scores: `[H, B, c, n]`, of the scores before scaling.
+        """
         query = operands.query[:, :, self.queries]
         content = query if operands.content_bias is None else query + operands.content_bias
         grad_query = grad_scores @ operands.key[:, :, self.keys]
@@ -91,7 +96,10 @@ class QueryChunk(NamedTuple):
         grads.query[:, :, self.queries] = grad_query
 
     def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
-        """The factors `[H, B, c, n]` that dropout multiplies probabilities by; equal in both passes for a seed `[]`."""
+        """The factors `[H, B, c, n]` by which dropout multiplies probabilities; None without dropout.
+
+        They depend on `seed` `[]` and the chunk alone, so that both passes get the same ones.
+        """
         if seed is None:
             return None
         generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
@@ -99,7 +107,7 @@ class QueryChunk(NamedTuple):
         return kept.to(probs.dtype).div_((1 - dropout) or 1.0)
 
     def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:
-        """Scores of `query` `[H, B, c, D]` with the tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
+        """Scores of `query` `[H, B, c, D]` against tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
         if operands.embeddings is None and operands.bias is None:
             return None
         heads, batch = query.shape[:2]
@@ -124,7 +132,7 @@ class QueryChunk(NamedTuple):
         )
 
     def _unshift(self, grad_scores: Tensor) -> Tensor:
-        """Undoes the relative shift of `grad_scores` `[H, B, c, n]`: gradients by distance `[H, B, c, x]`, else 0."""
+        """Undoes the relative shift: `grad_scores` `[H, B, c, n]` by distance, `[H, B, c, x]` with zeros elsewhere."""
         (num_queries, num_keys), columns = self.shape, len(self.distances)
         by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], columns)
         flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
@@ -166,7 +174,7 @@ class QueryChunk(NamedTuple):
             later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
             scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
             if window is not None and num_keys > window:
-                # Query `t` stands at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
+                # Query `t` is at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
                 outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
                 outside.tril_(num_keys - num_queries - window)
                 scores.masked_fill_(outside, -torch.inf)

@@ -11,10 +11,10 @@ from ..modes import autocast, under_transforms
 from .chunk import Operands, query_chunks
 from .eager import relative_eager
 
-# Without causality a chunk multiplies its queries by `c - 1` more rows of the tables than it has keys. Up to so many
-# pairs of queries and keys, whose maps are small, that takes longer than the definition.
+# Calls without causality that have at most this number of (query, key) pairs use the definition, which is faster: their
+# maps are small, and a chunk would multiply its queries by `c - 1` more rows of the tables than it has keys.
 FEW_PAIRS = 1 << 15
-# The op's first arguments are the tensors that have gradients; this is their number.
+# The number of tensors that have gradients, which are the op's first arguments.
 DIFFERENTIABLE = 6
 
 
@@ -39,9 +39,9 @@ def relative_chunked(
 
     Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
 
-    Queries before the first key see nothing; they are left out, and their rows of the output are zero. A single query,
-    and queries that do not end where the keys end, use `relative_eager`: such calls come from decoding, where its
-    memory is linear too. So do calls without causality that have no more than `FEW_PAIRS` pairs.
+    Under causality, queries before the first key see nothing; they are left out, and their output is zero. A single
+    query, and queries with an `offset`, use `relative_eager`: such calls come from decoding, where its memory is linear
+    too. So do calls without causality that have at most `FEW_PAIRS` pairs.
     """
     structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
     if offset is not None or _is_small(structure):
@@ -81,13 +81,13 @@ def relative_chunked(
 
 
 def _is_small(structure: Structure) -> bool:
-    """Whether the maps of a call are so small that the definition is the better choice."""
+    """Whether the maps of a call are so small that the definition is faster."""
     few = structure.queries * structure.keys <= FEW_PAIRS
     return structure.queries == 1 or (few and not structure.is_causal)
 
 
 def _reached_rows(structure: Structure, later_rows: int) -> slice:
-    """The rows of the tables whose distance occurs between a query and a key that it may see."""
+    """The rows of the tables for all distances between a query and a key that it may see."""
     unbounded = structure.keys + structure.queries
     window = unbounded if structure.sliding_window is None else structure.sliding_window
     ahead = 0 if structure.is_causal else min(structure.queries, window) - 1
@@ -110,9 +110,9 @@ def _forward_op(
     dropout: float,
     later_rows: int,
 ) -> Tensor:
-    """The output `[B, T, H, D]`; shapes of the arguments as in `relative_attention`, causal tables cut to the reach.
+    """The output `[B, T, H, D]`; arguments are those of `relative_attention`, with tables cut to `_reached_rows`.
 
-    `seed` `[]` starts the random numbers of dropout, so that the backward pass repeats them; None without dropout.
+    `seed` `[]` is that of the random numbers of dropout, which the backward pass repeats; None without dropout.
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
@@ -143,7 +143,7 @@ def _backward_op(
     dropout: float,
     later_rows: int,
 ) -> list[Tensor]:
-    """The gradients of those of the first six operands that are given, each in the shape of its operand.
+    """The gradients of those of the first `DIFFERENTIABLE` tensors that are given, each in the shape of its tensor.
 
     `grad_output` is `[B, T, H, D]`.
     """
@@ -160,7 +160,7 @@ def _backward_op(
             grads.value[:, :, chunk.keys] += weights.transpose(-1, -2) @ grad_chunk
             grad_probs = (grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)).to(probs.dtype)
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
-            # The mean that is subtracted is that of these very numbers: if all are equal, nothing but zero is left.
+            # PyTorch's formula subtracts the weighted mean of `grad_probs` as stored here: if all are equal, 0 is left.
             grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
             chunk.accumulate(operands, grads, grad_scores.mul_(scaling).to(query.dtype))
         return _as_given(grads)
@@ -180,7 +180,7 @@ def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keeps all operands and nothing of the output `[B, T, H, D]`; probabilities are recomputed."""
+    """Saves all operands but nothing of the output `[B, T, H, D]`; the backward pass computes probabilities again."""
     ctx.save_for_backward(*inputs[: DIFFERENTIABLE + 2])
     ctx.settings = inputs[DIFFERENTIABLE + 2 :]
 
@@ -205,7 +205,7 @@ def _heads_first(
     content_bias: Tensor | None,
     attention_mask: Tensor | None,
 ) -> Operands:
-    """Lays out the op's arguments for the chunks: heads first, tables from the farthest distance to the nearest.
+    """The op's arguments in the layout that chunks read: heads first, tables from the farthest distance to the nearest.
 
     Arguments have the shapes of `relative_attention`: `query` `[B, H, T, D]`, `embeddings` `[L, H, D]`, and so on.
     """

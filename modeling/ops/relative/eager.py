@@ -47,8 +47,8 @@ def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | Non
     Args:
         query: `[B, H, T, D]`.
         embeddings, bias: `[L, H, D]` and `[L, H]`, either may be None.
-        rows: `[T, S]`, the row of each distance. Those outside the tables read the nearest row; the caller must hide
-            these keys.
+        rows: `[T, S]`, the row of the tables for each query and key. Where the tables have no such row, the nearest is
+            read, and the caller must hide the key.
 
     Returns:
         Broadcastable to `[B, H, T, S]`; None without tables.

@@ -25,7 +25,7 @@ def relative_sdpa(
     dropout: float = 0.0,
     later_rows: int = 0,
 ) -> tuple[Tensor, None]:
-    """`relative_attention` with one `[B, H, T, S]` mask in memory.
+    """`relative_attention` through PyTorch's SDPA, with one `[B, H, T, S]` mask in memory if there are tables.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.

@@ -22,7 +22,7 @@ def check_relative_call(
     dropout: float = 0.0,
     later_rows: int = 0,
 ) -> None:
-    """Checks numbers, shapes and dtypes, and reads no contents; arguments are those of `relative_attention`.
+    """Checks values, shapes and dtypes, but reads no contents of tensors; arguments are those of `relative_attention`.
 
     Args:
         query: `[B, H, T, D]`.
@@ -33,7 +33,7 @@ def check_relative_call(
         attention_mask: broadcastable to `[B, H, T, S]`.
 
     Raises:
-        ValueError: something does not fit; the text says what was given and what would fit.
+        ValueError: something does not fit; the message says what was given and what would fit.
     """
     check_call(query, key, value, attention_mask, scaling, sliding_window)
     heads, width = query.shape[1], query.shape[3]

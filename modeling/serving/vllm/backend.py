@@ -1,7 +1,7 @@
-"""Pages of vLLM whose rows hold keys, values and composition factors, and where those of a batch are.
+"""vLLM's pages, whose rows hold keys, values and composition factors, and the rows that the requests of a batch use.
 
-vLLM gives each layer a cache `[blocks, H_kv, N, 2 * width]` of blocks of `N` tokens: the rows of keys and of values of
-`RowLayout`, side by side. Prefix caching, chunked prefill and preemption move blocks without looking into them.
+vLLM gives each layer a cache `[blocks, H_kv, N, 2 * width]` in blocks of `N` tokens: the rows of keys and of values
+(see `RowLayout`) side by side. Prefix caching, chunked prefill and preemption move whole blocks.
 """
 
 from functools import cached_property
@@ -25,7 +25,7 @@ from ..paged_rows import RowLayout
 
 
 class ComposedBackend(AttentionBackend):
-    """Tells vLLM how the pages lie. It has the name that vLLM keeps for backends of others."""
+    """Tells vLLM the layout of the pages. Its name is the one that vLLM reserves for backends of plugins."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -35,7 +35,7 @@ class ComposedBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Raises NotImplementedError: `PagedAttention` computes, which gets the factors of a batch beside its heads."""
+        """Raises NotImplementedError: `PagedAttention` computes attention, since it gets composition factors too."""
         raise NotImplementedError("layers with composed heads attend by PagedAttention")
 
     @staticmethod
@@ -48,12 +48,12 @@ class ComposedBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The layout in which the heads of a token lie together, as one row."""
+        """The layout in which all heads of a token are contiguous, as one row."""
         return (KVCacheLayout.LBNHC,)
 
 
 class ComposedMetadata(AttentionMetadata):
-    """The requests of a batch, for all layers of a group."""
+    """The requests of a batch, for all layers of a group that shares its pages."""
 
     def __init__(self, common: CommonAttentionMetadata) -> None:
         self.common = common
@@ -61,11 +61,14 @@ class ComposedMetadata(AttentionMetadata):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The tokens of each request so far, those of this batch included."""
+        """The number of tokens of each request so far, those of this batch included."""
         return self.common.seq_lens[: self.common.num_reqs].tolist()
 
     def rows(self, block_size: int, sliding_window: int | None) -> RequestRows:
-        """The rows that the requests attend to in a layer. Blocks behind a window may belong to other requests."""
+        """The rows that the requests attend to in a layer, without those before its window.
+
+        vLLM may have given the blocks before the window to other requests already.
+        """
         if (block_size, sliding_window) not in self._rows:
             self._rows[block_size, sliding_window] = self._find_rows(block_size, sliding_window)
         return self._rows[block_size, sliding_window]
@@ -84,7 +87,7 @@ class ComposedMetadata(AttentionMetadata):
 
 
 class ComposedMetadataBuilder(AttentionMetadataBuilder[ComposedMetadata]):
-    """Makes the metadata of a step."""
+    """Makes the metadata of each step."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -111,7 +114,7 @@ class ComposedPages(nn.Module, AttentionLayerBase):
         return ComposedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """Tells vLLM how large a row is, and which rows it may free."""
+        """Tells vLLM the size of a row, and with a window that it may free rows before that."""
         block_size, layout = vllm_config.cache_config.block_size, self.layout
         sizes = {"num_kv_heads": layout.kv_heads, "head_size": layout.width, "head_size_v": layout.width}
         if self.sliding_window is None:
@@ -120,13 +123,13 @@ class ComposedPages(nn.Module, AttentionLayerBase):
         return SlidingWindowSpec(block_size=block_size, dtype=self.dtype, sliding_window=window, **sizes)
 
     def rows(self) -> LayerRows:
-        """The rows of this layer, and those of the batch; none where vLLM measures a step before it has pages."""
+        """The rows of this layer, and which of them the batch uses; none when vLLM profiles a step without pages."""
         batch = get_forward_context().attn_metadata
         if batch is None:
             none = self.kv_cache.new_empty(0)
             return LayerRows(none, none, lambda key, value: None, RequestRows([], none, none))
         pages = self.kv_cache.transpose(1, 2)
-        rows = pages.view(-1, *pages.shape[2:])  # [rows, H_kv, 2 * width]; never a copy, whose new rows would be lost
+        rows = pages.view(-1, *pages.shape[2:])  # [rows, H_kv, 2 * width]; a view, since new rows are written to it
         requests = batch[self.name].rows(self.kv_cache.shape[2], self.sliding_window)
         keys, values = rows.split(self.layout.width, dim=-1)
 

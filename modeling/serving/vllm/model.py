@@ -15,7 +15,7 @@ from .backend import ComposedPages
 
 
 class ComposedForCausalLM(nn.Module):
-    """A causal model of any DCMHA family, in the interface of vLLM. `decoder` is the model as Transformers runs it."""
+    """A causal model of any DCMHA family with vLLM's interface. `decoder` is the model as Transformers runs it."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ComposedForCausalLM(nn.Module):
             self.decoder: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=implementation
             )
-        self.decoder.tie_weights()  # as drawing initial weights would do
+        self.decoder.tie_weights()  # which Transformers does along with drawing initial weights
         layout = row_layout(self.decoder.config)
         windows = (layer.self_attn.sliding_window for layer in self.decoder.model.layers)
         self.pages = nn.ModuleList(

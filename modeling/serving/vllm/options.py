@@ -8,11 +8,11 @@ from ..requirements import check_model
 
 
 class ComposedOptions(VerifyAndUpdateConfig):
-    """Is asked by vLLM before it starts any process."""
+    """Checks vLLM's options; vLLM calls it before it starts any process."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuses what would change a model's outputs without a word, or what its layers cannot follow.
+        """Refuses options that would silently change a model's outputs, or that its layers do not support.
 
         vLLM itself refuses pipeline parallelism, adapters, and requests beyond the positions of the model.
 

@@ -1,11 +1,11 @@
-"""What vLLM calls when it starts, in each of its processes, by the entry point `vllm.general_plugins`.
+"""The function that vLLM calls when it starts, in each of its processes, by the entry point `vllm.general_plugins`.
 
-vLLM calls it whatever model it is asked to serve, so that it must be light and must not fail.
+vLLM calls it for whatever model it serves, so it must be light and must not fail.
 """
 
 import logging
 
-# The versions that the tests ran with: vLLM's interfaces of models and attention backends change from one to the next.
+# The versions that the tests run with: vLLM changes its interfaces of models and attention backends in every version.
 SUPPORTED_VERSIONS = ("0.32.",)
 SERVING = "dynattn.modeling.serving.vllm"
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Makes vLLM know the causal models of all families with composed heads, and their attention backend.
 
-    With another version of vLLM it only warns. vLLM then runs plain models by its own means for Transformers, which
-    models with composed heads refuse.
+    With another version of vLLM it only warns. vLLM then falls back to its support for models of Transformers, which
+    runs plain models; models with composed heads refuse it.
     """
     import vllm
 

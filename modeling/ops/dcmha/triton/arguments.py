@@ -1,4 +1,4 @@
-"""The arguments of the op for several queries and of its kernels, which take these tuples as they are.
+"""The arguments of the op for several queries, and of its kernels, which get these tuples as arguments.
 
 An item is one head group of one row of the batch: the kernels see it as a batch entry of its own, with `H` heads. In
 the shapes below `B` counts items, `c` the queries and `n` the keys of a chunk.
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The number of positions whose factors are contiguous.
+# The number of positions of a panel: their factors are contiguous, so that a kernel loads them as vectors.
 PANEL = 8
 
 
 class MapInputs(NamedTuple):
-    """All tensors of the op. Terms are packed: `R` down, `R` up and, if their number is odd, a gate."""
+    """All tensors of the op. Terms are packed: `R` down, `R` up and, exactly if their number is odd, a gate."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H_kv, S, D]
@@ -37,12 +37,12 @@ class MapInputs(NamedTuple):
         return [self.pre_query, self.pre_key, self.post_query, self.post_key]
 
 
-# The tables by distance among the fields of `MapInputs`.
+# The fields of `MapInputs` that are tables by distance.
 TABLES = ("composed_bias", "position_bias", "position_gain")
 
 
 class MapSettings(NamedTuple):
-    """All arguments of the op that are no tensors."""
+    """All arguments of the op that are not tensors."""
 
     scaling: float
     is_causal: bool
@@ -60,7 +60,7 @@ class Factors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Lengths with padding, all of them multiples of a patch's side."""
+    """Lengths with padding, all of them multiples of a patch's side: those of the chunk, and those of the call."""
 
     queries: int  # c
     keys: int  # n
@@ -71,9 +71,10 @@ class Sizes(NamedTuple):
 class Visibility(NamedTuple):
     """Which key each column of a chunk's maps is, and which keys are visible.
 
-    Column `s` of row `t` is key `start + s + t // step * step`. A real key is visible if it lies at most `behind`
-    positions before the query and at most `ahead` after it, and neither the mask nor `first_keys` hides it. The strides
-    of masks are separate fields because Triton 3.6 may lose constants in nested tuples.
+    Column `s` of row `t` is key `start + s + t // step * step`, or `start + s` without `step`. A real key is visible if
+    it is at most `behind` positions before the query and at most `ahead` after it, and neither the mask nor
+    `first_keys` hides it. The strides of masks are separate fields because Triton 3.6 may lose constants in nested
+    tuples.
     """
 
     position: int  # of the chunk's first query among the keys, `unspecialized`
@@ -100,16 +101,17 @@ class Visibility(NamedTuple):
 def unspecialized(number: int) -> int:
     """Returns `4 * number + 2`, which is neither 1 nor a multiple of 16; `kernels.tiles.original` is the inverse.
 
-    Triton compiles a kernel anew for integers that are 1 or multiples of 16, and would do so for every other length.
+    Triton compiles a variant of a kernel for integers that are 1, and another for multiples of 16. As sequences grow,
+    their lengths would keep switching between these variants, and the first call of each would wait for a compiler.
     """
     return 4 * number + 2
 
 
 class Matrices(NamedTuple):
-    """A matrix [out, in] that mixes the heads for each position of a chunk; None where a side has no terms.
+    """A matrix [out, in] that mixes the heads, for each position of a chunk; None where a side has no terms.
 
-    Heads are filled up with zeros to `padded`, 16 or 32. The matrices of a stage's queries include the identity and the
-    static matrix; without them, those of its keys include the identity.
+    Heads are padded with zeros to `padded`, 16 or 32. The queries' matrices of a stage include the identity and the
+    static matrix. If a stage has matrices of keys alone, those include the identity.
     """
 
     pre_query: Tensor | None  # [items, c of T, padded, padded]
@@ -126,7 +128,7 @@ class StageTerms(NamedTuple):
 
 
 class TermGradients(NamedTuple):
-    """Each program's part of the gradients of a stage's terms and static matrix; None where there are none."""
+    """What each program adds to the gradients of a stage's terms and static matrix; None where there are none."""
 
     query: Tensor | None  # [items, blocks of n, c, terms, H]
     key: Tensor | None  # [items, programs along c, n, terms, H], float32
@@ -134,11 +136,11 @@ class TermGradients(NamedTuple):
 
 
 class Statics(NamedTuple):
-    """Maps `[items, H, c, n]` between the kernels and the products with static matrices; None without a matrix."""
+    """Maps `[items, H, c, n]` before or after their product with a static matrix; None without a matrix."""
 
-    scores: Tensor | None = None  # the product with the scores
-    grads: Tensor | None = None  # the product with the gradients of the composed probabilities
-    plain: Tensor | None = None  # factor of a later product: probabilities, or gradients of the composed scores
+    scores: Tensor | None = None  # read: scores plus their product
+    grads: Tensor | None = None  # read: gradients of the composed probabilities plus their product
+    plain: Tensor | None = None  # written, to be multiplied later: probabilities, or gradients of the composed scores
 
 
 class ColumnTables(NamedTuple):
@@ -154,7 +156,7 @@ class ColumnTables(NamedTuple):
     gain: Tensor | None = None  # [heads of all groups, X]
     columns: int | None = None  # X, `unspecialized`
     first: int | None = None  # the column of the chunk's first query and key, `unspecialized`
-    pairs: Tensor | None = None  # [items, H, c, n], written: what the gradient of a table sums over all pairs
+    pairs: Tensor | None = None  # [items, H, c, n], written: the map that is summed by distance for a table's gradient
 
 
 class MapChunk(NamedTuple):

@@ -1,6 +1,7 @@
 """DCMHA on CUDA devices: matrix products with Triton kernels between them that mix the heads.
 
-A single query without gradients, a decoding step, has kernels of its own; one with gradients goes to `dcmha_chunked`.
+A single query without gradients, a decoding step, has kernels of its own. A single query with gradients is left to
+`dcmha_chunked`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from .kernels.registry import load_kernels
 from .passes import attend, attend_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The inputs that have gradients, which come first.
+# The inputs that have gradients: the first fields of `MapInputs`.
 DIFFERENTIABLE = MapInputs._fields[: MapInputs._fields.index("mask")]
 
 
@@ -56,8 +57,8 @@ def dcmha_triton(
         is_causal: whether a query sees no later keys; the last query is aligned to the last key.
         sliding_window: number of keys that a query sees, itself included.
         first_keys: `[B, T]` integers, the first key that each query sees.
-        tables: two tables `[L, H]`, and where the queries stand. An offset that is a tensor on a device is waited for,
-            except with a single query.
+        tables: a bias and a gain `[L, H]`, and the position of the first query. With several queries, a position on a
+            device is read, which waits for the device.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.
@@ -82,7 +83,7 @@ def dcmha_triton(
                 attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
             )
         return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window, tables), None
-    load_kernels(query.device)  # raises on the devices on which the other calls raise
+    load_kernels(query.device)  # called for its errors, so that all calls raise on the same devices
     return dcmha_chunked(
         query,
         key,
@@ -99,7 +100,7 @@ def dcmha_triton(
 
 
 def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
-    """Returns what the kernels do not support of a query `[B, H, T, D]` or a mask `[.., T, S]`, None if they do."""
+    """Returns an error message if the kernels do not support a query `[B, H, T, D]` or a mask `[.., T, S]`."""
     if query.dtype not in DTYPES:
         return f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'"
     if attention_mask is not None and attention_mask.requires_grad:
@@ -111,7 +112,7 @@ def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
 
 
 def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -> bool:
-    """Whether autograd follows one of the tensors, of any shape, or a factor of a stage."""
+    """Whether a gradient is needed of one of the tensors, of any shape, or of a factor of a stage."""
     if not torch.is_grad_enabled():
         return False
     factors = [factor for stage in stages if stage is not None for factor in stage.tensors().values()]
@@ -166,7 +167,10 @@ def _forward_op(
     sliding_window: int | None,
     groups: int,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as an operator: returns `[B, T, H, D]` and `[B, H, T]` for `MapInputs`, `MapSettings` one by one."""
+    """`attend` as an operator, with the fields of `MapInputs` and `MapSettings` as arguments.
+
+    Returns the output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`.
+    """
     terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
     inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
     settings = MapSettings(scaling, is_causal, sliding_window, groups)
@@ -201,7 +205,7 @@ def _backward_op(
 ) -> list[Tensor]:
     """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes.
 
-    Those of tables by distance are empty but where `table_gradients`, in the order of `TABLES`, has True.
+    Those of tables by distance are empty unless `table_gradients`, in the order of `TABLES`, has True for them.
     """
     terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
     inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
@@ -232,12 +236,12 @@ def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _unwanted(table_gradients: Sequence[bool]) -> set[str]:
-    """The tables by distance that have no gradients."""
+    """The names of the tables by distance whose gradients are not needed."""
     return {name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if not is_wanted}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keeps the log-sum-exp `[B, H, T]` and all inputs for the backward pass."""
+    """Saves the log-sum-exp `[B, H, T]` and all inputs for the backward pass."""
     count = len(MapInputs._fields)
     ctx.save_for_backward(output[1], *inputs[:count])
     ctx.settings = inputs[count:]

@@ -1,4 +1,4 @@
-"""`dcmha_triton` for a single query, a decoding step: the cache is read in place, once.
+"""`dcmha_triton` for a single query, a decoding step: the cache is read once, in place.
 
 Keys are split over programs, each of which has all heads of its keys. Launches depend on shapes alone, so that a step
 may be captured in a CUDA graph. `DESIGN.md`, "Decoding", has the reasons.
@@ -15,11 +15,12 @@ from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .kernels.registry import load_kernels
 
-# The number of programs that the splits of all items should give together.
+# How many programs a launch should have at least: splits times items.
 PROGRAMS = 264
-# The number of a block's keys: the largest that gives `PROGRAMS` programs. A tile of all heads has at most
-# `LARGEST_TILE` elements, for its registers, or half as many in pages, where each factor has an address of its own. The
-# keys of a block have at most `LARGEST_KEYS` bytes, for the shared memory that holds those of `STAGES` blocks.
+# How many keys a block has: the largest of these numbers that gives `PROGRAMS` programs, within two limits. A tile of
+# all heads has at most `LARGEST_TILE` elements, because it is in registers; half as many over pages, where the address
+# of each factor takes registers too. The keys of a block have at most `LARGEST_KEYS` bytes, because shared memory holds
+# those of `STAGES` blocks.
 BLOCKS = (64, 32, 16)
 LARGEST_TILE = 2048
 LARGEST_KEYS = 16384
@@ -61,7 +62,7 @@ class DecodeMask(NamedTuple):
 
 
 class DecodePages(NamedTuple):
-    """The table of `Pages` on the device, for `B` requests."""
+    """The table of `Pages` as the kernels read it, on the device, for `B` requests."""
 
     table: Tensor  # integers
     bounds: Tensor  # [B, 3], integers: `table_starts`, `first_keys` and `key_counts`
@@ -69,9 +70,9 @@ class DecodePages(NamedTuple):
 
 
 class DecodeTables(NamedTuple):
-    """Tables by distance of a query at `position`, by default at the last key of its item; None without a table.
+    """Tables by distance, for a query at `position`, by default at the last key of its item; None without a table.
 
-    Distances beyond the rows of a table, which are those of hidden keys, read the nearest row.
+    Only hidden keys are at distances beyond the rows of a table; they read the nearest row.
     """
 
     composed_bias: Tensor | None  # [L, H], added before the first composition
@@ -83,7 +84,7 @@ class DecodeTables(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """The range of visible keys, and how programs split it: each of `splits` has `blocks` blocks."""
+    """The range of visible keys, divided into `splits`, one for each program, of `blocks` blocks each."""
 
     first: int  # the first key that counts, `unspecialized` for kernels
     keys: int  # the end of the range, S, `unspecialized` for kernels
@@ -103,7 +104,7 @@ def decode(
     sliding_window: int | None,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
-    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` on the last key, without gradients.
+    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` at the last key, without gradients.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
@@ -112,8 +113,8 @@ def decode(
         mask: boolean or additive, four dimensions that broadcast to `[B, 1, 1, S]`.
         first_keys: `[B, 1]` integers, the first key that each query sees.
         sliding_window: number of keys that the query sees.
-        tables: two tables `[L, H]`, and where the query stands, if it is not on the last key; what is then hidden, the
-            mask hides.
+        tables: a bias and a gain `[L, H]`, and the position of the query if it is not that of the last key. Keys that
+            such a query does not see have to be hidden by the mask.
     """
     offset = tables.offset
     if offset is not None and not isinstance(offset, Tensor):
@@ -182,7 +183,7 @@ def launch(
 
     Args:
         key, value: `[B, H_kv, S, D]`, or with `pages` their rows `[pages, H_kv, page_length, D or more]`.
-        span: the first key that counts, and the end of keys: in pages those of the longest request.
+        span: the first visible key, and the end of the keys; over pages, the end of the longest request.
     """
     kernels = load_kernels(query.device)
     query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
@@ -226,7 +227,7 @@ def _constants(stage: DecodeStage, groups: int) -> dict[str, int]:
 
 
 def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores `[B, S, H]`, log-sum-exp `[B, splits, H]`, and partial and whole output for a query `[B, H, 1, D]`.
+    """Allocates scores `[B, S, H]`, log-sum-exp `[B, splits, H]`, and partial and whole output.
 
     The partial output is `[B, splits, H, D]` in float32, or the output `[B, 1, H, D]` itself if there is one split.
     """
@@ -238,7 +239,7 @@ def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Ten
 
 
 def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[CacheSizes, int]:
-    """Returns how to split `keys - first` keys of `batch` items, and the number of a block's keys, one of `blocks`."""
+    """Returns how to divide the `keys - first` keys of each item, and how many keys a block has, one of `blocks`."""
     counts = {block: -(-(keys - first) // block) for block in blocks}
     block_s = next((block for block in blocks if batch * counts[block] >= PROGRAMS), blocks[-1])
     of_split = -(-counts[block_s] // max(1, PROGRAMS // batch))
@@ -248,10 +249,10 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
 def tile_sides(
     heads: int, kv_heads: int, width: int, itemsize: int, *, paged: bool
 ) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the sides of tiles by the name of their constant, and the block sizes that fit with them, largest first.
+    """Returns the sides of tiles by the name of their constant, and the numbers of keys of a block that fit with them.
 
-    Sides are those of all heads, of the heads that share a key head, and of channels: powers of two that are at least
-    16, which is what matrix instructions take.
+    The sides hold all heads, the heads that share a key head, and the channels. They are powers of two and at least 16,
+    as matrix instructions need.
     """
     counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
     sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
@@ -266,7 +267,7 @@ def make_stage(tensors: list[Tensor | None]) -> DecodeStage:
 
 
 def make_tables(tables: DistanceTables) -> DecodeTables:
-    """Tables `[L, H]` for the kernels, which read them in place. An offset has to be a tensor."""
+    """The tables `[L, H]` as the kernels read them, in place. An offset has to be a tensor."""
     bias, gain = (None if one is None else one.contiguous() for one in (tables.bias, tables.gain))
     bias_rows, gain_rows = (None if table is None else unspecialized(len(table)) for table in (bias, gain))
     position = None if bias is None and gain is None else tables.offset
@@ -287,7 +288,7 @@ def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Decode
         return DecodeSide(None, None, None, 0, 0, 0)
     share_strides = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
     if not share_strides or (down is not None and up is not None and down.stride(2) != up.stride(2)):
-        # The result of `cat` alone may keep strides in which heads are not contiguous.
+        # `cat` may keep the order of dimensions of its inputs, so that heads would still not be contiguous.
         joined = torch.cat(parts, dim=2).clone(memory_format=torch.contiguous_format)
         copies = iter(joined.split([part.shape[2] for part in parts], dim=2))
         down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))

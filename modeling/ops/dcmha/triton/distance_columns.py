@@ -1,7 +1,7 @@
-"""Tables by distance for the kernels of several queries: as columns that need no bounds, and their gradients.
+"""Tables by distance for the kernels of several queries: laid out as columns that need no bounds; and their gradients.
 
-The gradients are sums of a chunk's maps over all pairs of the same distance, which are added up in a fixed order.
-`DESIGN.md`, "Tables by distance", has the reasons.
+The gradient of a table's element is the sum of a map over all pairs at its distance. The sums are added up over chunks
+in a fixed order. `DESIGN.md`, "Tables by distance", has the reasons.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,17 @@ from .arguments import TABLES, ColumnTables, MapChunk, MapInputs, unspecialized
 from .tuning import tile_of_distance_sums
 from .workspace import Workspace
 
-# The map whose sums over pairs are the gradient of each table. That of scores, their gradients, is computed anyhow;
-# kernels write the others to a map of their own: composed scores' gradients, and probabilities times their gradients.
+# For each table, the map whose sums by distance are its gradient. "scores" are the gradients of scores, which a
+# backward pass computes anyway. The others are written by kernels to the map `pairs`: "composed_scores" are the
+# gradients of composed scores, and "probs" are probabilities times their gradients.
 SUMMED = {"composed_bias": "scores", "position_bias": "composed_scores", "position_gain": "probs"}
 
 
 def sums_needed(inputs: MapInputs, wanted: Iterable[str]) -> set[str]:
-    """Returns which maps of `SUMMED` a backward pass sums for the gradients of these tables.
+    """Returns which maps of `SUMMED` a backward pass has to sum, if it returns the gradients of the `wanted` tables.
 
-    A static matrix before the softmax also mixes a composed bias, so that its gradient has a sum of composed scores'.
+    A static matrix before the softmax mixes a composed bias too, so the gradient of that matrix also needs the sums of
+    the composed scores' gradients.
     """
     needed = {SUMMED[name] for name in wanted}
     if inputs.composed_bias is not None and inputs.pre_static is not None:
@@ -31,7 +33,7 @@ def sums_needed(inputs: MapInputs, wanted: Iterable[str]) -> set[str]:
 
 
 class DistanceColumns:
-    """The tables of a call, whose column `x` is that of the pairs at distance `farthest - x`.
+    """The tables of a call, laid out so that column `x` is for distance `farthest - x`.
 
     Args:
         work: the chunks, whose padding decides how many columns there are.
@@ -54,7 +56,11 @@ class DistanceColumns:
         self.sums = {name: zeros() for name in sums_needed(inputs, wanted)}
 
     def of_chunk(self, chunk: MapChunk, summed: str = "") -> ColumnTables:
-        """The tables for a kernel of a chunk, which writes the map of `SUMMED` that is given if its sums are needed."""
+        """The tables for a kernel of a chunk.
+
+        Args:
+            summed: the map of `SUMMED` that the kernel can write to `pairs`; it does if sums of this map are needed.
+        """
         if not self.tables:
             return ColumnTables()
         return ColumnTables(
@@ -68,7 +74,11 @@ class DistanceColumns:
         )
 
     def add(self, name: str, chunk: MapChunk, maps: Tensor | None = None) -> None:
-        """Adds the sums of one of `SUMMED`, if they are needed; the map `[items, H, c, n]` is `maps` or `pairs`."""
+        """Adds a chunk's sums by distance of the map `name` of `SUMMED`, if they are needed.
+
+        Args:
+            maps: the map `[items, H, c, n]`, by default `pairs`.
+        """
         if name not in self.sums:
             return
         work, step = self.work, chunk.where.step or chunk.sizes.queries
@@ -105,19 +115,19 @@ class DistanceColumns:
         return self.work.queries - 1 + chunk.keys.start - chunk.queries.start
 
     def _lay_out(self, table: Tensor) -> Tensor:
-        """A table `[L, heads]` as columns `[heads, X]` in float32; distances outside it take the nearest row."""
+        """A table `[L, heads]` as columns `[heads, X]` in float32; distances without a row take the nearest row."""
         distance = self.farthest - torch.arange(self.columns, device=table.device)
         return table.float().t()[:, distance.clamp_(0, len(table) - 1)].contiguous()
 
     def _gather(self, sums: Tensor, rows: int) -> Tensor:
-        """The inverse of `_lay_out`: sums `[heads, X]` of the columns of each row, `[rows, heads]`.
+        """The transpose of `_lay_out`: adds the sums `[heads, X]` of all columns to their rows, `[rows, heads]`.
 
-        Slices and not an addition by index, whose order differs between runs on a GPU.
+        It adds slices, because the order of an addition by index differs between runs on a GPU.
         """
         nearest = self.farthest - (self.columns - 1)  # the distance of the last column
         sums = sums.flip(1).t()
-        inner = min(max(1 - nearest, 0), len(sums))  # columns whose distance is 0 or less
-        outer = min(max(rows - 1 - nearest, inner), len(sums))  # those before the last row
+        inner = min(max(1 - nearest, 0), len(sums))  # the end of the distances of at most 0, which belong to row 0
+        outer = min(max(rows - 1 - nearest, inner), len(sums))  # the begin of those that belong to the last row
         grads = sums.new_zeros(rows, sums.shape[1])
         grads[nearest + inner : nearest + outer] = sums[inner:outer]
         grads[0] += sums[:inner].sum(0)

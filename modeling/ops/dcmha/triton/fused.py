@@ -1,7 +1,7 @@
 """A forward pass that keeps no maps (`kernels.fused`): one kernel for the log-sum-exp of all rows, one for the output.
 
-It needs neither the buffers of a chunk nor launches for each, and serves heads whose output of some queries fits into
-registers together. `DESIGN.md`, "Without maps", has the reasons.
+It needs neither the buffers of chunks nor a launch for each of them, and serves calls in which the output of some
+queries in all heads fits into registers. `DESIGN.md`, "Without maps", has the reasons.
 """
 
 import torch
@@ -16,9 +16,9 @@ from .workspace import Workspace
 
 
 def is_fused(inputs: MapInputs) -> bool:
-    """Whether these kernels serve the forward pass of queries `[B, H, T, D]` whose heads the tensor cores compose.
+    """Whether these kernels serve a forward pass whose heads the tensor cores compose.
 
-    Tables by distance would take more shared memory than a multiprocessor has.
+    They do not if there are tables by distance, which would take more shared memory than a multiprocessor has.
     """
     if any(getattr(inputs, name) is not None for name in TABLES):
         return False
@@ -51,7 +51,7 @@ def _launch(
     rows: tuple[Tensor, ...],
     lse: Tensor,
 ) -> None:
-    """Runs a kernel on all queries, with its rows `[B, H or H_kv, T or S, D]` and what both kernels take."""
+    """Launches a kernel on all queries, with its `rows` `[B, H or H_kv, T or S, D]` and the arguments of both."""
     block_t, block_s, warps, stages = tiles[name]
     query, key, *_ = rows
     work.kernels[name][chunk.sizes.queries // block_t, work.batch](
@@ -74,6 +74,6 @@ def _launch(
 
 
 def _capability(device: torch.device) -> int:
-    """The compute capability as in 90; 80, with the smaller tiles, for a CPU that interprets the kernels."""
+    """The compute capability, such as 90 for 9.0; on a CPU, which interprets the kernels, 80 with its smaller tiles."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     return 10 * major + minor

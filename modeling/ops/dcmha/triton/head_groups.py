@@ -1,4 +1,4 @@
-"""Head groups as items: low-rank terms mix no heads of different groups, so that kernels see each group on its own."""
+"""Turns head groups into items: low-rank terms mix heads only inside a group, so kernels can treat each one alone."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from ..composition import LOW_RANK, Composition
 
 
 def common_groups(*stages: Composition | None) -> int:
-    """Returns the largest number of groups that divides the number of groups of every stage with low-rank terms."""
+    """Returns the greatest common divisor of the numbers of groups of all stages with low-rank terms, or 1."""
     low_rank = [
         stage.groups
         for stage in stages
@@ -20,9 +20,10 @@ def common_groups(*stages: Composition | None) -> int:
 
 
 def within_groups(composition: Composition | None, groups: int) -> Composition | None:
-    """Returns the same composition in `groups` groups, of a higher rank if it has more groups.
+    """Returns the same composition with fewer groups and a higher rank, if it has more than `groups` groups.
 
-    Low-rank factors `[B, T or S, R, H]` become `[B, T or S, R * composition.groups / groups, H]`.
+    A group that is made of several is mixed by the low-rank terms of each, with zeros for the heads of the others:
+    factors `[B, T or S, R, H]` become `[B, T or S, R * composition.groups / groups, H]`.
 
     Args:
         composition: the factors of a stage.
@@ -40,14 +41,14 @@ def within_groups(composition: Composition | None, groups: int) -> Composition |
 
 
 def _spread(factor: Tensor, groups: int, parts: int) -> Tensor:
-    """`[B, T or S, R, H]` to `[B, T or S, R * parts, H]`: one factor for each part of a group, zero outside of it."""
+    """Spreads `[B, T or S, R, H]` to `[B, T or S, R * parts, H]`: a factor for each part of a group, zero elsewhere."""
     own = torch.eye(parts, dtype=factor.dtype, device=factor.device)[:, None, :, None]
     split = factor.unflatten(-1, (groups, parts, -1)).unsqueeze(3)  # [B, T or S, R, 1, groups, parts, heads]
     return (split * own).flatten(4).flatten(2, 3)
 
 
 def split_heads(rows: Tensor, groups: int) -> Tensor:
-    """Returns `[B, H, T, D]` as `[B * groups, H / groups, T, D]`; heads are repeated where groups share one."""
+    """Returns `[B, H, T, D]` as `[B * groups, H / groups, T, D]`; key heads that several groups share are repeated."""
     rows = rows.repeat_interleave(groups // math.gcd(groups, rows.shape[1]), dim=1)
     return rows.unflatten(1, (groups, -1)).flatten(0, 1)
 

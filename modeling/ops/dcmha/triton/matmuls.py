@@ -1,4 +1,4 @@
-"""The matrix products of `dcmha_triton`'s passes, between which a `KernelComposer` works."""
+"""The matrix products of `dcmha_triton`'s passes; between them a `KernelComposer` composes the maps."""
 
 from abc import ABC, abstractmethod
 
@@ -32,7 +32,7 @@ class Matmuls(ABC):
 
     @abstractmethod
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
-        """Sets the output of the chunk's queries from composed probabilities `[items, H, c, n]`."""
+        """Writes the output of the chunk's queries, from composed probabilities `[items, H, c, n]`."""
 
     @abstractmethod
     def grad_composed(self, chunk: MapChunk) -> Tensor:
@@ -44,7 +44,7 @@ class Matmuls(ABC):
 
     @abstractmethod
     def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
-        """Sets the gradients of queries and adds to those of keys, from the scores' gradients `[items, H, c, n]`."""
+        """Writes the gradients of queries and adds to those of keys, from the scores' gradients `[items, H, c, n]`."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Matmuls(ABC):
 
 
 class CublasMatmuls(Matmuls):
-    """Batched products of cuBLAS, by way of PyTorch, for chunks of whole rows of the map."""
+    """Batched products of cuBLAS, called through PyTorch, for chunks of whole rows of the map."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         self.work, self.kv_heads, width = work, inputs.key.shape[1], inputs.query.shape[3]
@@ -78,7 +78,7 @@ class CublasMatmuls(Matmuls):
         return scores
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
-        """Sets `[items, c, H, D]` of the output from maps `[items, H, c, n]`."""
+        """Writes `[items, c, H, D]` of the output, from maps `[items, H, c, n]`."""
         rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
         self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
 
@@ -135,7 +135,7 @@ class CublasMatmuls(Matmuls):
 
 def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
     """Sets `out = left @ right * scaling`, scaled before it is rounded: `[b, i, k]`, `[b, k, j]` to `[b, i, j]`."""
-    if scaling == 0:  # on a CPU PyTorch 2.13 leaves what bfloat16 results held before
+    if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
         torch.bmm(left, right, out=out).mul_(scaling)
     else:
         torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)

@@ -1,6 +1,6 @@
 """The matrices that mix the heads on the tensor cores: one for each query and one for each key of a stage.
 
-They are made before the other kernels run, in work and memory that grow with the number of tokens.
+They are made before the other kernels run. Time and memory for that grow with the number of tokens, not of pairs.
 """
 
 import torch
@@ -41,7 +41,7 @@ def _of_stage(
     """A stage's matrices of all queries and of all keys, `[B, length, padded, padded]` or None.
 
     They are made of terms `[B, length, terms, H]` and of `static` `[H, H]`. The identity and the static matrix are part
-    of the queries' matrices, or of the keys' if only these exist.
+    of the queries' matrices; if only keys have terms and there is no static matrix, the identity is part of the keys'.
     """
     of_queries = of_keys = None
     if query is None and key is None and static is None:

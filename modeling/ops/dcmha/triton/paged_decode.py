@@ -1,4 +1,4 @@
-"""A decoding step of `dcmha_triton` over a paged cache: kernels find rows by a table of pages, and gather none."""
+"""A decoding step of `dcmha_triton` over a paged cache: kernels find rows through a table of pages, without copies."""
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ def decode_pages(
     terms: int,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
-    """Attention of one query of each of `N` requests, without gradients.
+    """Attention for one query of each of `N` requests, without gradients.
 
     Args:
         query: `[N, H, 1, D]`.
-        pre, post: the composition of both stages without factors of keys, which the rows hold.
-        terms: key-side factors of one stage in a row, each of `H` elements; 0 if rows hold none.
-        tables: two tables `[L, H]` for the distances from each query, which is on its request's last key.
+        pages: the rows of keys and values, and which of them each query sees.
+        pre, post: the composition of both stages, without the key-side factors, which are in the rows.
+        terms: number of key-side terms of one stage in a row, each of `H` elements; 0 if rows hold none.
+        tables: a bias and a gain `[L, H]`, by distance from the query, which is at its request's last key.
 
     Returns:
         `[N, 1, H, D]`; None for dtypes that the kernels do not support.
@@ -57,9 +58,10 @@ def decode_pages(
 
 
 def _stage_of_rows(rows: Tensor, stage: Composition | None, terms: int) -> DecodeStage:
-    """A stage whose factors of keys lie in rows `[pages, page_length, H_kv, width]`.
+    """A stage whose key-side factors are in rows `[pages, page_length, H_kv, width]`.
 
-    Of these the kernels take the address, the rank and the stride between key heads.
+    Its key side consists of views that only carry what kernels need to find a term in a row: the address, the rank,
+    whether there is a gate, and the stride between key heads.
     """
     made = make_stage(list_tensors(stage))
     if stage is None or not terms:

@@ -39,14 +39,14 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
 def attend_backward(
     grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings, wanted: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Returns the gradients of all inputs but masks by name, in the shapes of `MapInputs`.
+    """Returns the gradients of all differentiable inputs, by name and in the shapes of `MapInputs`.
 
-    Gradients that several chunks add to are float32; others may have the dtype of the inputs.
+    Gradients to which several chunks add are float32; others may have the dtype of the inputs.
 
     Args:
         grad_output: `[B, T, H, D]`.
         lse: `[B, H, T]`, float32, of the forward pass.
-        wanted: the tables by distance that have gradients.
+        wanted: the tables by distance whose gradients are needed.
     """
     kind = choose_composer(inputs, settings)
     maps = ["scores", "grad_composed", "result", *kind.maps(inputs, backward=True)]
@@ -70,14 +70,14 @@ def attend_backward(
 
 
 def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
-    """Returns the tensor cores' composer if they take these heads and no static matrix mixes heads across groups.
+    """Returns `TensorCoreComposer` where it serves and `composes_on_tensor_cores` says that it pays.
 
-    They would round a composed bias to the float16 of scores, in which far distances are not told apart. The heads are
-    those of the query `[B, H, T, D]`; what mixes them is a static matrix, or a side with low-rank terms.
+    It does not serve static matrices beside several groups, since these mix heads of different items, nor a composed
+    bias, which it would round to the float16 of scores, where far distances are no longer told apart.
     """
     statics = [static for static in (inputs.pre_static, inputs.post_static) if static is not None]
     terms = [terms for terms in inputs.terms if terms is not None]
-    mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)
+    mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)  # a single term is a gate, which does not
     _, heads, _, _ = inputs.query.shape
     fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, mixes_heads=mixes_heads)
     fits_tensor_cores = fits_tensor_cores and inputs.composed_bias is None
@@ -87,5 +87,5 @@ def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComp
 
 
 def choose_matmuls(work: Workspace) -> type[Matmuls]:
-    """Returns whose matrix products serve: those of cuBLAS cannot shift the keys of each block of a window."""
+    """Returns the matrix products for a tiling: cuBLAS cannot shift the keys from block to block, as windows need."""
     return CublasMatmuls if work.tiling.step is None else WindowMatmuls

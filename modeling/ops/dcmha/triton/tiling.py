@@ -1,11 +1,11 @@
 """Tilings: how the passes of `dcmha_triton` divide the pairs of queries and keys into chunks.
 
 A chunk is some queries of some items and, for each of their heads, a rectangle `[c, n]` of the map. A `RowTiling` has
-chunks of whole rows of the map. A `WindowTiling` has chunks of blocks of `step` queries, each with the `n` keys up to
-the block's last one: column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key.
+chunks of whole rows of the map. The chunks of a `WindowTiling` consist of blocks of `step` queries, each with the `n`
+keys that the block reaches: column `s` of row `t` is key `s + t // step * step`, counted from the chunk's first key.
 
 Lengths are multiples of a patch's sides, so that kernels need no bounds on maps. Padding is zero and adds nothing to
-gradients: keys in it are hidden, and the gradients of the output of queries in it are zero. `DESIGN.md`, "Memory of a
+gradients: padding keys are hidden, and the output of padding queries has a gradient of zero. `DESIGN.md`, "Memory of a
 chunk" and "Windows", has the reasons.
 """
 
@@ -19,7 +19,7 @@ from ...masking import Structure
 from .arguments import MapInputs, MapSettings
 from .tuning import block_of, blocks_of_a_chunk, fewest_rows, fits_in_a_chunk
 
-# Lengths and first keys are multiples of this, so that loads can be vectors and chunks hold whole panels of factors.
+# Lengths and first keys are multiples of this number, so that loads can be vectors and chunks have whole panels.
 ALIGNMENT = 16
 
 
@@ -45,7 +45,7 @@ class RowTiling:
 
     @property
     def largest(self) -> int:
-        """The number of entries of the largest map of one head of an item."""
+        """The number of elements of the largest chunk's map, for one head of an item."""
         return min(self.rows, self.queries) * max((self.columns(keys) for _, keys in self.spans), default=0)
 
     def columns(self, keys: slice) -> int:
@@ -57,14 +57,14 @@ class RowTiling:
 class WindowTiling:
     """Chunks of `blocks` blocks of a causal window, with padding also before the first key.
 
-    The other attributes are those of `RowTiling`.
+    Attributes that are not explained here are those of `RowTiling`.
     """
 
     real_queries: int  # T
     real_keys: int  # S
-    step: int  # c
-    reach: int  # n
-    blocks: int
+    step: int  # queries of a block
+    reach: int  # n, the keys of a block
+    blocks: int  # of a chunk
     position: int  # of the first query among the keys
 
     @property
@@ -79,7 +79,10 @@ class WindowTiling:
 
     @property
     def before(self) -> int:
-        """The number of padding keys: those that the first block lacks, or those that align its first key."""
+        """The number of padding keys before the first one.
+
+        They stand for the keys that the first block would reach before the first one, or align its first key.
+        """
         return -self._first if self._first < 0 else -self._first % ALIGNMENT
 
     @property
@@ -96,7 +99,7 @@ class WindowTiling:
 
     @property
     def largest(self) -> int:
-        """The number of entries of the largest map of one head of an item."""
+        """The number of elements of the largest chunk's map, for one head of an item."""
         return min(self.blocks, self.count) * self.step * self.reach
 
     def columns(self, keys: slice) -> int:
@@ -121,9 +124,9 @@ def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int
     """Returns the tiling for kernels that keep no maps: one chunk of all queries and keys, or none if there are none.
 
     Args:
-        inputs: tensors of which only the shapes count.
-        settings: the op's other arguments, which no tiling for such kernels depends on.
-        patch: the numbers of queries and of keys that the chunk has multiples of.
+        inputs: the op's tensors, of which only the shapes are read.
+        settings: the op's other arguments, which are not read.
+        patch: the sides of a patch, of which the chunk's numbers of queries and of keys are multiples.
     """
     lengths = aligned(inputs.query.shape[2], patch[0]), aligned(inputs.key.shape[2], patch[1])
     spans = ((slice(0, lengths[0]), slice(0, lengths[1])),) if all(lengths) else ()
@@ -131,8 +134,8 @@ def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int
 
 
 def structure_of(inputs: MapInputs, settings: MapSettings) -> Structure:
-    """Which keys each query may see by position alone."""
-    offset = None if inputs.offset is None else int(inputs.offset)  # for a tensor of a device this waits
+    """Describes which keys each query may see by position alone."""
+    offset = None if inputs.offset is None else int(inputs.offset)  # waits for the device, if it is on one
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
 
@@ -141,9 +144,9 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
     """Returns the tiling of a problem: by window if it is causal and the sequence has at least two blocks.
 
     Args:
-        inputs: tensors of which the shapes, `offset` and, on a CPU, `first_keys` `[rows of the batch, T]` count.
+        inputs: the op's tensors, of which the shapes, `offset` and, if on a CPU, `first_keys` are read.
         settings: the op's other arguments.
-        patch: the numbers of queries and of keys that a chunk has multiples of.
+        patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
     structure = structure_of(inputs, settings)
@@ -159,7 +162,11 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
 
 
 def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:
-    """The number of a chunk's queries where its maps have `heads` heads of all items together."""
+    """How many queries a chunk has: a doubling of the least number, while maps of `heads` heads fit in a chunk.
+
+    Args:
+        heads: of all items together.
+    """
     queries, rows = structure.queries, aligned(fewest_rows(), block)
     while rows < queries:
         keys = structure.reach(slice(max(0, queries - 2 * rows), queries))
@@ -172,10 +179,10 @@ def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:
 def _spans(
     structure: Structure, queries: int, rows: int, block: int, first_keys: Tensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yields the queries and the keys of all chunks but those that see no key, in whole patches.
+    """Yields the queries and the keys of each chunk that sees any key, in whole patches.
 
-    `first_keys` `[rows of the batch, T]` leave out keys if they are on the CPU: otherwise reading them would wait for
-    the device.
+    Keys before the first ones of `first_keys` `[rows of the batch, T]` are left out if these are on the CPU; reading
+    them from a device would wait for it.
     """
     is_known = first_keys is not None and first_keys.device.type == "cpu" and first_keys.numel() > 0
     known = first_keys if is_known else None
@@ -189,7 +196,10 @@ def _spans(
 
 
 def add_blocks(total: Tensor, parts: Tensor, step: int) -> None:
-    """Adds `parts` `[items, blocks, n, ..]`, whose blocks overlap, to `total` `[items, all keys of a chunk, ..]`."""
+    """Adds `parts` `[items, blocks, n, ..]`, whose keys overlap, to `total` `[items, all keys of a chunk, ..]`.
+
+    Each block's keys start `step` keys after those of the block before it.
+    """
     for first in range(0, parts.shape[2], step):
         piece = parts[:, :, first : first + step]
         total[:, first:].unfold(1, piece.shape[2], step)[:, : parts.shape[1]] += piece.movedim(2, -1)

@@ -1,31 +1,32 @@
-"""The tuning constants of `dcmha_triton`, and the functions that the other modules ask for them.
+"""The tuning constants of `dcmha_triton`, and functions by which the other modules read them.
 
-`DESIGN.md`, "Tuning constants", has the reason of each. `dynattn benchmark --preset gpu` sets candidates for these
-constants and measures which are fastest. Modules call the functions below, so that they see what a tuner sets.
+`DESIGN.md`, "Tuning constants", has the reason for each. `dynattn benchmark --preset gpu` sets candidates for these
+constants and measures which are fastest. Modules call the functions and import no constant, so that they see the values
+that the tuner sets.
 """
 
 import torch
 
 # The least number of queries of a chunk.
 ROWS = 128
-# The largest number of elements of a chunk's map. Below it a chunk takes several items, and where it has all of them,
-# more queries.
+# The largest number of elements of a chunk's map. While there is room, a chunk takes more items, and then more queries.
 LARGEST_MAP = 1 << 26
-# The least number of queries of a window's block; otherwise it has a quarter as many queries as the window has keys.
+# The least number of queries of a window's block, which has a quarter as many queries as the window has keys if that is
+# more.
 BLOCK = 64
-# Queries and keys of a tile in the matrix products of a window, and warps of a program. Float32 has no tensor cores,
-# and registers leave room for a quarter.
+# Queries and keys of a tile in the matrix products of a window, and warps of a program. Float32 does not run on tensor
+# cores, and registers have room for a quarter of the tile only.
 WINDOW_TILE = (64, 64, 4)
 WINDOW_TILE_OF_FLOAT32 = (32, 32, 4)
 
-# The range of an item's heads that compose on the tensor cores in half precision.
+# From how many up to how many heads of an item are composed on the tensor cores, in half precision.
 FEWEST_HEADS, MOST_HEADS = 11, 32
 
-# Queries and keys of a program's patch, and its warps, in the kernels that go through the heads.
+# Queries and keys of a program's patch, and its warps, in the head by head kernels.
 TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
 TILES_OF_MANY_TERMS = dict.fromkeys(TILES, (16, 64, 4))
-# The same in the kernels that hold all heads, 16 or 32 with padding, and stages of loading. Matrix instructions need at
-# least 8 queries and keys forward, and 16 of both backward.
+# The same in the kernels on the tensor cores, which hold 16 or 32 heads with padding, and the stages of loading (2 or
+# more load ahead). Matrix instructions need at least 8 queries and keys forward, and 16 of both backward.
 MATRIX_TILES_16 = {
     "dcmha_matrix_statistics": (8, 32, 4, 1),
     "dcmha_matrix_probs": (8, 32, 4, 1),
@@ -38,11 +39,11 @@ MATRIX_TILES_32 = {
     "dcmha_matrix_backward_post": (16, 16, 8, 1),
     "dcmha_matrix_backward_pre": (16, 16, 8, 1),
 }
-# The same in the kernels that hold probabilities with a gain by distance and without it: `dcmha_backward_post`, and
+# The same for kernels that hold probabilities both with and without a gain by distance: `dcmha_backward_post`, and
 # `dcmha_matrix_backward_post` for 16 heads.
 TILE_OF_GAINS, MATRIX_TILE_OF_GAINS_16 = (16, 64, 4), (16, 16, 8, 1)
-# Whether forward passes are fused, where the tensor cores compose. A program holds the output of some queries, which
-# bounds heads and channels, and there have to be enough queries of all items for many programs.
+# Whether forward passes on the tensor cores are fused. A program holds the output of some queries, which bounds the
+# heads and the channels; and all items together need enough queries to make many programs.
 FUSES_FORWARD = False
 FUSED_HEADS, FUSED_WIDTH, FEWEST_QUERIES = 16, 64, 8192
 # Queries and keys of a patch, warps and stages of loading in the kernels of a fused forward pass: for devices with the
@@ -65,12 +66,12 @@ def fewest_rows() -> int:
 
 
 def fits_in_a_chunk(elements: int) -> bool:
-    """Whether a chunk's map may have so many elements."""
+    """Whether a chunk's map may have this number of elements."""
     return elements <= LARGEST_MAP
 
 
 def items_of_a_chunk(elements: int) -> int:
-    """Returns the number of items that share a chunk if the map of each has so many elements."""
+    """Returns the number of items that share a chunk, if the map of each has this number of elements."""
     return LARGEST_MAP // max(1, elements)
 
 
@@ -80,7 +81,7 @@ def block_of(window: int) -> int:
 
 
 def blocks_of_a_chunk(elements: int) -> int:
-    """Returns the number of a window's blocks that share a chunk if each has so many elements in a row of the batch."""
+    """Returns the number of a window's blocks in a chunk, if each has this number of elements in a row of the batch."""
     return max(1, LARGEST_MAP // max(1, elements))
 
 
@@ -90,19 +91,19 @@ def tile_of_window(dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def composes_on_tensor_cores(heads: int, dtype: torch.dtype, *, mixes_heads: bool) -> bool:
-    """Whether the tensor cores compose so many heads of an item; gates alone mix none, and are cheaper without."""
+    """Whether an item's heads are composed on the tensor cores; gates alone mix none, and are cheaper head by head."""
     return mixes_heads and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
 def tiles_for(
     term_counts: tuple[int, ...], *, wide_static: bool, has_gain: bool = False
 ) -> dict[str, tuple[int, int, int]]:
-    """Returns the patch and the warps of each kernel that goes through the heads.
+    """Returns the patch and the warps of each head by head kernel.
 
     Args:
         term_counts: the number of terms on each side of each stage.
-        wide_static: whether a static matrix adds tiles of float32 to those that a thread holds, of maps or of a bias.
-        has_gain: whether a gain by distance adds the gained probabilities to them.
+        wide_static: whether a static matrix makes threads hold more tiles in float32, of maps or of a bias.
+        has_gain: whether a gain by distance makes threads hold the gained probabilities too.
     """
     if max(term_counts) > 5 or wide_static:
         return TILES_OF_MANY_TERMS
@@ -110,11 +111,11 @@ def tiles_for(
 
 
 def matrix_tiles_for(padded: int, *, has_gain: bool = False) -> dict[str, tuple[int, int, int, int]]:
-    """Returns the patch, the warps and the stages of each kernel that holds all heads, `padded` of them.
+    """Returns the patch, the warps and the stages of each kernel on the tensor cores.
 
     Args:
-        padded: 16 or 32.
-        has_gain: whether a gain by distance adds the gained probabilities to what a program holds.
+        padded: number of heads with padding, 16 or 32.
+        has_gain: whether a gain by distance makes threads hold the gained probabilities too.
     """
     if padded == 16:
         return MATRIX_TILES_16 | ({"dcmha_matrix_backward_post": MATRIX_TILE_OF_GAINS_16} if has_gain else {})
@@ -127,7 +128,7 @@ def fuses_forward(heads: int, width: int, queries: int) -> bool:
 
 
 def fused_tiles_for(capability: int) -> dict[str, tuple[int, int, int, int]]:
-    """Returns the patch, the warps and the stages of each kernel of a fused pass, for a compute capability as in 90."""
+    """Returns the patch, the warps and the stages of each kernel of a fused pass, for a capability such as 90."""
     return FUSED_TILES_90 if capability in (90, 100, 103) else FUSED_TILES_80
 
 

@@ -14,14 +14,14 @@ from .workspace import Workspace
 
 
 class WindowMatmuls(Matmuls):
-    """Rows are read in place; gradients of keys are summed in float32 where several chunks add to them."""
+    """Products of window maps. Rows are read in place; gradients of keys are float32 if several chunks add to them."""
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         assert isinstance(work.tiling, WindowTiling)
         self.work, self.tiling = work, work.tiling
         self.query, self.key, self.value = map(in_place, (inputs.query, inputs.key, inputs.value))
         block_t, block_s, self.warps = tile_of_window(work.dtype)
-        # A block and the keys that it reaches are made of whole tiles.
+        # Sides that divide a block's queries and keys, so that both consist of whole tiles.
         self.tile = math.gcd(self.tiling.step, block_t), math.gcd(self.tiling.step, self.tiling.reach, block_s)
         self.share = work.heads // self.key.shape[1]
         self.is_added = len(self.tiling.spans) > 1
@@ -42,7 +42,7 @@ class WindowMatmuls(Matmuls):
         return self._maps(chunk, self.query, self.key, scores, self.work.scaling)
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
-        """Sets `[items, c, H, D]` of the output from maps `[items, H, c, n]`."""
+        """Writes `[items, c, H, D]` of the output, from maps `[items, H, c, n]`."""
         self._queries(chunk, probs, self.value, self.output.transpose(1, 2), 1.0)
 
     def grad_composed(self, chunk: MapChunk) -> Tensor:
@@ -54,7 +54,7 @@ class WindowMatmuls(Matmuls):
         self._keys(chunk, probs, self.grad_output, self.grad_value, 1.0)
 
     def add_to_queries_and_keys(self, chunk: MapChunk, grads: Tensor) -> None:
-        """Adds sums over the keys and over the queries of maps `[items, H, c, n]`."""
+        """Writes sums over the keys, and adds sums over the queries, of maps `[items, H, c, n]`."""
         self._queries(chunk, grads, self.key, self.grad_query, self.work.scaling)
         self._keys(chunk, grads, self.query, self.grad_key, self.work.scaling)
 
@@ -63,7 +63,10 @@ class WindowMatmuls(Matmuls):
         return {"query": self.grad_query, "key": self.grad_key, "value": self.grad_value}
 
     def _maps(self, chunk: MapChunk, left: Tensor, right: Tensor, maps: Tensor, scaling: float) -> Tensor:
-        """Sets maps `[items, H, c, n]` to products of the chunk's rows of `[B, H, T, D]` and `[B, H_kv, S, D]`."""
+        """Writes maps `[items, H, c, n]`: products of the chunk's rows of `left` `[B, H, T, D]` and `right`.
+
+        `right` is `[B, H_kv, S, D]`.
+        """
         left, right = left[chunk.items, :, chunk.queries], right[chunk.items]
         block_t, block_s = self.tile
         items, queries, keys = chunk.counts
@@ -74,9 +77,9 @@ class WindowMatmuls(Matmuls):
         return maps
 
     def _queries(self, chunk: MapChunk, maps: Tensor, right: Tensor, rows: Tensor, scaling: float) -> None:
-        """Sets the chunk's queries in `rows` `[B, H, T, D]` to sums over keys.
+        """Writes the chunk's queries in `rows` `[B, H, T, D]`: sums over keys of maps times rows of `right`.
 
-        Sums are those of maps `[items, H, c, n]` times `right` `[B, H_kv, S, D]`.
+        Maps are `[items, H, c, n]` and `right` is `[B, H_kv, S, D]`.
         """
         right, rows = right[chunk.items], rows[chunk.items, :, chunk.queries]
         grid = chunk.counts[1] // self.tile[0], chunk.counts[0] * self.work.heads
@@ -84,9 +87,9 @@ class WindowMatmuls(Matmuls):
         self._launch("dcmha_window_queries", grid, chunk, *tensors, scaling, reach=self.tiling.reach)
 
     def _keys(self, chunk: MapChunk, maps: Tensor, left: Tensor, rows: Tensor, scaling: float) -> None:
-        """Adds sums over queries to the chunk's keys in `rows` `[B, H_kv, S, D]`.
+        """Adds to the chunk's keys in `rows` `[B, H_kv, S, D]`: sums over queries of maps times rows of `left`.
 
-        Sums are those of maps `[items, H, c, n]` times `left` `[B, H, T, D]`.
+        Maps are `[items, H, c, n]` and `left` is `[B, H, T, D]`.
         """
         left, rows = left[chunk.items, :, chunk.queries], rows[chunk.items]
         keys = chunk.keys.stop - chunk.keys.start
@@ -96,7 +99,7 @@ class WindowMatmuls(Matmuls):
         self._launch("dcmha_window_keys", grid, chunk, *tensors, scaling, **constants)
 
     def _launch(self, name: str, grid: tuple[int, ...], chunk: MapChunk, *arguments: Any, **constants: int) -> None:
-        """Runs a kernel with its own arguments, the last of which is the scaling, and those that all kernels take."""
+        """Launches a kernel with its own arguments, the last of which is the scaling, and those that all have."""
         *tensors_and_strides, scaling = arguments
         block_t, block_s = self.tile
         self.work.kernels[name][grid](

@@ -1,4 +1,4 @@
-"""The chunks of a problem, one after the other, and memory for the maps of one.
+"""The chunks of a call, one after the other, and memory for the maps of one.
 
 A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` over some items of the batch, `c`
 queries and `n` keys. All chunks share their memory, so that it does not grow with the number of pairs.
@@ -21,7 +21,7 @@ from .kernels.registry import load_kernels
 from .tiling import Tiler, add_blocks, choose_tiling, structure_of
 from .tuning import items_of_a_chunk, tile_of_merge
 
-# A distance that no two positions have.
+# In place of a window where there is none: farther apart than any two positions.
 UNBOUNDED = 1 << 30
 
 
@@ -32,7 +32,7 @@ class Workspace:
         inputs: the op's tensors.
         settings: the op's other arguments.
         maps: the names of the buffers. Without any, a chunk has all items.
-        patch: the numbers of queries and of keys that a chunk has multiples of.
+        patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
         tile: makes the tiling of the inputs.
     """
 
@@ -63,7 +63,7 @@ class Workspace:
         self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * elements), strict=True))
 
     def chunks(self) -> Iterator[MapChunk]:
-        """Yields all chunks but those whose queries see no key, some items of the batch after the other."""
+        """Yields all chunks whose queries see any key: for each span of queries, some items after the other."""
         for queries, keys in self.tiling.spans:
             shape = queries.stop - queries.start, self.tiling.columns(keys)
             sizes = Sizes(*shape, self.queries, self.keys)
@@ -73,7 +73,7 @@ class Workspace:
                 yield MapChunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
 
     def with_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
-        """Returns `[.., T or S, ..]`, whose positions lie along `axis`, with zeros for the tiling's padding."""
+        """Returns `[.., T or S, ..]`, whose positions are along `axis`, with zeros for the tiling's padding."""
         return padded(rows, axis, self.keys, self.tiling.before) if of_keys else padded(rows, axis, self.queries)
 
     def without_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
@@ -82,13 +82,13 @@ class Workspace:
         return rows.narrow(axis, first, length)
 
     def add_keys(self, total: Tensor, partial: Tensor, chunk: MapChunk) -> None:
-        """Adds partial sums of keys, `[items, programs along the queries, n, ..]`, to `total` `[B, all keys, ..]`."""
+        """Adds partial sums for keys, `[items, programs along the queries, n, ..]`, to `total` `[B, all keys, ..]`."""
         step = chunk.where.step or chunk.sizes.queries
         parts = partial.unflatten(1, (chunk.sizes.queries // step, -1)).sum(2, dtype=torch.float32)
         add_blocks(total[chunk.items, chunk.keys], parts, step)
 
     def map(self, name: str, chunk: MapChunk, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a shared buffer as `[items, H, c, n]`, by default in the dtype of the values."""
+        """Returns the shared buffer `name` as maps `[items, H, c, n]`, by default in the dtype of the values."""
         items, queries, keys = chunk.counts
         shape = (items, self.heads, queries, keys)
         return self.memory[name][: items * self.heads * queries * keys].view(dtype or self.dtype).view(shape)
@@ -98,13 +98,19 @@ class Workspace:
         return maps.view(-1, self.groups * self.heads, *maps.shape[2:])
 
     def mix(self, static: Tensor, maps: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """Sets `out = base + static @ maps` over heads: `[items, H, c, n]`, and `[heads, heads]` indexed [out, in]."""
+        """Writes `out = base + static @ maps`, a product over heads of all groups.
+
+        Maps are `[items, H, c, n]` and `static` is `[heads, heads]`, indexed [out, in].
+        """
         maps, base, product = (self.all_heads(tensor).flatten(2) for tensor in (maps, base, out))
         torch.baddbmm(base, static.to(maps.dtype).expand(maps.shape[0], -1, -1), maps, out=product)
         return out
 
     def merge(self, chunk: MapChunk, partial_lse: Tensor, lse: Tensor) -> None:
-        """Sets `lse` `[items, H, c of T]` of whole rows from that of their patches, `[items, blocks, H, c]`."""
+        """Writes the log-sum-exp of whole rows to `lse` `[items, H, c of T]`, from that of blocks of their keys.
+
+        The latter is `partial_lse` `[items, blocks, H, c]`.
+        """
         items, queries, _ = chunk.counts
         block_t, warps = tile_of_merge()
         self.kernels["dcmha_merge"][-(-queries // block_t), self.heads, items](
@@ -118,13 +124,13 @@ class Workspace:
         )
 
     def partial_of_queries(self, chunk: MapChunk, block: int) -> Tensor:
-        """Returns room for one element per block of keys, head and query: `[items, blocks, H, c]`, float32."""
+        """Allocates one element for each block of keys, head and query: `[items, blocks, H, c]`, float32."""
         items, queries, keys = chunk.counts
         shape = items, -(-keys // block), self.heads, queries
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
-        """What a chunk of these rows of the batch, queries and keys sees."""
+        """Describes which keys are visible in a chunk of these rows of the batch, queries and keys."""
         structure = self.structure
         window = structure.sliding_window or UNBOUNDED
         mask, bias = (None if part is None else part[rows, queries] for part in (self.mask, self.bias))
@@ -146,7 +152,7 @@ class Workspace:
         )
 
     def _masks(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """A four-dimensional mask as (8-bit visibility, bias), each of them `[rows of the batch, T, S]` or None."""
+        """Splits a four-dimensional mask into (8-bit visibility, bias), each `[rows of the batch, T, S]` or None."""
         shape = (self.batch // self.groups, self.structure.queries, self.structure.keys)
         visible, bias = (None if part is None else part[:, 0].expand(shape) for part in split_mask(mask))
         return None if visible is None else visible.view(torch.uint8), bias
@@ -159,6 +165,6 @@ def _strided(name: str, part: Tensor | None) -> dict[str, Any]:
 
 
 def padded(rows: Tensor, axis: int, length: int, before: int = 0) -> Tensor:
-    """Returns `[.., rows, ..]` with zeros before and after, so that `axis` has this length; no copy if it has it."""
+    """Returns `rows` with `before` zeros in front and others behind, so that `axis` has this length; maybe no copy."""
     after = length - before - rows.shape[axis]
     return F.pad(rows, (0, 0) * (rows.ndim - 1 - axis) + (before, after)) if before or after else rows

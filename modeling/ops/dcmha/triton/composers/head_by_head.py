@@ -14,7 +14,7 @@ from .interface import KernelComposer
 
 
 class HeadByHeadComposer(KernelComposer):
-    """Keeps terms in panels; products with static matrices take whole maps, before or after a kernel."""
+    """Has terms in panels, and multiplies whole maps with static matrices, before or after a kernel."""
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class HeadByHeadComposer(KernelComposer):
         self.sums, self.statics = self._sums() if backward else ({}, {})
 
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
-        """Returns `[items, H, c, n]`; products with static matrices come before the kernels for scores, else after."""
+        """Returns `[items, H, c, n]`. The static matrix of `pre` is applied before the kernels, `post`'s after them."""
         work, probs = self.work, self.work.map("scores", chunk)
         plain = None if self.post_static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), plain=plain)
@@ -57,11 +57,14 @@ class HeadByHeadComposer(KernelComposer):
     def backward_post(
         self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Writes maps `[items, H, c, n]`; gradients of probabilities overwrite `grad_composed` or a product of it."""
+        """Returns maps `[items, H, c, n]`.
+
+        The gradients of probabilities overwrite `grad_composed`, or with a static matrix the map of its product.
+        """
         work, static, name = self.work, self.post_static, "dcmha_backward_post"
         probs, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         statics = Statics(self._mixed_scores(chunk, scores), self._mixed_grads(chunk, grad_composed), plain)
-        # The gradients of the probabilities overwrite maps that no other kernel needs.
+        # They overwrite a map that no later kernel needs: with a static matrix `grad_composed` is needed once more.
         grad_probs = grad_composed if statics.grads is None else statics.grads
         partial_delta, partial = work.partial_of_queries(chunk, self.tiles[name][1]), self._partial(name, chunk, "post")
         written = probs.view(scores.dtype), probs, grad_probs, partial_delta
@@ -75,7 +78,7 @@ class HeadByHeadComposer(KernelComposer):
         return probs, grad_probs
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """Writes maps `[items, H, c, n]`; the static matrix takes its product after the kernel."""
+        """Returns `[items, H, c, n]`. The static matrix is applied after the kernel."""
         work, static, name = self.work, self.pre_static, "dcmha_backward_pre"
         grads, plain = work.map("result", chunk), None if static is None else work.map("plain", chunk)
         # `backward_post` has filled this buffer.
@@ -90,7 +93,7 @@ class HeadByHeadComposer(KernelComposer):
         return grads
 
     def gradients(self) -> dict[str, Tensor]:
-        """Sums are kept as `[B, length, H, terms]` and turned into `[B, T or S, terms, H]`."""
+        """Returns `[B, T or S, terms, H]`, from sums that are kept as `[B, length, H, terms]`, and static matrices."""
         terms = {
             name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
             for name, total in self.sums.items()
@@ -120,7 +123,7 @@ class HeadByHeadComposer(KernelComposer):
     def _launch(
         self, name: str, chunk: MapChunk, statics: Statics, tables: ColumnTables, *tensors: Tensor | None
     ) -> None:
-        """Runs a kernel on all patches of a chunk, with its own tensors and those that all kernels take."""
+        """Launches a kernel on all patches of a chunk, with its own tensors and the arguments that all kernels have."""
         block_t, block_s, warps = self.tiles[name]
         sides = zip(self.factors, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         factors = Factors(*(None if terms is None else _panels_of(terms, side)[chunk.items] for terms, side in sides))
@@ -139,13 +142,13 @@ class HeadByHeadComposer(KernelComposer):
         )
 
     def _grid(self, name: str, chunk: MapChunk) -> tuple[int, int, int]:
-        """Returns the number of patches along the keys, along the queries, and of items."""
+        """Returns the number of patches along the keys, the number along the queries, and the number of items."""
         items, queries, keys = chunk.counts
         block_t, block_s, _ = self.tiles[name]
         return -(-keys // block_s), -(-queries // block_t), items
 
     def _partial(self, name: str, chunk: MapChunk, stage: str) -> list[Tensor | None]:
-        """Room for each patch's part of the gradients of a stage's terms, of queries and of keys.
+        """Allocates what each patch adds to the gradients of a stage's terms, those of queries and those of keys.
 
         Both are `[items, patches along the queries, patches along the keys, H, terms, queries or keys of a patch]`.
         """
@@ -157,7 +160,7 @@ class HeadByHeadComposer(KernelComposer):
         return partial
 
     def _add_factors(self, chunk: MapChunk, stage: str, partial: list[Tensor | None]) -> None:
-        """Adds the parts of all patches, shaped as `_partial` makes them, to the gradients `[B, length, H, terms]`."""
+        """Adds the parts of all patches, which `_partial` allocated, to the gradients `[B, length, H, terms]`."""
         of_queries, of_keys = partial
         if of_queries is not None:
             parts = of_queries.sum(2).movedim(-1, 2).flatten(1, 2)
@@ -168,7 +171,8 @@ class HeadByHeadComposer(KernelComposer):
     def _add_static(self, stage: str, maps: Tensor, grads: Tensor) -> None:
         """Adds the static matrix's gradient from its input `maps` and its output's `grads`, both `[items, H, c, n]`.
 
-        The sum over all pairs is divided into many small ones: by row of the batch if there are many, else by query.
+        The sum over all pairs is a batch of many small products: one for each row of the batch if there are many rows,
+        else one for each query.
         """
         maps, grads = self.work.all_heads(maps).to(grads.dtype), self.work.all_heads(grads)
         if 4 * maps.shape[0] >= maps.shape[2]:
@@ -209,8 +213,8 @@ def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int]]:
 def _as_panels(terms: Tensor) -> Tensor:
     """`[B, T or S, terms, H]` as panels `[B, H, length / PANEL, terms, PANEL]` in float32.
 
-    Kernels compute in float32 and read each element for many keys or queries, so that they would convert it as often.
-    All terms of a panel lie at fixed distances, so that a kernel keeps one address for a side.
+    Kernels compute in float32 and read each element for many keys or queries; converted here, it is not converted each
+    time. The terms of a panel are at fixed distances, so that a kernel needs one address for a side.
     """
     panels = terms.unflatten(1, (-1, PANEL)).permute(0, 4, 1, 3, 2)
     return panels.to(torch.float32, memory_format=torch.contiguous_format).contiguous()

@@ -1,4 +1,4 @@
-"""The composition between the matrix products of `dcmha_triton`'s passes."""
+"""The interface of composers: the composition between the matrix products of `dcmha_triton`'s passes."""
 
 from abc import ABC, abstractmethod
 
@@ -10,10 +10,10 @@ from ..workspace import Workspace
 
 
 class KernelComposer(ABC):
-    """Composes the maps of one chunk after the other, and adds up the gradients of the terms.
+    """Composes the maps of one chunk after the other, and adds up the gradients of the terms over chunks.
 
-    Maps are `[items, H, c, n]`, `lse` and `delta` `[items, H, c of T]` in float32. A backward pass does not change the
-    scores.
+    Maps are `[items, H, c, n]`, `lse` and `delta` `[items, H, c of T]` in float32. A backward pass does not overwrite
+    the scores.
 
     Args:
         work: the chunks and their buffers.
@@ -25,12 +25,12 @@ class KernelComposer(ABC):
     @staticmethod
     @abstractmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        """Returns the numbers of queries and of keys that a chunk has multiples of."""
+        """Returns the sides of a patch: a chunk's numbers of queries and of keys are multiples of them."""
 
     @staticmethod
     @abstractmethod
     def maps(inputs: MapInputs, *, backward: bool) -> list[str]:
-        """Returns the names of the map buffers that it needs besides those of the passes."""
+        """Returns the names of the map buffers that the composer needs besides those of the passes."""
 
     @abstractmethod
     def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None: ...

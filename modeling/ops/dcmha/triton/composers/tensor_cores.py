@@ -1,7 +1,7 @@
 """Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query and one for each key.
 
-All terms of a stage become matrices (`matrices.py`) before the other kernels run, which write partial sums of the
-terms' gradients. `DESIGN.md`, "On the tensor cores", has the reasons.
+Before the other kernels run, all terms of a stage become matrices (`matrices.py`). The backward kernels write partial
+sums of the gradients of terms, not of matrices. `DESIGN.md`, "On the tensor cores", has the reasons.
 """
 
 import functools
@@ -52,7 +52,7 @@ class TensorCoreComposer(KernelComposer):
     def backward_post(
         self, chunk: MapChunk, scores: Tensor, grad_composed: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Writes maps `[items, H, c, n]`; gradients of probabilities overwrite `grad_composed`."""
+        """Returns maps `[items, H, c, n]`; the gradients of probabilities overwrite `grad_composed`."""
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
         partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
         tables = self.tables.of_chunk(chunk, "probs")
@@ -61,7 +61,7 @@ class TensorCoreComposer(KernelComposer):
         return probs, grad_composed
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """Writes the gradients of the scores, `[items, H, c, n]`."""
+        """Returns the gradients of the scores, `[items, H, c, n]`."""
         name, grads = "dcmha_matrix_backward_pre", self.work.map("result", chunk)
         tables = self.tables.of_chunk(chunk, "composed_scores")
         self._launch_backward(name, "pre", chunk, tables, scores, grad_probs, grads, delta, lse=lse)
@@ -81,7 +81,7 @@ class TensorCoreComposer(KernelComposer):
         return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
 
     def _launch(self, name: str, chunk: MapChunk, tables: ColumnTables, *arguments: Any, **constants: int) -> None:
-        """Runs a kernel on all patches of a chunk, with its own arguments and those that all kernels take."""
+        """Launches a kernel on all patches of a chunk, with its own arguments and those that all kernels have."""
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         matrices = Matrices(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
@@ -105,13 +105,13 @@ class TensorCoreComposer(KernelComposer):
         )
 
     def _turns(self, name: str, chunk: MapChunk) -> int:
-        """The number of blocks of queries that a program goes through: a divisor of those of a window's block."""
+        """The number of turns of a program: a divisor of the number of blocks, in a window's block or in the chunk."""
         return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
 
     def _launch_backward(
         self, name: str, stage: str, chunk: MapChunk, tables: ColumnTables, *maps: Tensor, lse: Tensor
     ) -> None:
-        """Runs a kernel on maps `[items, H, c, n]`, and adds up its gradients of a stage's terms and static matrix."""
+        """Launches a kernel on maps `[items, H, c, n]`, and adds its partial gradients to those of the stage."""
         sides = ("query", chunk.queries), ("key", chunk.keys)
         terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
         partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
@@ -126,9 +126,9 @@ class TensorCoreComposer(KernelComposer):
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
 
     def _partial(self, name: str, chunk: MapChunk, terms: StageTerms, *, has_static: bool) -> TermGradients:
-        """Room for each program's part of the gradients, in the shapes of `TermGradients`.
+        """Allocates what each program adds to the gradients, in the shapes of `TermGradients`.
 
-        The parts of queries, of which there are as many as patches, are bfloat16 if the maps are.
+        The parts of queries, of which every patch has one, are bfloat16 if the maps are, to save memory.
         """
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts

@@ -4,15 +4,15 @@
     dcmha_decode_outputs  p = exp(x - lse); a = post(p), written over x; a v, summed over the keys of one split
     dcmha_decode_sum      the sum over splits
 
-A program has all heads of its keys, since composition mixes heads for each key on its own. Scores lie as `[B, S, H]`: a
-tile of all heads of some keys is then contiguous, as the keys' factors are. Products have at least 16 rows: the heads
-that share a key head, and zeros.
+A program has all heads of its keys, since composition mixes heads for each key on its own. Scores are `[B, S, H]`: a
+tile of all heads of some keys is then contiguous, as the keys' factors are. Matrix instructions need at least 16 rows:
+the heads that share a key head are padded with zeros.
 
 Stages are a `DecodeStage`, `where` a `DecodeMask`, `pages` a `DecodePages` or None, `tables` a `DecodeTables` and
 `sizes` a `CacheSizes` of the module `decode`, where shapes are. Strides are those between items, heads and positions.
 With pages, keys and values are the rows of all pages, which a table assigns to items, and strides are those between
 pages, heads and rows of a page; a row has its token's factors behind the channels of each head. `DESIGN.md`,
-"Decoding", tells why there are two kernels.
+"Decoding", tells why scores and outputs take two kernels.
 """
 
 # What runs on the device is typed by Triton's compiler.
@@ -183,13 +183,13 @@ def dcmha_decode_sum(
 
 @triton.jit
 def _rows_of(rows, strides, item, head):
-    """Pointers to the first row of one head or of `[heads]`; 64 bits, since heads of a cache may lie far apart."""
+    """Pointers to the first row of one head or of `[heads]`; in 64 bits, since heads of a cache may be far apart."""
     return rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
 def _keys_of(split, block, sizes, block_s: tl.constexpr):
-    """Positions `[block_s]` in the cache."""
+    """The positions `[block_s]` of a block's keys in the cache."""
     return original(sizes.first) + ((split * sizes.blocks + block) * block_s + tl.arange(0, block_s)).to(tl.int64)
 
 
@@ -201,7 +201,7 @@ def _place(scores, item, s, sizes, heads: tl.constexpr):
 
 @triton.jit
 def _end_of(pages, sizes, item):
-    """The end of the item's keys: those of a table end where each request does."""
+    """The end of the item's keys; with pages, each request has an end of its own."""
     end = original(sizes.keys)
     if pages is not None:
         end = tl.load(pages.bounds + item * 3 + 2)
@@ -210,7 +210,7 @@ def _end_of(pages, sizes, item):
 
 @triton.jit
 def _item_of(pages, item):
-    """The item at which pointers to its rows begin: rows in pages are found from the first page on."""
+    """The item from which pointers to rows start; with pages 0, because offsets count from the first of all pages."""
     first = item
     if pages is not None:
         first = 0
@@ -219,7 +219,7 @@ def _item_of(pages, item):
 
 @triton.jit
 def _positions(pages, strides, item, s, end):
-    """Offsets `[block_s]` of the rows of keys, from where the pointers of `_rows_of` begin."""
+    """Offsets `[block_s]` of the rows of keys, to be added to a pointer of `_rows_of`."""
     place = s * strides[2]
     if pages is not None:
         table = pages.table + tl.load(pages.bounds + item * 3)
@@ -231,7 +231,7 @@ def _positions(pages, strides, item, s, end):
 
 @triton.jit
 def _paged_rows(pages, strides, item, s, end):
-    """Offsets `[block_s]` of the rows that hold the factors of keys; None where factors are tensors of their own."""
+    """Offsets `[block_s]` of the rows that hold the factors of keys; None without pages: factors are tensors then."""
     rows = None
     if pages is not None:
         rows = _positions(pages, strides, item, s, end)
@@ -331,7 +331,7 @@ def _of_term(
     width: tl.constexpr,
     extra: tl.constexpr,
 ):
-    """What to add for one factor: number `rank` of its own tensor, or `[1, heads]` for `term` of those in a row."""
+    """The offset of a factor from `_of_keys`: of factor `rank` in a tensor, or `[1, heads]` for `term` of a row."""
     if rows is None:
         offset = rank * side.term_stride
     else:
@@ -342,7 +342,7 @@ def _of_term(
 
 @triton.jit
 def _low_rank(maps, down, up, inside):
-    """A low-rank term: the hidden map of all heads, times its `up` factors, `[block_s, heads]`."""
+    """A low-rank term `[block_s, heads]`: the sum over heads of maps times `down`, times `up`."""
     hidden = tl.sum(maps * tl.load(down, mask=inside, other=0.0).to(tl.float32), axis=1)
     return hidden[:, None] * tl.load(up, mask=inside, other=0.0).to(tl.float32)
 

@@ -1,17 +1,17 @@
 """Kernels of a forward pass that keeps no maps: everything between the inputs and the output, for all heads at once.
 
 A program owns `block_t` queries of all heads and goes through the keys that they reach, `block_s` at a time. Maps are
-made, composed and used up in registers and shared memory:
+computed, composed and consumed in registers and shared memory:
 
     s[h, t, :] = scaling q[h, t] . k[h, :]            a product for each head
     x[t, :, s] = (Q[t] + K[s]) s[t, :, s]             a product for each query and for each key, as in `tensor_cores`
     lse[h, t] = log sum_s exp(x[h, t, s])             `dcmha_fused_statistics`
     p = exp(x - lse)
     a[t, :, s] = (Q'[t] + K'[s]) p[t, :, s]
-    o[h, t] = sum_s a[h, t, s] v[h, s]                `dcmha_fused_output`, which makes x again
+    o[h, t] = sum_s a[h, t, s] v[h, s]                `dcmha_fused_output`, which computes x again
 
-The second kernel cannot do without the first: composition mixes heads with different normalizers, which depend on all
-keys. The heads of a patch are 16 or 32 with padding, and the channels are filled up to a power of two.
+The second kernel needs the result of the first: composition mixes heads with different normalizers, which depend on all
+keys. The heads of a patch are padded to 16 or 32, and the channels to a power of two.
 
 Both take strides between items, heads and positions, `matrices` (`Matrices`), `sizes` (`Sizes`) and `where`
 (`Visibility`). `DESIGN.md`, "Without maps", has their memory, their instructions and the reasons.
@@ -32,14 +32,14 @@ except ImportError as error:
 
 @triton.jit
 def make_patch(keys, sizes, heads: tl.constexpr, block_t: tl.constexpr):
-    """The queries of this program and some keys `[block_s]`. Later queries, which see more keys, begin earlier."""
+    """The queries of this program and some keys `[block_s]`. Later queries, which see more keys, are run first."""
     t = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_t + tl.arange(0, block_t)
     return Patch(tl.program_id(1).to(tl.int64), t, keys, 0, heads, sizes)
 
 
 @triton.jit
 def reached_keys(where, patch, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The first key that the program's queries may see, rounded down to whole blocks, and the one after the last."""
+    """The first key that the program's queries may see, rounded down to whole blocks, and the end of these keys."""
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_t + original(where.position)
     first = tl.maximum(query - where.behind, 0)
     if where.first_keys is not None:

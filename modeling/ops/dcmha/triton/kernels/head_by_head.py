@@ -128,7 +128,7 @@ def hidden_probabilities(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """The hidden maps of the probabilities, which are written to `kept`, without a gain, for the second reading."""
+    """The hidden maps of the probabilities. These are written to `kept`, without the gain, to be read once more."""
     penalty = make_penalty(where, patch)
     hidden_scores = hidden_maps(scores, tables.composed_bias, pre, patch, heads, block_t, block_s)
     hidden = no_hidden(post, block_t, block_s)
@@ -166,7 +166,7 @@ def dcmha_probs(
     )
     for head in range(heads):
         prob = times(load(scores, patch, head), of_patch.gain, patch, head)
-        # Another thread may have loaded what this one stores.
+        # A thread may store where another one loads, so all of them have to load first.
         tl.debug_barrier()
         store(probs, compose(prob, prob, hidden, post, head), patch, head)
         if statics.plain is not None:
@@ -194,7 +194,7 @@ def dcmha_backward_post(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """First pass backward: composed probabilities, gradients of the probabilities and of the post factors."""
+    """First half of the backward pass: composed probabilities, gradients of probabilities and of the post factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
     of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])
@@ -214,7 +214,8 @@ def dcmha_backward_post(
         grad_gained = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
         if tables.pairs is not None:
             store(tables.pairs, prob * grad_gained, patch, head)
-        # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
+        # Delta sums the gradients as they are stored, rounded, since `dcmha_backward_pre` subtracts it from those. If
+        # all gradients of a row are equal, they then cancel exactly.
         grad_prob = times(grad_gained, of_patch.gain, patch, head)
         grad_prob = rounded(grad_prob, grad_probs.dtype.element_ty).to(tl.float32)
         store(grad_probs, grad_prob, patch, head)
@@ -253,7 +254,7 @@ def dcmha_backward_pre(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """Second pass backward: gradients of the scores and of the pre factors."""
+    """Second half of the backward pass: gradients of the scores and of the pre factors."""
     patch = make_patch(sizes, where, heads, block_t, block_s)
     of_patch = make_tables(tables, where, patch)
     pre = make_stage(factors.pre_query, factors.pre_key, patch, term_counts[0], term_counts[1])

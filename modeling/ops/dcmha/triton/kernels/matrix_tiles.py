@@ -1,7 +1,7 @@
 """The parts of the kernels in `tensor_cores`: tiles `[block_t, padded, block_s]` of all heads.
 
-One matrix for each query and one for each key compose them. Gradients of matrices become gradients of their terms
-before they are written.
+They are composed by one matrix for each query and one for each key. Kernels turn the gradients of matrices into those
+of their terms before they write them.
 """
 
 from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of
@@ -29,7 +29,7 @@ def make_patch(
 
 @triton.jit
 def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The first turn with queries that are near enough to see a key of the program, and the one after the last."""
+    """The turns, from a first one up to an end, whose queries are near enough to see a key of the program."""
     key = tl.program_id(0) * block_s + patch.shift + original(where.start)
     query = tl.program_id(1) * turns * block_t + original(where.position)
     first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
@@ -142,7 +142,7 @@ def transposed(matrices, dtype: tl.constexpr):
 
 @triton.jit
 def compose(tiles, of_queries, of_keys):
-    """`(Q[t] + K[s]) z[t, :, s]` in float32, of matrices in the dtype of the tiles; without any, the tiles."""
+    """`(Q[t] + K[s]) z[t, :, s]` in float32, for matrices in the dtype of the tiles `z`; without matrices, `z`."""
     if of_queries is not None:
         composed = product(of_queries, tiles)
         if of_keys is not None:
@@ -156,7 +156,7 @@ def compose(tiles, of_queries, of_keys):
 
 @triton.jit
 def exponents(score, of_queries, of_keys, where, patch):
-    """Composed and masked scores `[block_t, padded, block_s]` in base 2."""
+    """Composed and masked scores `[block_t, padded, block_s]` times log2(e), as `exp2` needs them."""
     return compose(score, of_queries, of_keys) * LOG2_E + make_penalty(where, patch)[:, None, :]
 
 
@@ -178,7 +178,7 @@ def probabilities(score, of_queries, of_keys, lse, where, tables, patch, padded:
 
 @triton.jit
 def no_gradients(partial, first: tl.constexpr, padded: tl.constexpr):
-    """Zeros `[first, padded, padded]` to add gradients of matrices to; None if there is nowhere to write them."""
+    """Zeros `[first, padded, padded]`, to which gradients of matrices are added; None if `partial` is None."""
     gradients = None
     if partial is not None:
         gradients = tl.zeros([first, padded, padded], tl.float32)
@@ -199,7 +199,7 @@ def gradients_of_keys(grad, tiles):
 
 @triton.jit
 def terms_of(terms, part, length, positions, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
-    """Pointers `[block, 1, padded]` to positions' first terms in `[.., length, count, H]`, and which heads are real."""
+    """Pointers `[block, 1, padded]` to the first terms of positions in `[.., length, count, H]`, and the real heads."""
     head = tl.arange(0, padded)[None, None, :]
     return terms + part * length * (count * heads) + (positions[:, None, None] * (count * heads) + head), head < heads
 
@@ -218,14 +218,15 @@ def store_term(places, index: tl.constexpr, term, heads: tl.constexpr):
 
 @triton.jit
 def store_term_gradients(target, source, gradients, heads: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr):
-    """Writes the gradients of terms, given those of the matrices that they make, `[block, padded, padded]`.
+    """Writes the gradients of terms, given those of their matrices, `[block, padded, padded]`.
 
-    `d down = up dM` and `d up = down dM^T`; the gradient of a gate is the diagonal. `target` and `source` are results
-    of `terms_of`. Products have the precision of `dtype`, whatever that of the terms.
+    With terms as rows, `d down = up dM` and `d up = down dM^T`; the gradient of a gate is the diagonal of `dM`.
+    `target` and `source` are results of `terms_of`. Products have the precision of `dtype`, whatever that of the terms.
     """
     padded: tl.constexpr = gradients.shape[2]
     if count > 1:
-        # Down and up share one factor of the products, because matrix instructions need at least 16 rows.
+        # Both products have all down and up terms on the left, and half of each result is dropped: matrix instructions
+        # need at least 16 rows anyway.
         rank: tl.constexpr = count // 2
         term = tl.arange(0, triton.next_power_of_2(max(2 * rank, 16)))[None, :, None]
         real = (term < 2 * rank) & source[1]

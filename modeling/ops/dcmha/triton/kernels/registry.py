@@ -1,4 +1,4 @@
-"""The kernels by name, imported when a device first needs them."""
+"""The table of all kernels by name. Their modules are imported when a device first needs them."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def load_kernels(device: torch.device) -> dict[str, Any]:
-    """Returns the kernels by name; their modules are not imported before they are needed.
+    """Returns all kernels by name.
 
     Raises:
         ImportError: Triton is not installed.

@@ -4,14 +4,14 @@ Composition is linear in the heads of a (query, key) pair. All its terms, low ra
 
     y[t, :, s] = (Q[t] + K[s]) z[t, :, s]
 
-with `[H, H]` matrices, `Q[t] = 1 + static + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` likewise but for 1 and static.
+with `[H, H]` matrices, `Q[t] = 1 + static^T + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` alike without 1 and static.
 For all heads of a patch of `block_t` queries by `block_s` keys that is a product `[H, H] @ [H, block_s]` for each query
 and a product `[H, H] @ [H, block_t]` for each key. The gradients of matrices are products of the same size, and those
 of the terms that a matrix `M` is made of follow from them, for queries as for keys:
 
     dz[t, :, s] = (Q[t] + K[s])^T dy[t, :, s]
     dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T        dK[s] = sum_t dy[t, :, s] z[t, :, s]^T
-    d up = dM down^T        d down = up^T dM        d gate = diag(dM)        d static = sum_t dQ[t]
+    d up = dM down          d down = dM^T up        d gate = diag(dM)        d static = sum_t dQ[t]^T
 
 One kernel makes the matrices, and four have their counterparts in `head_by_head`:
 
@@ -127,7 +127,7 @@ def dcmha_matrix_probs(
             post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, tables, patch, padded)
             weight = gained(prob, tables, where, patch, padded)
-            # Probabilities overwrite scores safely: each thread stores what depends on its load from the same place.
+            # Probabilities overwrite scores safely: what a thread stores depends on its own load from the same address.
             store(probs, compose(rounded(weight, scores.dtype.element_ty), post_query, post_key), patch, padded)
     for turn in range(turns):
         if (turn < first) | (turn >= last):
@@ -157,7 +157,7 @@ def dcmha_matrix_backward_post(
     query_count: tl.constexpr,
     key_count: tl.constexpr,
 ):
-    """First pass backward: composed probabilities, gradients of the probabilities and of the post terms."""
+    """First half of the backward pass: composed probabilities, gradients of the probabilities and of the post terms."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)
@@ -176,7 +176,7 @@ def dcmha_matrix_backward_post(
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
             if tables.pairs is not None:
                 store(tables.pairs, prob * grad_prob, patch, padded)
-            # Delta is the mean of what the second pass will read, so that equal gradients cancel exactly.
+            # Delta sums the gradients as they are stored, as in `dcmha_backward_post`.
             grad_prob = gained(grad_prob, tables, where, patch, padded)
             grad_prob = rounded(grad_prob, dtype).to(tl.float32)
             # Gradients overwrite gradients safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
@@ -220,7 +220,7 @@ def dcmha_matrix_backward_pre(
     query_count: tl.constexpr,
     key_count: tl.constexpr,
 ):
-    """Second pass backward: gradients of the scores and of the pre terms."""
+    """Second half of the backward pass: gradients of the scores and of the pre terms."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_matrices(matrices.pre_key, here.item, here.s + here.shift, sizes.all_keys, padded)

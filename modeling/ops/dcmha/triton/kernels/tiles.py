@@ -1,7 +1,8 @@
 """The parts of the kernels in `head_by_head`: tiles `[block_t, block_s]` of one head, and their composition.
 
-A stage is `(down, up, gate)`, each of them (terms of queries, terms of keys). A term is a side of the stage and the
-term's offset in a panel. The tuples of `arguments` come as they are.
+Triton has no classes on the device, so parts that belong together are tuples. A stage is `(down, up, gate)`, each of
+which is (terms of queries, terms of keys). A term is (its side, see `_side`; its offset in a panel). The tuples of
+`arguments` are passed as they are.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ except ImportError as error:
     raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# The number of partial results that a program loads at once. With fewer it would wait for memory more often.
+# The number of partial results that a program loads at once; with fewer it would wait for memory more often.
 PARTS = tl.constexpr(64)
 PANEL = tl.constexpr(PANEL_LENGTH)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -37,7 +38,10 @@ class Patch(NamedTuple):
 
 
 class PatchTables(NamedTuple):
-    """Tables by distance for a patch: (pointer to the first head's element of query and key 0, columns), or nothing."""
+    """Tables by distance for a patch: each is `()`, or (pointer, columns).
+
+    The pointer is to the first head's element for query 0 and column 0 of the chunk.
+    """
 
     composed_bias: tuple
     mixed_bias: tuple
@@ -62,7 +66,7 @@ def original(number):
 
 @triton.jit
 def bound(number):
-    """A bound of a loop: in Triton's interpreter it must not be a tensor."""
+    """A bound of a loop as `range` takes it: in Triton's interpreter it must not be a tensor."""
     if INTERPRETED:
         return number.handle.data.item()
     return number
@@ -70,7 +74,7 @@ def bound(number):
 
 @triton.jit
 def shift_of(where, query):
-    """The number to add to a column to get its key, in the row of this query, counted from the chunk's first ones."""
+    """What to add to a column to get its key, in the row of a query; all are counted from the chunk's first ones."""
     shift = 0
     if where.step is not None:
         shift = query // where.step * where.step
@@ -86,7 +90,7 @@ def is_reached(where, query, key, block_t: tl.constexpr, block_s: tl.constexpr):
 
 @triton.jit
 def make_penalty(where, patch):
-    """The mask as `[block_t, block_s]` to add to scores in base 2: its bias, and minus infinity for hidden keys."""
+    """What to add to scores times log2(e): `[block_t, block_s]`, a mask's bias, and minus infinity for hidden keys."""
     t, key = patch.t[:, None], (patch.s + (patch.shift + original(where.start)))[None, :]
     back, is_real = t + original(where.position) - key, t < original(where.real_queries)
     visible = (back <= where.behind) & (back >= -where.ahead) & (key < original(where.real_keys)) & is_real
@@ -109,7 +113,7 @@ def make_penalty(where, patch):
 
 @triton.jit
 def make_tables(tables, where, patch):
-    """The tables by distance of `ColumnTables` for a patch."""
+    """The tables by distance for a patch, from `ColumnTables`."""
     return PatchTables(
         _table(tables.composed_bias, tables, where, patch),
         _table(tables.mixed_bias, tables, where, patch),
@@ -231,9 +235,10 @@ def hidden_maps(maps, bias, stage, patch, heads: tl.constexpr, block_t: tl.const
 
 @triton.jit
 def mixed(maps, bias, tile, patch, head):
-    """The head's tile in `maps`, which have their product with a static matrix added; without them its own `tile`.
+    """What a composition is without low-rank terms and gates: the head's `tile`, plus the static matrix's part if any.
 
-    `bias` is the bias by distance with its own product added, or nothing.
+    `maps` are `Statics.scores` or `Statics.grads`, which have both; None without a static matrix. `bias` is the table
+    `mixed_bias`, or `()`.
     """
     base = tile
     if maps is not None:
@@ -282,7 +287,7 @@ def product(left, right):
 
 @triton.jit
 def exp2(exponent):
-    """Two to a power by the one instruction that a GPU has for it; zero below 2^-126 where that is one of NVIDIA's."""
+    """Two to a power, by a single instruction; on NVIDIA's GPUs results below 2^-126 are zero."""
     if INTERPRETED or is_hip():
         power = tl.exp2(exponent)
     else:
@@ -367,7 +372,7 @@ def store_of_factors(
 
 @triton.jit
 def _store_pair(partial, pair, patch, head, rank: tl.constexpr, ranks: tl.constexpr, count: tl.constexpr):
-    """Writes `[block, 2]` as the terms `down` and `up` of a rank in this patch's `[H, terms, block]`: one exchange."""
+    """Writes `[block, 2]` as the terms `down` and `up` of a rank to this patch's `[H, terms, block]`."""
     block: tl.constexpr = pair.shape[0]
     first = _patch_index(patch) * (patch.heads * count * block) + head * (count * block)
     tl.store(partial + first + tl.arange(0, block)[:, None] + (rank + ranks * tl.arange(0, 2)[None, :]) * block, pair)
@@ -389,7 +394,7 @@ def _patch_index(patch):
 
 @triton.jit
 def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
-    """The log-sum-exp `[columns]` of `parts` elements each, `stride` apart; minus infinity where all of them are."""
+    """The log-sum-exp `[columns]` over `parts` elements that are `stride` apart; minus infinity if all of them are."""
     highest = tl.full([columns], float("-inf"), tl.float32)
     total = tl.zeros([columns], tl.float32)
     for first in range(0, bound(parts), PARTS):
@@ -404,5 +409,5 @@ def log_sum_exp(partial, parts, stride, column, inside, columns: tl.constexpr):
 
 @triton.jit
 def finite(highest):
-    """The same with zeros for minus infinity, so that it can be subtracted from minus infinity."""
+    """Maxima with zeros for minus infinity, so that they can be subtracted from scores that are all minus infinity."""
     return tl.where(highest == float("-inf"), 0.0, highest)

@@ -6,8 +6,8 @@ Column `s` of row `t` of a map is key `s + t // step * step`, counted from the c
     dcmha_window_queries  x[t] = sum_s z[t, s] y[key(t, s)]          output, gradients of queries
     dcmha_window_keys     y[k] = sum_{key(t, s) = k} z[t, s] x[t]    gradients of values and of keys
 
-Rows are read in place, and tiles of maps that none of their queries can see are skipped. Heads that share keys and
-values add up in `dcmha_window_keys`. The number of channels is filled up to a power of two.
+Rows are read in place, and tiles of maps are skipped if none of their queries can see any of their keys.
+`dcmha_window_keys` sums over the heads that share a key head. The number of channels is padded to a power of two.
 
 All three take strides between items, heads and positions, `sizes` (`Sizes`) and `where` (`Visibility`). `DESIGN.md`,
 "Windows", tells why they are not products of cuBLAS, and not one kernel with the composition.
@@ -103,7 +103,7 @@ def dcmha_window_queries(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """Rows of one head's queries: scaled sums over the keys of their block."""
+    """Writes the rows of one head's queries: scaled sums over the keys of their block."""
     plane, first = tl.program_id(1), tl.program_id(0) * block_t
     item, head, t = (plane // heads).to(tl.int64), plane % heads, first + tl.arange(0, block_t)
     start = shift_of(where, first) + original(where.start)
@@ -136,7 +136,7 @@ def dcmha_window_keys(
     block_t: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """Rows of one head's keys: scaled sums over the queries whose blocks reach them, and over heads that share it."""
+    """Writes rows of one key head: scaled sums over the queries whose blocks reach them, in all heads that share it."""
     first, kv_heads = tl.program_id(0) * block_s, heads // share
     item, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     total = tl.zeros([block_s, triton.next_power_of_2(width)], tl.float32)
