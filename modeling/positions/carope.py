@@ -1,8 +1,9 @@
 """Context-aware rotary embedding (CARoPE, arXiv 2507.23083): rotary frequencies for each head and token from content.
 
-A token has a frequency `f = 1 / (softplus(x W + b) + 1)` for each key head. Pair `i` of a head is turned by its phase,
-the sum of `f ** i` over all tokens up to this one. The paper has no `b`: with it the model starts as rotary embedding,
-up to the small initial `W`. Query heads take the phases of their key head, so that a cached key needs one phase.
+A token with hidden state `x` has a frequency `f = 1 / (softplus(x W + b) + 1)` for each key head. Pair `i` of a head
+is rotated by a phase, the sum of `f ** i` over all tokens up to this one. The paper has no `b`; with it a new model
+rotates almost as rotary embedding does, since `W` is small at first. Query heads take the phases of their key head, so
+that only key heads have phases.
 """
 
 import math
@@ -26,14 +27,14 @@ class ContentRotary(nn.Module):
 
     @torch.no_grad()
     def init_bias(self) -> None:
-        """Makes the frequencies those of rotary embedding where the weights are zero."""
+        """Sets the bias such that, with weights of zero, frequencies and phases are those of rotary embedding."""
         init.constant_(self.frequency.bias, math.log(math.expm1(self.rope_theta ** (2 / self.head_dim) - 1)))
 
     def forward(self, hidden_states: Tensor, past: Tensor | None = None) -> Tensor:
         """The phases of new tokens, at least float32 `[B, H_kv, T, D / 2]`.
 
         Args:
-            hidden_states: `[B, T, E]`, normed.
+            hidden_states: `[B, T, E]`, normalized.
             past: the phases of the last earlier token, `[B, H_kv, 1, D / 2]`.
         """
         logits = self.frequency(hidden_states).transpose(1, 2)[..., None]
@@ -42,7 +43,7 @@ class ContentRotary(nn.Module):
         return phases if past is None else phases + past
 
     def angles(self, phases: Tensor, repeats: int = 1) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[B, H, T, D]` of phases `[B, H_kv, T, D / 2]`, each key head `repeats` times."""
+        """Cosines and sines `[B, H, T, D]` of phases `[B, H_kv, T, D / 2]`, those of each key head `repeats` times."""
         angles = torch.cat((phases, phases), dim=-1).repeat_interleave(repeats, dim=1)
         return angles.cos(), angles.sin()
 
@@ -50,7 +51,8 @@ class ContentRotary(nn.Module):
 def pack_phases(key: Tensor, phases: Tensor) -> Tensor:
     """Keys `[B, H_kv, T, D]` with their phases `[B, H_kv, T, D / 2]` behind them, as a cache layer keeps them.
 
-    Caches keep one dtype and copy bits. So float32 phases lie beside keys in half precision as twice as many numbers.
+    A cache has one dtype, but only copies what it keeps. So the bits of float32 phases are viewed as twice as many
+    elements in half precision.
     """
     return torch.cat([key, phases.contiguous().view(key.dtype)], dim=-1)
 
@@ -59,7 +61,7 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     """The phases of the last token in a layer of a cache, `[B, H_kv, 1, D / 2]` in `dtype`; None without tokens.
 
     Raises:
-        ValueError: a cache that changes the bits of what it keeps.
+        ValueError: the cache is quantized, so that it would change those bits.
     """
     layer: Any = cache.layers[layer_idx] if cache is not None and layer_idx < len(cache.layers) else None
     if layer is None or not layer.is_initialized:
@@ -69,7 +71,7 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     keys: Tensor = layer.keys
     if not isinstance(layer, StaticLayer):
         return keys[:, :, -1:, head_dim:].contiguous().view(dtype) if keys.shape[2] else None
-    # A sliding layer counts in an integer and stops counting in the tensor once it is full.
+    # A sliding layer has its count in an integer too; the tensor stops counting once the layer is full.
     count = torch.as_tensor(getattr(layer, "cumulative_length_int", layer.cumulative_length), device=keys.device)
     last = (count.reshape(1).clamp(max=keys.shape[2]) - 1).clamp(min=0)
     phases = keys.index_select(2, last)[..., head_dim:].contiguous().view(dtype)
@@ -77,9 +79,9 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
 
 
 def make_room_for_phases(cache: Cache, config: PreTrainedConfig) -> None:
-    """Lets layers of `cache` that were allocated for keys alone be allocated again, with room for phases beside them.
+    """Makes layers of `cache` that were allocated for keys alone allocate again, with room for phases beside the keys.
 
-    Transformers allocates static caches by the configured width of keys before it reads prompts in chunks.
+    Before it reads a prompt in chunks, Transformers allocates a static cache by the width of keys in the configuration.
     """
     layers: list[Any] = cache.layers
     for layer, layer_type in zip(layers, config.layer_types, strict=False):
