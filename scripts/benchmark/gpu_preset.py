@@ -8,6 +8,7 @@ with `--resume` measures what is left out, with the constants that were found.
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,14 +20,16 @@ import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
-from ..common.atomic_file import write_whole
-from ..common.errors import UserError
+from ..common.atomic_file import write_json
+from ..common.errors import UserError, first_line
 from ..common.measuring import sample
 from .arguments import BenchmarkArguments
 from .harness.accuracy import judge
+from .harness.interruptions import check_device, end_when_hanging
+from .harness.process import DeviceLostError
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
-from .harness.tuning import TunableConstant, Tuning, override_constants, read_tuning, tune
+from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning, tune
 from .subjects.attention import candidates, cases
 
 # No case begins after so many seconds, so that the last one ends before ten minutes are over.
@@ -159,9 +162,10 @@ def run_preset(
     run: Callable[[BenchmarkArguments, Path, float], bool],
     *,
     parts: tuple[PresetPart, ...] = GPU,
-    find: Callable[[BenchmarkArguments, float], Tuning] | None = None,
+    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning] | None = None,
     module: ModuleType = kernel_tuning,
     clock: Callable[[], float] = time.monotonic,
+    end: float | None = None,
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
@@ -171,22 +175,23 @@ def run_preset(
         run: measures what the arguments say into a folder, beginning no case after a time on the clock; returns
             whether everything is right.
         find: tunes the constants of `module` until a time on the clock; by default `find_constants`.
+        end: when the last case may begin; by default `SECONDS` from now.
+
+    Raises:
+        DeviceLostError: another process has to go on.
     """
-    end, is_right = clock() + SECONDS, True
+    end = clock() + SECONDS if end is None else end
+    is_right = True
     left_out: list[str] = []
     with ExitStack() as tuned:
         for part in parts:
             if clock() >= end:
                 left_out.append(part.name)
                 continue
-            is_right &= run(options_of(part, arguments), folder / part.name, end)
+            is_right &= _run_part(part, arguments, folder / part.name, run, end)
             if part is parts[0]:
-                file = folder / "tuning.json"
-                if arguments.resume and file.exists():
-                    tuning = read_tuning(json.loads(file.read_text(encoding="utf-8")))
-                else:
-                    tuning = (find or find_constants)(options_of(part, arguments), min(end, clock() + TUNING_SECONDS))
-                    write_whole(file, json.dumps(tuning.as_record(), indent=1) + "\n")
+                until = min(end, clock() + TUNING_SECONDS)
+                tuning = _tune_once(options_of(part, arguments), folder / "tuning.json", find or find_constants, until)
                 print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
                 tuned.enter_context(override_constants(module, tuning.best))
     if left_out:
@@ -194,21 +199,67 @@ def run_preset(
     return is_right
 
 
-def find_constants(arguments: BenchmarkArguments, end: float) -> Tuning:
+def _run_part(
+    part: PresetPart,
+    arguments: BenchmarkArguments,
+    folder: Path,
+    run: Callable[[BenchmarkArguments, Path, float], bool],
+    end: float,
+) -> bool:
+    """Returns whether everything in a part is right; a part that cannot be measured costs no other part its turn."""
+    options = options_of(part, arguments)
+    try:
+        return run(options, folder, end)
+    except (UserError, DeviceLostError):
+        raise
+    except Exception as error:  # memory may not suffice for inputs, and compilers raise exceptions of any type
+        traceback.print_exc()
+        print(f"\nthe part {part.name} is left unfinished: {error}")
+        check_device(torch.device(options.device), first_line(error))
+        return False
+
+
+def _tune_once(
+    arguments: BenchmarkArguments,
+    file: Path,
+    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning],
+    end: float,
+) -> Tuning:
+    """The tuning in a file, if an earlier command has written or begun it; else a new one, written to the file."""
+    found = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
+    if "best" in found:
+        return read_tuning(found)
+    log = TrialLog(found["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
+    try:
+        tuning = find(arguments, end, log)
+    except DeviceLostError:
+        raise
+    except Exception as error:  # without its references nothing can be tuned, and the constants stay as they are
+        traceback.print_exc()
+        print(f"\nnothing is tuned: {error}")
+        check_device(torch.device(arguments.device), first_line(error))
+        tuning = Tuning({}, log.made, finished=False)
+    write_json(file, tuning.as_record(), indent=1)
+    return tuning
+
+
+def find_constants(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
     """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))
-    return tune_the_faster(make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE), lambda: time.monotonic() < end)
+    trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
+    return tune_the_faster(trial, lambda: time.monotonic() < end, log)
 
 
-def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool]) -> Tuning:
+def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog | None = None) -> Tuning:
     """Finds the fastest kind of kernels, and the best constants of that kind."""
-    family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time)
+    log = log or TrialLog()
+    family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time, log)
     constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
     if family.best[FUSED]:
         constants = FUSED_CONSTANTS + constants
     with override_constants(kernel_tuning, family.best):
-        rest = tune(kernel_tuning, constants, trial, has_time)
-    return Tuning(family.best | rest.best, family.trials + rest.trials, rest.finished)
+        rest = tune(kernel_tuning, constants, trial, has_time, log)
+    return Tuning(family.best | rest.best, log.made, rest.finished)
 
 
 def make_trial(
@@ -216,7 +267,7 @@ def make_trial(
 ) -> Callable[[], float]:
     """A trial that returns the seconds of a candidate's forward and backward pass, as the geometric mean over `shapes`.
 
-    The trial raises ValueError if results are wrong.
+    The trial raises ValueError if results are wrong, and DeviceLostError if it is the last one of this process.
 
     Args:
         shapes: shapes with their windows.
@@ -230,6 +281,17 @@ def make_trial(
         calls.append((candidate.prepare(case.problem), exact, reference))
 
     def trial() -> float:
+        timer = end_when_hanging(settings.budget, print)
+        try:
+            return measure()
+        except Exception as error:  # Triton raises exceptions of its own that share no base class
+            check_device(settings.device, first_line(error))
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def measure() -> float:
         seconds = []
         for call, exact, reference in calls:
             if not judge(call(), exact, reference).correct:

@@ -3,7 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,13 @@ from dynattn.modeling.ops.dcmha.attention import default_implementation
 
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
-from .gpu_preset import GPU, check_gpu, run_preset
+from .gpu_preset import GPU, SECONDS, check_gpu, run_preset
 from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
 from .harness.interface import Case, Subject
+from .harness.interruptions import Interruptions
 from .harness.metadata import run_metadata
-from .harness.process import pinned_threads
+from .harness.process import DEVICE_LOST, END, GOES_ON, DeviceLostError, pinned_threads, run_workers
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import Shape
 from .report.record import RECORD, TABLE, is_complete, make_output, read_earlier, save_record, write_record
@@ -29,21 +31,38 @@ from .subjects.profile import PROFILE, add_profiles, pass_rate
 from .subjects.selection import Selection, select, shapes_of
 
 
-def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> bool:
-    """Measures what the arguments say, or the whole preset, in a pinned process; returns whether nothing is wrong.
+def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
+    """Measures what the arguments say, or the whole preset, in a pinned process.
+
+    Returns:
+        The exit status: 0 if nothing is wrong, 1 if something is, DEVICE_LOST if another process can go on.
 
     Raises:
         UserError: the arguments name what does not exist, or the output folder holds a record already.
     """
     torch.set_num_threads(pinned_threads())
     folder = Path(arguments.output)
-    if arguments.preset is not None:
-        check_gpu()
+    try:
+        if arguments.preset is not None:
+            return run_preset_in_workers(argv, arguments, folder)
+        select(arguments, read_settings(arguments))
+        make_output(folder, folder / RECORD, arguments)
+        return 0 if measure_to_folder(argv, arguments, folder) else 1
+    except DeviceLostError as error:
+        print(f"\n{error}; --resume goes on without it", flush=True)
+        return DEVICE_LOST
+
+
+def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, folder: Path) -> int:
+    """The preset, in this process if it is one of the workers that the first one starts; returns the exit status."""
+    check_gpu()
+    if END not in os.environ:
         make_output(folder, folder / GPU[0].name / RECORD, arguments)
-        return run_preset(arguments, folder, partial(measure_to_folder, argv))
-    select(arguments, read_settings(arguments))
-    make_output(folder, folder / RECORD, arguments)
-    return measure_to_folder(argv, arguments, folder)
+        return run_workers(argv, SECONDS)
+    if GOES_ON in os.environ:
+        arguments = replace(arguments, resume=True, overwrite=False)
+    is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), end=float(os.environ[END]))
+    return 0 if is_right else 1
 
 
 def measure_to_folder(
@@ -65,7 +84,8 @@ def measure_to_folder(
     if record is None or not is_complete(record):
         if record is not None:
             before = [*record.get("started_before", []), record["started"]]
-            metadata |= {"cases": record["cases"], "started_before": before}
+            kept = {name: record[name] for name in ("cases", "running", "interrupted") if name in record}
+            metadata |= {**kept, "started_before": before}
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
         write_record(record, folder)
         print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
@@ -89,6 +109,7 @@ def measure(
     print(f"by default heads are composed by {default.name}: {default.reason}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
     record = {"cases": [], **metadata, "error_multiples": limits, "machine": machine, "cases_left_out": []}
+    interruptions = Interruptions(record, save, settings.budget)
     for subject, candidates in selection:
         for shape in shapes_of(subject, settings):
             for case in subject.cases(shape, settings):
@@ -98,13 +119,30 @@ def measure(
                 if settings.end is not None and time.monotonic() > settings.end:
                     record["cases_left_out"].append(case_title(entry))
                     continue
-                rows = run_case(case, candidates, settings, slow_with_fewer_tokens(entry, record["cases"]))
+                left_out = slow_with_fewer_tokens(entry, record["cases"])
+                left_out |= interruptions.failures(entry, [one.name for one in candidates])
+                with noting(interruptions):
+                    rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
                 if subject is PROFILE:
                     add_profiles(rows, case, shape, settings, machine)
                 record["cases"].append(entry | {"rows": rows})
                 save(record)
                 print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
     return record | {"load_average_after": os.getloadavg()}
+
+
+@contextmanager
+def noting(interruptions: Interruptions) -> Iterator[None]:
+    """Ends a case in the record, whatever ends it; if that is the loss of the device, says whose fault it is."""
+    try:
+        yield
+    except DeviceLostError as error:
+        interruptions.blame(str(error))
+        raise
+    except BaseException:  # Ctrl-C, or a fault of this program: nothing is said against what was running
+        interruptions.stop()
+        raise
+    interruptions.end()
 
 
 def measure_machine(settings: BenchmarkSettings) -> dict[str, float]:
@@ -116,8 +154,12 @@ def measure_machine(settings: BenchmarkSettings) -> dict[str, float]:
     }
 
 
-def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]]) -> set[str]:
-    """Names of the candidates that were over the budget in an earlier case that differs only in a shorter length."""
+def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The candidates that were over the budget in an earlier case that differs only in a shorter length.
+
+    Returns:
+        The failures of their rows in this case, by name.
+    """
 
     def without_length(one: dict[str, Any]) -> list[Any]:
         shape = {name: value for name, value in one["shape"].items() if name != "length"}
@@ -126,7 +168,8 @@ def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]
     alike = [one for one in before if without_length(one) == without_length(case)]
     shorter = [one for one in alike if one["shape"]["length"] < case["shape"]["length"]]
     rows = [row for one in shorter for row in one["rows"]]
-    return {row["name"] for row in rows if row.get("failure", "").startswith(OVER_BUDGET)}
+    slow = (row["name"] for row in rows if row.get("failure", "").startswith(OVER_BUDGET))
+    return dict.fromkeys(slow, f"{OVER_BUDGET} with fewer tokens already")
 
 
 def describe_case(subject: Subject, shape: Shape, case: Case, settings: BenchmarkSettings) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from .harness.process import pin_process
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints each table as it is done, writes record and plots; returns 1 if a candidate is wrong.
+    """Measures, prints each table as it is done, writes record and plots.
+
+    Returns 1 if a candidate is wrong, and DEVICE_LOST if one made the device useless for this process.
 
     Everything slow is imported after the arguments are parsed and the process is pinned.
     """
@@ -25,4 +27,4 @@ def main(argv: Sequence[str]) -> int:
     pin_process(argv, arguments.threads)
     from .job import run_benchmark
 
-    return 0 if run_benchmark(argv, arguments) else 1
+    return run_benchmark(argv, arguments)

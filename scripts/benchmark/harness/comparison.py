@@ -1,6 +1,6 @@
 """Runs one case: checks every candidate, measures its memory, and times all of them in interleaved rounds."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache, partial
@@ -12,6 +12,7 @@ from ...common.errors import first_line
 from ...common.measuring import calls_of_a_sample, interleave, peak_memory, sample, summarize
 from .accuracy import Results, Verdict, judge
 from .interface import Candidate, Case
+from .interruptions import check_device
 from .settings import BenchmarkSettings
 
 # The failure of a candidate that was left out for its slowness starts with this.
@@ -26,34 +27,66 @@ class OverBudgetError(Exception):
     """A candidate is too slow for the time that it was given."""
 
 
+class CandidateError(Exception):
+    """A candidate that passed its checks fails later; the arguments are its name and the failure."""
+
+
 def run_case(
-    case: Case, candidates: Sequence[Candidate], settings: BenchmarkSettings, too_slow: Collection[str] = ()
+    case: Case,
+    candidates: Sequence[Candidate],
+    settings: BenchmarkSettings,
+    left_out: Mapping[str, str] | None = None,
+    begin: Callable[[str | None], None] = lambda name: None,
 ) -> list[Row]:
-    """Checks, measures and times every candidate except those `too_slow`; returns one row of the record for each.
+    """Checks, measures and times every candidate; returns one row of the record for each.
 
     A candidate is checked before the first round and again after the last. A wrong candidate gets no ratio.
+
+    Args:
+        left_out: the candidates that are not run, and the failures that their rows have.
+        begin: is told which candidate is run next, None for all of them by turns.
+
+    Raises:
+        DeviceLostError: a candidate fails, and after it the device fails every call.
     """
     references = cache(lambda name: (case.reference(name, torch.float64), case.reference(name, settings.dtype)))
-    rows: list[Row] = [{"name": one.name, "role": one.role, "function": one.function} for one in candidates]
+    rows: dict[str, Row] = {
+        one.name: {"name": one.name, "role": one.role, "function": one.function} for one in candidates
+    }
     calls: dict[str, Call] = {}
     with fresh_compilation():
-        for candidate, row in zip(candidates, rows, strict=True):
-            if candidate.name in too_slow:
-                row["failure"] = f"{OVER_BUDGET} with fewer tokens already"
+        for candidate in candidates:
+            row = rows[candidate.name]
+            if left_out and candidate.name in left_out:
+                row["failure"] = left_out[candidate.name]
                 continue
+            begin(candidate.name)
             try:
                 calls[candidate.name] = qualify(candidate.prepare(case.problem), row, references, settings)
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type
-                row["failure"] = f"{type(error).__name__}: {first_line(error)}"
-        time_rounds(calls, rows, settings)
-        for row in rows:
-            if row["name"] in calls:
-                verdict = judge(calls[row["name"]](), *references(row["function"]))
-                finish_row(row, verdict, case, settings)
-    add_ratios(rows)
-    return rows
+                row["failure"] = describe(error)
+                check_device(settings.device, row["failure"])
+        while calls:
+            begin(None)
+            try:
+                time_rounds(calls, rows, references, case, settings)
+                break
+            except CandidateError as error:
+                name, failure = error.args
+                rows[name]["failure"] = failure
+                del calls[name], rows[name]["verdict"]
+                begin(name)
+                check_device(settings.device, failure)
+    finished = list(rows.values())
+    add_ratios(finished)
+    return finished
+
+
+def describe(error: Exception) -> str:
+    """The failure of a row."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def qualify(call: Call, row: Row, references: References, settings: BenchmarkSettings) -> Call:
@@ -71,16 +104,45 @@ def qualify(call: Call, row: Row, references: References, settings: BenchmarkSet
     return call
 
 
-def time_rounds(calls: dict[str, Call], rows: list[Row], settings: BenchmarkSettings) -> None:
-    """Times the candidates in interleaved rounds and adds `samples` and `timing` to their rows."""
+def time_rounds(
+    calls: dict[str, Call], rows: Mapping[str, Row], references: References, case: Case, settings: BenchmarkSettings
+) -> None:
+    """Times the candidates in interleaved rounds, checks them again, and finishes their rows.
+
+    Raises:
+        CandidateError: one of them fails; the rows of all others can be finished without it.
+    """
     device = settings.device
-    repeats = {name: calls_of_a_sample(call, device, settings.sample_seconds) for name, call in calls.items()}
-    samplers = {name: partial(sample, call, repeats[name], device) for name, call in calls.items()}
+    repeats = {
+        name: _blaming(name, partial(calls_of_a_sample, call, device, settings.sample_seconds))
+        for name, call in calls.items()
+    }
+    samplers = {
+        name: partial(_blaming, name, partial(sample, call, repeats[name], device)) for name, call in calls.items()
+    }
     samples = interleave(samplers, settings.rounds, settings.budget)
-    for row in rows:
-        if row["name"] in samples:
-            row["samples"] = samples[row["name"]]
-            row["timing"] = asdict(summarize(row["samples"], repeats[row["name"]]))
+    verdicts = {
+        name: _blaming(name, partial(_judge_again, call, references(rows[name]["function"])))
+        for name, call in calls.items()
+    }
+    for name, verdict in verdicts.items():
+        row = rows[name]
+        row["samples"] = samples[name]
+        row["timing"] = asdict(summarize(samples[name], repeats[name]))
+        finish_row(row, verdict, case, settings)
+
+
+def _judge_again(call: Call, references: tuple[Results, Results]) -> Verdict:
+    """The verdict on one more call."""
+    return judge(call(), *references)
+
+
+def _blaming(name: str, call: Callable[[], Any]) -> Any:
+    """Calls, and raises CandidateError with the candidate's name for whatever is raised."""
+    try:
+        return call()
+    except Exception as error:  # kernels raise exceptions of any type
+        raise CandidateError(name, describe(error)) from error
 
 
 def finish_row(row: Row, last_verdict: Verdict, case: Case, settings: BenchmarkSettings) -> None:

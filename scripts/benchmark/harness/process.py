@@ -1,4 +1,4 @@
-"""The process that measures: the environment that it must start with, and the commit that it runs.
+"""The process that measures: the environment that it must start with, who comes after it, the commit that it runs.
 
 Nothing here imports PyTorch: the process is restarted before anything slow is imported.
 """
@@ -6,6 +6,7 @@ Nothing here imports PyTorch: the process is restarted before anything slow is i
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,14 @@ from ...common.errors import UserError
 # the time of an implementation with large temporaries.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 THREADS = "OMP_NUM_THREADS"
+# The exit status of a process that another one has to go on for.
+DEVICE_LOST = 75
+# Environment variables of the processes of a preset: when the last case may begin, and whether another came before.
+END, GOES_ON = "DYNATTN_BENCHMARK_END", "DYNATTN_BENCHMARK_GOES_ON"
+
+
+class DeviceLostError(Exception):
+    """The device fails every further call of this process; the message is the failure of what was measured."""
 
 
 def pin_process(argv: Sequence[str], threads: int | None) -> None:
@@ -32,6 +41,23 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", *argv], wanted)
+
+
+def run_workers(argv: Sequence[str], seconds: float) -> int:
+    """Runs `dynattn benchmark` in a process of its own, and in another one whenever it loses its device or crashes.
+
+    Returns:
+        The exit status of the last process, which is the first one that comes to its end or has no time left.
+    """
+    end = time.monotonic() + seconds
+    environment = {**os.environ, END: repr(end)}
+    while True:
+        command = [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", *argv]
+        status = subprocess.run(command, env=environment, check=False).returncode
+        if (status != DEVICE_LOST and status >= 0) or time.monotonic() >= end:
+            return status
+        print(f"\nthe process ended with status {status}; another one goes on", flush=True)
+        environment[GOES_ON] = "1"
 
 
 def pinned_threads() -> int:

@@ -12,9 +12,12 @@ from typing import Any
 
 from ...common.errors import first_line
 from .overrides import override_attributes
+from .process import DeviceLostError
 
 # The relative gain in time below which a value is not taken, because smaller differences are noise.
 GAIN = 0.02
+# The failure of a trial that ended its process.
+ENDED = "the process ended"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,45 @@ class Tuning:
         return {"best": best, "finished": self.finished, "trials": self.trials}
 
 
+class TrialLog:
+    """The trials of a search in their order, kept where another process finds them.
+
+    A search makes the same trials in the same order if they end the same way. One that is repeated after its process
+    ended therefore takes the outcomes of its first trials from here. A trial that ended the process has failed.
+
+    Args:
+        earlier: the trials that `save` has been given last, if there are any.
+        save: is given all trials before and after each one.
+    """
+
+    def __init__(
+        self,
+        earlier: Sequence[dict[str, Any]] = (),
+        save: Callable[[list[dict[str, Any]]], None] = lambda trials: None,
+    ) -> None:
+        self.earlier = [one if {"seconds", "failure"} & set(one) else one | {"failure": ENDED} for one in earlier]
+        self.made: list[dict[str, Any]] = []
+        self.save = save
+
+    def run(self, label: str, value: Any, trial: Callable[[], float]) -> float:
+        """Makes one trial, unless it was made before, and returns its seconds, infinity if it failed."""
+        if self.earlier:
+            self.made.append(self.earlier.pop(0))
+            return self.made[-1].get("seconds", float("inf"))
+        self.made.append({"constant": label, "value": value})
+        self.save(self.made)
+        try:
+            self.made[-1]["seconds"] = trial()
+        except DeviceLostError as error:
+            self.made[-1]["failure"] = first_line(error)
+            raise
+        except Exception as error:  # Triton raises exceptions of its own that share no base class
+            self.made[-1]["failure"] = first_line(error)
+        finally:
+            self.save(self.made)
+        return self.made[-1].get("seconds", float("inf"))
+
+
 def read_tuning(record: Mapping[str, Any]) -> Tuning:
     """The outcome whose `as_record` is given."""
     best = {}
@@ -86,6 +128,7 @@ def tune(
     constants: Sequence[TunableConstant],
     trial: Callable[[], float],
     has_time: Callable[[], bool],
+    log: TrialLog | None = None,
 ) -> Tuning:
     """Tries the values of each constant together with the best values of the constants before it.
 
@@ -93,35 +136,24 @@ def tune(
         trial: returns the seconds of a run with the constants that the module has; an exception means that the run
             fails, or that its results are wrong, with these constants.
         has_time: whether there is time for one more trial.
+        log: takes the trials.
     """
+    log = log or TrialLog()
+    first = len(log.made)
+
+    def attempt(values: Mapping[TunableConstant, Any], label: str, value: Any) -> float:
+        with override_constants(module, values):
+            return log.run(label, value, trial)
+
     best = {constant: constant.current(module) for constant in constants}
-    trials: list[dict[str, Any]] = []
-    fastest = _run_trial(module, best, "as it is", None, trial, trials)
+    fastest = attempt(best, "as it is", None)
     for constant in constants:
         for value in constant.values:
             if value == constant.current(module):
                 continue
             if not has_time():
-                return Tuning(best, trials, finished=False)
-            seconds = _run_trial(module, {**best, constant: value}, constant.label, value, trial, trials)
+                return Tuning(best, log.made[first:], finished=False)
+            seconds = attempt({**best, constant: value}, constant.label, value)
             if seconds < fastest * (1 - GAIN):
                 best[constant], fastest = value, seconds
-    return Tuning(best, trials, finished=True)
-
-
-def _run_trial(
-    module: ModuleType,
-    values: Mapping[TunableConstant, Any],
-    label: str,
-    value: Any,
-    trial: Callable[[], float],
-    trials: list[dict[str, Any]],
-) -> float:
-    """Adds one trial to `trials` and returns its seconds, infinity if it failed."""
-    trials.append({"constant": label, "value": value})
-    try:
-        with override_constants(module, values):
-            trials[-1]["seconds"] = trial()
-    except Exception as error:  # Triton raises exceptions of its own that share no base class
-        trials[-1]["failure"] = first_line(error)
-    return trials[-1].get("seconds", float("inf"))
+    return Tuning(best, log.made[first:], finished=True)

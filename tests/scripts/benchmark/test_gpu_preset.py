@@ -12,9 +12,10 @@ from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_preset as preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, make_trial, options_of, run_preset
+from dynattn.scripts.benchmark.harness.process import DeviceLostError
 from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings, read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.harness.tuning import TunableConstant, Tuning, tune
+from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning, tune
 from dynattn.scripts.benchmark.subjects.selection import select
 
 
@@ -93,7 +94,7 @@ def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path:
         clock.now += 300
         return folder.name != "second"
 
-    def find(arguments: BenchmarkArguments, end: float) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
         clock.now += 100
         assert end == 300 + preset.TUNING_SECONDS
         return Tuning({TunableConstant("BLOCK", (64,)): 64}, [], finished=True)
@@ -119,7 +120,7 @@ def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tm
         seen.append((folder.name, module.BLOCK, module.TILES["probs"]))
         return True
 
-    def find(arguments: BenchmarkArguments, end: float) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
         assert not arguments.resume
         return Tuning(best, [], finished=False)
 
@@ -128,6 +129,47 @@ def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tm
         arguments = BenchmarkArguments(preset="gpu", resume=resume)
         run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module, clock=clock)
     assert seen == [("first", 32, (1, 2)), ("first", 32, (1, 2)), ("second", 64, (3, 4))]
+
+
+def test_a_part_that_fails_as_a_whole_and_tuning_that_fails_cost_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
+        seen.append(folder.name)
+        if folder.name == "first":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return True
+
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+        raise RuntimeError("no reference")
+
+    parts = (PresetPart("first", {}), PresetPart("second", {}))
+    assert not run_preset(BenchmarkArguments(preset="gpu"), tmp_path, run, parts=parts, find=find)
+    assert seen == ["first", "second"]
+    shown = capsys.readouterr().out
+    assert "the part first is left unfinished: CUDA out of memory" in shown and "nothing is tuned: no ref" in shown
+    assert json.loads((tmp_path / "tuning.json").read_text()) == {"best": {}, "finished": False, "trials": []}
+
+
+def test_a_process_that_goes_on_tunes_behind_the_last_trial(tmp_path: Path) -> None:
+    arguments = BenchmarkArguments(preset="gpu", resume=True)
+
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+        log.run("BLOCK", 64, lambda: 1.0)
+        log.run("BLOCK", 128, lambda: process_ends())
+        return Tuning({}, log.made, finished=True)
+
+    def process_ends() -> float:
+        raise DeviceLostError("gone")
+
+    parts = (PresetPart("first", {}),)
+    with pytest.raises(DeviceLostError):
+        run_preset(arguments, tmp_path, lambda *_: True, parts=parts, find=find)
+    run_preset(arguments, tmp_path, lambda *_: True, parts=parts, find=find)
+    trials = json.loads((tmp_path / "tuning.json").read_text())["trials"]
+    assert [one.get("seconds", one.get("failure")) for one in trials] == [1.0, "gone"]
 
 
 def test_the_plan_covers_what_a_record_of_a_gpu_needs() -> None:

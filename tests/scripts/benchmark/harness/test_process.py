@@ -1,7 +1,9 @@
 """The process starts anew only if it has to."""
 
 import os
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -50,3 +52,22 @@ def test_threads_that_are_no_number_are_refused_unless_others_are_given(
         process.pin_process([], threads=None)
     process.pin_process([], threads=3)
     assert [variables[process.THREADS] for variables in started] == ["3"]
+
+
+def test_another_process_goes_on_for_one_that_crashes_or_loses_its_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses, seen = [process.DEVICE_LOST, -11, 1, 0], []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        seen.append((command[4:], env.get(process.GOES_ON), float(env[process.END])))
+        return subprocess.CompletedProcess(command, statuses.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    before = time.monotonic()
+    assert process.run_workers(["--preset", "gpu"], 100.0) == 1
+    assert [(argv, goes_on) for argv, goes_on, _ in seen] == [(["--preset", "gpu"], one) for one in (None, "1", "1")]
+    assert len({end for *_, end in seen}) == 1 and 100 <= seen[0][2] - before < 200
+    assert capsys.readouterr().out.count("another one goes on") == 2
+    statuses[:] = [process.DEVICE_LOST, 0]
+    assert process.run_workers([], -1.0) == process.DEVICE_LOST, "no time is left"

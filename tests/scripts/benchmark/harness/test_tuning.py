@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynattn.scripts.benchmark.harness.tuning import TunableConstant, override_constants, tune
+from dynattn.scripts.benchmark.harness.process import DeviceLostError
+from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, override_constants, tune
 
 BLOCK, LEFT, RIGHT = (
     TunableConstant("BLOCK", (16, 32, 64)),
@@ -56,3 +57,26 @@ def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
     assert not tuning.finished
     assert tuning.best == {BLOCK: 16, LEFT: (1, 2)}
     assert len(tuning.trials) == 2
+
+
+def test_a_search_goes_on_behind_the_trial_that_ended_its_process(module: Any) -> None:
+    saved: list[list[dict[str, Any]]] = []
+    ran: list[int] = []
+
+    def trial() -> float:
+        ran.append(module.BLOCK)
+        if module.BLOCK == 64:
+            raise DeviceLostError("an illegal memory access")
+        return float(module.BLOCK)
+
+    def save(trials: list[dict[str, Any]]) -> None:
+        saved.append(json.loads(json.dumps(trials)))
+
+    with pytest.raises(DeviceLostError):
+        tune(module, (BLOCK, LEFT), trial, lambda: True, TrialLog((), save))
+    assert saved[-1][-1]["failure"] == "an illegal memory access"
+    for last, failure in ((saved[-1], "an illegal memory access"), (saved[-2], "the process ended")):
+        ran.clear()
+        tuning = tune(module, (BLOCK, LEFT), trial, lambda: True, TrialLog(last, save))
+        assert ran == [16] and tuning.best == {BLOCK: 16, LEFT: (1, 2)}
+        assert tuning.trials[2] == {"constant": "BLOCK", "value": 64, "failure": failure}

@@ -1,0 +1,106 @@
+"""Candidates that end the process: by a crash, by a kernel after which the device fails every call, or by hanging.
+
+A record says under `running` what is measured just now. Where a process ends there, the next one that goes on with the
+record tries again, and leaves the candidate out of the case, with the reason, after the second time. A device that
+fails every call, and a first call that never returns, are left out at once.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...common.errors import first_line
+from .process import DEVICE_LOST, DeviceLostError
+
+# A candidate that takes so many budgets from the start of its preparation to the end of its checks hangs.
+BUDGETS_OF_A_HANG = 3
+# How often a process may end while it measures the same.
+ATTEMPTS = 2
+Record = dict[str, Any]
+
+
+def check_device(device: torch.device, failure: str) -> None:
+    """Raises DeviceLostError with this failure if the device fails every call from now on."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLostError(f"{failure}; the device is lost ({first_line(error)})") from error
+
+
+def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer | None:
+    """Starts a timer that ends the process, whose main thread then waits for the device; `note` is given the failure.
+
+    Without a budget, that is the seconds which a first call may take, nothing is taken to hang.
+    """
+
+    def give_up() -> None:
+        note(f"it did not end within {seconds:g} s")
+        os._exit(DEVICE_LOST)
+
+    if budget is None:
+        return None
+    seconds = BUDGETS_OF_A_HANG * budget
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+class Interruptions:
+    """Keeps in a record what is measured, and what ended an earlier process.
+
+    Args:
+        record: the unfinished record; `running` and `interrupted` are kept in it.
+        save: writes the record.
+        budget: seconds that a candidate's first call may take; without it nothing is taken to hang.
+    """
+
+    def __init__(self, record: Record, save: Callable[[Record], None], budget: float | None) -> None:
+        self.record, self.save, self.budget = record, save, budget
+        self.timer: threading.Timer | None = None
+        self.before = record.pop("running", None)
+        if self.before is not None and self.before["attempts"] >= ATTEMPTS:
+            self._leave_out(self.before, f"the process ended {ATTEMPTS} times while this was measured")
+
+    def failures(self, case: Record, names: list[str]) -> dict[str, str]:
+        """The candidates of a case that ended a process, with the reason; all of them if none can be told."""
+        found = [one for one in self.record.get("interrupted", []) if one["case"] == case]
+        return {name: one["failure"] for one in found for name in names if one["name"] in (name, None)}
+
+    def begin(self, case: Record, name: str | None) -> None:
+        """Notes that a candidate is to be prepared and checked, or with None that all of a case are to be timed."""
+        self._stop_timer()
+        running = {"case": case, "name": name}
+        before = self.before if self.before is not None and running.items() <= self.before.items() else None
+        self.record["running"] = running | {"attempts": 1 if before is None else before["attempts"] + 1}
+        self.save(self.record)
+        if name is not None:
+            self.timer = end_when_hanging(self.budget, self.blame)
+
+    def end(self) -> None:
+        """Notes that a case is done; the record is saved with its rows."""
+        self._stop_timer()
+        self.record.pop("running", None)
+
+    def stop(self) -> None:
+        """Notes in the saved record, too, that nothing is measured any more."""
+        self.end()
+        self.save(self.record)
+
+    def blame(self, failure: str) -> None:
+        """Leaves what is running out of its case from now on."""
+        self._leave_out(self.record["running"], failure)
+        self.stop()
+
+    def _leave_out(self, running: Record, failure: str) -> None:
+        self.record.setdefault("interrupted", []).append(running | {"failure": failure})
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
