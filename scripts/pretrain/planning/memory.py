@@ -131,8 +131,10 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
     second = _pass_peaks(model, ids, StorageTracker([*known, *gradients], workspace), bf16)
     weights = sum(weight.untyped_storage().nbytes() for weight in set(model.parameters()))
     largest = max(sum(w.numel() * FLOAT32 for w in layer.parameters()) for layer in _blocks(model))
-    # Without recomputation, the backward pass needs these copies anyway.
-    casts = _cast_bytes(model) if bf16 and model.is_gradient_checkpointing else 0
+    # Without recomputation, the backward pass needs these copies anyway. Transformers warns of the older name of its
+    # property for this, and its older versions lack the newer name.
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    casts = _cast_bytes(model) if bf16 and recomputes else 0
     return Passes(weights, largest, casts, first, second)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     keep_attention_outputs,
 )
+from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
@@ -42,7 +44,7 @@ def dcpythia(layers: int = LAYERS) -> DCPythiaForCausalLM:
 
 def checkpointed(layers: int = LAYERS) -> DCFormerForCausalLM:
     model = dcformer(layers)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
+    checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
     return model
 
 
@@ -86,6 +88,13 @@ def test_layers_that_repeat_are_arithmetic(name: str):
     assert (short.weights, short.largest_layer) == (whole.weights, whole.largest_layer)
     assert short.peak == pytest.approx(whole.peak, rel=0.01)
     assert short.activations == pytest.approx(whole.activations, rel=0.01)
+
+
+def test_a_rehearsal_in_bf16_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted = [rehearse(build, 1, 1, 16, bf16=True).peak for build in (dcformer, checkpointed)]
+    assert counted[0] != counted[1]
 
 
 def test_kinds_of_layers_repeat_or_do_not():
