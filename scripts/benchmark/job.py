@@ -21,7 +21,7 @@ from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
 from .harness.interface import Case, Subject
 from .harness.interruptions import Interruptions
-from .harness.metadata import run_metadata
+from .harness.metadata import gpu_clocks, run_metadata
 from .harness.process import DEVICE_LOST, END, GOES_ON, DeviceLostError, pinned_threads, run_workers
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import Shape
@@ -128,7 +128,7 @@ def measure(
                 record["cases"].append(entry | {"rows": rows})
                 save(record)
                 print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
-    return record | {"load_average_after": os.getloadavg()}
+    return record | {"load_average_after": os.getloadavg(), "clocks_after": gpu_clocks(settings.device)}
 
 
 @contextmanager

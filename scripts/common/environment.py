@@ -13,10 +13,10 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that decide a run's numbers."""
+def versions(*others: str) -> dict[str, str]:
+    """Versions of Python and of the installed packages that decide a run's numbers, and of `others` by name."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *others):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

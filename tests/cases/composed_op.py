@@ -146,5 +146,5 @@ def run(tensors: list[Tensor], keywords: dict[str, Any], implementation: str) ->
     """The output, then the gradients of all tensors."""
     output = dcmha_attention(*tensors[:3], **keywords, implementation=implementation)
     random = {"generator": torch.Generator("cpu").manual_seed(5), "dtype": torch.float32, "device": "cpu"}
-    upstream = torch.randn(output.shape, **random).to(output.dtype)
+    upstream = torch.randn(output.shape, **random).to(output)
     return output, *torch.autograd.grad(output, tensors, upstream)

@@ -15,7 +15,7 @@ import torch
 from ...common.errors import first_line
 from .process import DEVICE_LOST, DeviceLostError
 
-# A candidate that takes so many budgets from the start of its preparation to the end of its checks hangs.
+# A candidate that takes so many budgets to be prepared, called twice and checked hangs.
 BUDGETS_OF_A_HANG = 3
 # How often a process may end while it measures the same.
 ATTEMPTS = 2
@@ -73,7 +73,7 @@ class Interruptions:
         return {name: one["failure"] for one in found for name in names if one["name"] in (name, None)}
 
     def begin(self, case: Record, name: str | None) -> None:
-        """Notes that a candidate is to be prepared and checked, or with None that all of a case are to be timed."""
+        """Notes that a candidate is to be prepared and checked, or with None that it is everybody's turn."""
         self._stop_timer()
         running = {"case": case, "name": name}
         before = self.before if self.before is not None and running.items() <= self.before.items() else None

@@ -18,7 +18,7 @@ def run_metadata(argv: Sequence[str], device: torch.device) -> dict[str, Any]:
         "command": ["dynattn", "benchmark", *argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": source_commit(),
-        "versions": versions(),
+        "versions": versions(*(["triton"] if device.type == "cuda" else [])),
         "hardware": hardware(device),
         "clocks": gpu_clocks(device),
         "threads": torch.get_num_threads(),

@@ -16,6 +16,8 @@ from ...common.errors import UserError
 # the time of an implementation with large temporaries.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 THREADS = "OMP_NUM_THREADS"
+# The environment variable with the commit of a copy that has no repository.
+COMMIT = "DYNATTN_COMMIT"
 # The exit status of a process that another one has to go on for.
 DEVICE_LOST = 75
 # Environment variables of the processes of a preset: when the last case may begin, and whether another came before.
@@ -78,11 +80,15 @@ def threads_of(value: str) -> int:
 
 
 def source_commit() -> str | None:
-    """The commit of this checkout, with the suffix `-dirty` if files differ from it; None outside a checkout."""
+    """The commit of this checkout, with the suffix `-dirty` if files differ from it.
+
+    In a copy without its repository, or on a machine without git, it is what the environment says, None if nothing.
+    """
     source = Path(__file__).resolve()  # an editable installation may link to the checkout
     git = ["git", "-C", str(source.parent)]
-    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", str(source)], check=False, capture_output=True)
-    if tracked.returncode:
-        return None
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", str(source)], check=True, capture_output=True)
+        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get(COMMIT)

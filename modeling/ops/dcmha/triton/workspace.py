@@ -21,6 +21,8 @@ from .kernels.registry import load_kernels
 from .tiling import Tiler, add_blocks, choose_tiling, structure_of
 from .tuning import items_of_a_chunk, tile_of_merge
 
+# The programs that CUDA takes along the third side of a grid, along which kernels have the items of a chunk.
+MOST_PROGRAMS = 65535
 # In place of a window where there is none: farther apart than any two positions.
 UNBOUNDED = 1 << 30
 
@@ -58,7 +60,8 @@ class Workspace:
             first_keys = inputs.first_keys.to(self.device, torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
         elements = self.heads * self.tiling.largest if maps else 0  # of an item's map
-        rows = max(1, min(self.batch // self.groups, items_of_a_chunk(elements * self.groups)))
+        most = min(items_of_a_chunk(elements * self.groups), MOST_PROGRAMS // self.groups)
+        rows = max(1, min(self.batch // self.groups, most))
         self.items = rows * self.groups
         self.memory = dict(zip(maps, inputs.value.new_empty(len(maps), self.items * elements), strict=True))
 

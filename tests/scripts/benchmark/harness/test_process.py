@@ -71,3 +71,13 @@ def test_another_process_goes_on_for_one_that_crashes_or_loses_its_device(
     assert capsys.readouterr().out.count("another one goes on") == 2
     statuses[:] = [process.DEVICE_LOST, 0]
     assert process.run_workers([], -1.0) == process.DEVICE_LOST, "no time is left"
+
+
+def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert process.source_commit() is None
+    monkeypatch.setenv(process.COMMIT, "15c7007")
+    assert process.source_commit() == "15c7007"
