@@ -198,8 +198,8 @@ class ComposedConfig(CompositionConfig):
             return
         if self.head_dim is None or self.head_dim % 2:
             raise ValueError(
-                f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "
-                f"({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
+                f"head_dim ({self.head_dim}) must be even: rotary embedding rotates pairs of channels; by default it "
+                f"is hidden_size ({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
             )
         rope: dict[str, Any] = {**(self.rope_parameters or {})}
         for layer_type in sorted(set(self.layer_types or ())):
@@ -214,8 +214,8 @@ class ComposedConfig(CompositionConfig):
             if self.scheme_of(layer_type) == "carope" and not only_theta:
                 raise ValueError(
                     f"rope_parameters ({self.rope_of(layer_type)}) do not go with position_scheme 'carope', whose "
-                    "frequencies come from the content; give rope_theta alone, which says where they start, and turn "
-                    "whole heads (partial_rotary_factor 1.0)"
+                    "frequencies come from the content; give rope_theta alone, which sets them in a new model, and "
+                    "rotate whole heads (partial_rotary_factor 1.0)"
                 )
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:

@@ -90,8 +90,8 @@ class RCMHAConfig(RelativeConfig):
         """Part of the strict validation: rotary embedding has an even number of channels to rotate."""
         if self.position_scheme == "rope" and self.head_dim and self.head_dim % 2:
             raise ValueError(
-                f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs; by default it is hidden_size "
-                f"({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
+                f"head_dim ({self.head_dim}) must be even: rotary embedding rotates pairs of channels; by default it "
+                f"is hidden_size ({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
             )
 
     def validate_convolution(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the tokens of a call stand among the keys that a layer of a cache returns."""
+"""The number of keys that a layer of a cache returns, and where the new tokens are among them."""
 
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer

@@ -87,9 +87,15 @@ def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
 def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> None:
     """Raises ValueError unless `edit_cache` can do this edit; the arguments are the same."""
     if unknown := sorted(config.schemes - set(EDITABLE)):
-        raise ValueError(f"position_scheme {unknown[0]!r} leaves positions in the cache; run the edited prompt again")
+        raise ValueError(
+            f"position_scheme {unknown[0]!r} keeps positions in the cache that cannot be changed; run the edited "
+            "prompt again"
+        )
     if rope_type := batch_dependent_rope(config):
-        raise ValueError(f"rope_type {rope_type!r} turns keys by the length of the prompt; run the edited one again")
+        raise ValueError(
+            f"rope_type {rope_type!r} rotates keys by angles that depend on the length of the prompt; run the edited "
+            "prompt again"
+        )
     kinds = {type(layer) for layer in cache.layers}
     if kinds - {DynamicLayer, ComposedDynamicLayer} or len(cache.layers) != config.num_hidden_layers:
         names = sorted(kind.__name__ for kind in kinds)

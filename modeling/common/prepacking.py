@@ -56,7 +56,7 @@ def fill(model: Any, cache: Cache, input_ids: Tensor, lengths: Sequence[int]) ->
     row, start = first_fit(lengths, length)
     packed = input_ids.new_zeros(int(row.max()) + 1, length)
     position_ids = torch.arange(length).expand_as(packed).clone()
-    # Where each token of a padded row lies in the packed rows, counted through all of them; 0 for padding.
+    # The place of each token of a padded row in the packed rows, counted through all of them; 0 for padding.
     places = torch.zeros(len(lengths), length, dtype=torch.long)
     end = torch.zeros(len(packed), dtype=torch.long)  # of the last prompt in each packed row
     for prompt, count in enumerate(lengths):
@@ -110,7 +110,10 @@ def check_prepacking(config: Any, prompts: Sequence[Tensor], cache: Cache) -> No
     if not hasattr(config, "rope_of"):
         raise ValueError(f"a {config.model_type} cannot read packed prompts into a cache; pad them on the left")
     if rope_type := batch_dependent_rope(config):
-        raise ValueError(f"rope_type {rope_type!r} turns keys by the longest prompt; pad the prompts on the left")
+        raise ValueError(
+            f"rope_type {rope_type!r} rotates keys by angles that depend on the longest prompt; pad the prompts on the "
+            "left instead"
+        )
     shapes = [tuple(prompt.shape) for prompt in prompts]
     if not shapes or any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
         raise ValueError(f"prompts of shapes {shapes} must be one or more tensors [T] of at least one token")

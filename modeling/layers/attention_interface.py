@@ -32,8 +32,7 @@ def chunked_mask(
     """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
 
     A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
-    window by themselves, on the assumption that the last query stands at the last key. Any other model gets SDPA's
-    mask.
+    window by themselves, on the assumption that the last query is at the last key. Any other model gets SDPA's mask.
 
     Args:
         attention_mask: `[B, S]`, True for real tokens.
@@ -51,7 +50,7 @@ def chunked_mask(
         return sdpa_mask(**kwargs)
     aligned = isinstance(q_offset, int) and q_offset + q_length == end
     bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
-    # Where queries stand matters only to causality and windows.
+    # Only causality and windows depend on the positions of queries.
     placed = aligned or (bidirectional and kwargs.get("local_size") is None)
     covered = attention_mask is None or attention_mask.shape[1] >= end
     if not ((allow_is_causal_skip or bidirectional) and placed and covered):

@@ -17,8 +17,8 @@ class DynamicComposition(nn.Module):
 
     A *component* is one stage (pre, post) for one side (query, key), in the order pre-query, pre-key, post-query,
     post-key; `C` is the number of components that are switched on. A component has `2R + 1` *terms* of `H` elements for
-    each token, packed in this order: `R` down factors (normed over heads), `R` up factors, and a gate. The cache keeps
-    the terms of the key side in this packed form.
+    each token, packed in this order: `R` down factors (normalized over heads), `R` up factors, and a gate. The cache
+    keeps the terms of the key side in this packed form.
 
     Weights (shapes of the official checkpoints; `G` groups of `H/G` heads, `P` stages):
         hidden_weight: `[E, G, C, K]`.

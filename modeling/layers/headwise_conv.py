@@ -32,7 +32,7 @@ class HeadwiseConv(nn.Module):
         return nn.functional.pad(x, (0, 0, self.context_length - self.later, self.later))
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Convolves `T` tokens, which lie in `x` between the earlier and the `later` tokens that their outputs need.
+        """Convolves `T` tokens, which are in `x` between the earlier and the `later` tokens that their outputs need.
 
         Args:
             x: `[B, context_length + T, H, D]`, with zeros before the beginning of a sequence and after its end.

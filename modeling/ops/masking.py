@@ -11,7 +11,7 @@ class Structure(NamedTuple):
 
     Query `t` is at position `t + offset` among the keys. By default the last query is at the last key: `offset` is
     `S - T`. A query sees no later key if `is_causal`, and with a window only keys that are fewer than `sliding_window`
-    places away: so many with itself, and without causality as many again on the other side, less itself.
+    places away: itself and `sliding_window - 1` keys before it, and without causality as many after it.
     """
 
     queries: int

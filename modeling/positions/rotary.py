@@ -36,8 +36,8 @@ class RotaryEmbedding(nn.Module):
         self.rope_type = rope_parameters(config)["rope_type"]
         if self.rope_type in BATCH_DEPENDENT:
             logger.warning_once(
-                f"rope_type {self.rope_type!r} turns all tokens of a batch by the length of its longest row, so that "
-                "scores depend on the batch, as they do in Transformers"
+                f"rope_type {self.rope_type!r} rotates all tokens of a batch by angles that depend on its longest row, "
+                "so that scores depend on the batch, as they do in Transformers"
             )
         rotary_dtype = getattr(config, "rotary_dtype", None)
         self.least_dtype: torch.dtype | None = None if rotary_dtype is None else getattr(torch, rotary_dtype)

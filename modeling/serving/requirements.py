@@ -48,8 +48,8 @@ def check_model(config: Any) -> None:
     rotating = [layer_type for layer_type in set(config.layer_types) if config.scheme_of(layer_type) == "rope"]
     if "longrope" in [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]:
         raise ValueError(
-            "rope_type 'longrope' turns all tokens of a batch by the length of the longest request, so that requests "
-            "would change each other; use generate() with one of them at a time"
+            "rope_type 'longrope' rotates all tokens of a batch by angles that depend on its longest request, so that "
+            "requests would change each other; use generate() with one of them at a time"
         )
 
 

@@ -91,10 +91,10 @@ def test_moved_keys_are_those_of_the_golden_case() -> None:
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"position_scheme": "learned"}, "position_scheme 'learned' leaves positions in the cache"),
-    ({"position_scheme": "carope"}, "position_scheme 'carope' leaves positions in the cache"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' turns keys by the length"),
-    ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}, "rope_type 'longrope' turns keys"),
+    ({"position_scheme": "learned"}, "position_scheme 'learned' keeps positions in the cache"),
+    ({"position_scheme": "carope"}, "position_scheme 'carope' keeps positions in the cache"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' rotates keys by angles"),
+    ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}, "rope_type 'longrope' rotates keys"),
 ]
 
 

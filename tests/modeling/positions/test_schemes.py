@@ -481,7 +481,7 @@ def test_paged_caches_are_refused_where_phases_or_the_longest_request_matter() -
         assert DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme=scheme)).supports_paged_cache
         check_model(DCFormerConfig(**SMALL, position_scheme=scheme, position_gain="bucket"))
     nested = {"full_attention": dict(ROPES[5]), "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(ValueError, match="rope_type 'longrope' turns all tokens of a batch"):
+    with pytest.raises(ValueError, match="rope_type 'longrope' rotates all tokens of a batch"):
         check_model(DCFormerConfig(**SMALL, rope_parameters=nested))
 
 
@@ -493,7 +493,7 @@ def test_scores_that_depend_on_the_batch_are_told(rope_type: str, monkeypatch: p
     monkeypatch.setattr(rotary.logger, "warning_once", told.append)
     rope = next(rope for rope in ROPES if rope["rope_type"] == rope_type)
     RotaryEmbedding(DCFormerConfig(**OURS, rope_parameters=dict(rope)))
-    assert len(told) == 1 and f"rope_type {rope_type!r} turns all tokens of a batch by the length" in told[0]
+    assert len(told) == 1 and f"rope_type {rope_type!r} rotates all tokens of a batch by angles that depend" in told[0]
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [

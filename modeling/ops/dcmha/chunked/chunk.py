@@ -184,7 +184,7 @@ def attend_chunk_backward(
     transform.recompute(scores, composed, probs, gained, mixed, scratch)
     add_to_heads(products.value, (gained if transform.post is None else mixed).permute(1, 2, 0), grad_out)
 
-    # From here on `mixed` and `composed` are no longer read: they hold the gradients of the maps, in turn.
+    # What is in `mixed` and `composed` is no longer needed: from here on they take turns to hold gradients of the maps.
     multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))
     grad_scores = transform.backward(mixed, composed, scores, probs, gained, sums, scratch)
     # A product into contiguous memory and a copy are faster than a product into `products.query`, a strided view.

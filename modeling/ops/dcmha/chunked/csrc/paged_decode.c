@@ -35,7 +35,7 @@ typedef struct {
     tables by_distance;
 } paged_problem;
 
-/* How far key `s` of an item, counted from its first visible key, is before the query, which stands on the last key. */
+/* How far key `s` of an item, counted from its first visible key, is before the query, which is at the last key. */
 INLINE long distance_of(const paged_problem *given, long item, long s) { return given->key_counts[item] - 1 - s; }
 
 /* For how many keys an item has a workspace: at least one, because `divide` needs a span. */
