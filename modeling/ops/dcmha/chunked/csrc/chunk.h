@@ -28,7 +28,7 @@ typedef struct {
     long groups;
     span seen[MAX_GROUPS]; /* the keys that each group of queries sees by position */
     long begin_block, end_block;
-    float *query;                  /* [heads, rows, row_slots]; scaled, unless it is in pairs, which that would round */
+    float *query;                  /* [heads, rows, row_slots]; scaled, but not in pairs of bfloat16, which it would round */
     float score_factor;            /* scores are the products of `query` and keys times this: 1, or the scaling */
     float *pre_query, *post_query; /* [rows, terms, heads] */
     float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK]: of the scores of each tile, and their exponentials */
