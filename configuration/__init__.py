@@ -1,1 +1,1 @@
-"""The configurations of the models: one file a family, data and validation only."""
+"""The configurations of the models: one file for each family, with fields and their validation only."""

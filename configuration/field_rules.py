@@ -198,6 +198,7 @@ def rotated_width(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _check_longrope(rope: Mapping[str, Any], pairs: int) -> None:
+    """Raises ValueError unless LongRoPE has a positive factor for each rotated pair and a trained length over 1."""
     for name in ("short_factor", "long_factor"):
         factors = rope[name]
         if not isinstance(factors, list) or len(factors) != pairs:

@@ -1,1 +1,1 @@
-"""The models: one file a family, and the layers, caches, position schemes and ops that they are made of."""
+"""The models: one file for each family, and the layers, caches, position schemes and ops that they are made of."""

@@ -1,1 +1,1 @@
-"""What the families share around their layers: inputs, the forward pass of a decoder, flags for Transformers, heads."""
+"""What the families share around their layers: inputs, forward passes of decoders and encoders, heads, flags."""

@@ -1,1 +1,1 @@
-"""The modules that a decoder layer is made of, and the link to Transformers' attention interface."""
+"""The modules that layers are made of, the link to Transformers' attention interface, and composed heads for others."""

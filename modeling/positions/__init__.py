@@ -1,1 +1,1 @@
-"""Position schemes: rotary embedding and linear biases."""
+"""Position schemes: absolute positions, rotary embeddings, and biases and gains by distance."""

@@ -74,6 +74,7 @@ class ComposedMetadata(AttentionMetadata):
         return self._rows[block_size, sliding_window]
 
     def _find_rows(self, block_size: int, sliding_window: int | None) -> RequestRows:
+        """Computes what `rows` keeps: token `i` of block `b` is row `b * block_size + i`."""
         starts, blocks = self.common.query_start_loc_cpu.tolist(), self.common.block_table_tensor
         spans, tables, end = [], [], 0
         for request, length in enumerate(self.lengths):

@@ -28,6 +28,7 @@ def register() -> None:
 
 
 def _register_models() -> None:
+    """Registers the attention backend, and the model class and option checks of every composed causal model."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -1,1 +1,1 @@
-"""The op in linear memory for any device: complete rows of scores for a few queries at a time."""
+"""The op in linear memory for any device: a few queries at a time, with their scores for all keys."""
