@@ -91,7 +91,7 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
                     init.constant_(scale, float(self.config.layer_scale_init or 0))
 
     def _init_tokens(self, module: ImageEmbeddings, std: float | None) -> None:
-        """Draws prefix tokens and learned positions; by default tokens are zero and positions have deviation `E ** -0.5`."""
+        """Draws prefix tokens and learned positions; without `std`, tokens start at zero."""
         for token in (module.class_token, module.distillation_token, module.register_tokens):
             if token is not None:
                 init.trunc_normal_(token, std=std) if std else init.zeros_(token)
