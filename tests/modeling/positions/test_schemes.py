@@ -510,7 +510,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"position_scheme": "carope", "rope_parameters": {"partial_rotary_factor": 0.5}},
-        r"turn whole heads \(partial_rotary_factor 1.0\)",
+        r"rotate whole heads \(partial_rotary_factor 1.0\)",
     ),
     ({"position_gain": "rows"}, "position_gain 'rows' does not exist; choose from"),
     ({"rotary_dtype": "bfloat16"}, "rotary_dtype 'bfloat16' does not exist; choose from"),
