@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,10 +31,13 @@ from .harness.process import DeviceLostError
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
 from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning, tune
+from .precompilation import Call, Precompilation
 from .subjects.attention import candidates, cases
 
 # No case begins after so many seconds, so that the last one ends before ten minutes are over.
 SECONDS, TUNING_SECONDS = 480.0, 170.0
+# The tuner waits so long for what is compiled ahead of it.
+COMPILING_SECONDS = 60.0
 # Shapes and windows to tune for, forward and backward: long sequences of both head widths, and a window.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
 TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
@@ -183,7 +187,14 @@ def run_preset(
     end = clock() + SECONDS if end is None else end
     is_right = True
     left_out: list[str] = []
+    file = folder / "tuning.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
     with ExitStack() as tuned:
+        if find is None:
+            find = find_constants
+            if "best" not in earlier:
+                compiling = tuned.enter_context(compile_trials(options_of(parts[0], arguments)))
+                find = partial(find_constants, compiling=compiling)
         for part in parts:
             if clock() >= end:
                 left_out.append(part.name)
@@ -191,7 +202,7 @@ def run_preset(
             is_right &= _run_part(part, arguments, folder / part.name, run, end)
             if part is parts[0]:
                 until = min(end, clock() + TUNING_SECONDS)
-                tuning = _tune_once(options_of(part, arguments), folder / "tuning.json", find or find_constants, until)
+                tuning = _tune_once(options_of(part, arguments), file, earlier, find, until)
                 print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
                 tuned.enter_context(override_constants(module, tuning.best))
     if left_out:
@@ -222,14 +233,14 @@ def _run_part(
 def _tune_once(
     arguments: BenchmarkArguments,
     file: Path,
+    earlier: dict[str, Any],
     find: Callable[[BenchmarkArguments, float, TrialLog], Tuning],
     end: float,
 ) -> Tuning:
-    """The tuning in a file, if an earlier command has written or begun it; else a new one, written to the file."""
-    found = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
-    if "best" in found:
-        return read_tuning(found)
-    log = TrialLog(found["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
+    """The tuning that an earlier command has written, or a new one behind its trials, which is written to the file."""
+    if "best" in earlier:
+        return read_tuning(earlier)
+    log = TrialLog(earlier["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
     try:
         tuning = find(arguments, end, log)
     except DeviceLostError:
@@ -243,10 +254,24 @@ def _tune_once(
     return tuning
 
 
-def find_constants(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
+    """Begins to compile what the tuner will try if the kernels on the tensor cores are the faster ones."""
+    trials: list[dict[TunableConstant, Any]] = [{}]
+    trials += [{constant: value} for constant in (FAMILY, FUSED, *TENSOR_CORE_CONSTANTS) for value in constant.values]
+    trials += [{FUSED: True, constant: value} for constant in FUSED_CONSTANTS for value in constant.values]
+    calls = [Call(parse_shape(shape), TUNED_BATCH, window, torch.bfloat16) for shape, window in TUNED_SHAPES]
+    major, minor = torch.cuda.get_device_capability(arguments.device)
+    return Precompilation(trials, calls, 10 * major + minor)
+
+
+def find_constants(
+    arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation | None = None
+) -> Tuning:
     """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))
     trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
+    if compiling is not None:
+        compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
     return tune_the_faster(trial, lambda: time.monotonic() < end, log)
 
 

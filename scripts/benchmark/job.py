@@ -30,6 +30,9 @@ from .report.tables import case_title, format_case
 from .subjects.profile import PROFILE, add_profiles, pass_rate
 from .subjects.selection import Selection, select, shapes_of
 
+# What a run takes from the unfinished record with which it goes on.
+CARRIED_ON = ("cases", "running", "interrupted")
+
 
 def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
     """Measures what the arguments say, or the whole preset, in a pinned process.
@@ -84,7 +87,7 @@ def measure_to_folder(
     if record is None or not is_complete(record):
         if record is not None:
             before = [*record.get("started_before", []), record["started"]]
-            kept = {name: record[name] for name in ("cases", "running", "interrupted") if name in record}
+            kept: dict[str, Any] = {name: record[name] for name in CARRIED_ON if name in record}
             metadata |= {**kept, "started_before": before}
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
         write_record(record, folder)

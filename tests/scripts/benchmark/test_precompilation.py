@@ -1,0 +1,54 @@
+"""What the tuner tries is compiled before, for a GPU that this process does not use."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynattn.scripts.benchmark import gpu_preset as preset
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.precompilation import Precompilation
+
+PROGRAM = """
+import torch
+from dynattn.scripts.benchmark.gpu_preset import FAMILY, TENSOR_CORE_CONSTANTS
+from dynattn.scripts.benchmark.harness.shapes import parse_shape
+from dynattn.scripts.benchmark.precompilation import Call, compile_trial
+
+call = Call(parse_shape("16x16@64"), 1, None, torch.bfloat16)
+(tile,) = (one for one in TENSOR_CORE_CONSTANTS if one.label == "MATRIX_TILES_16[dcmha_matrix_probs]")
+for trial in ({}, {tile: (16, 16, 4, 1)}, {tile: (16, 16, 4, 1)}):
+    compile_trial(trial, call, 90)
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_leaves_its_kernels_on_disk(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    kernels = Counter(path.stem for path in tmp_path.glob("*/*.cubin"))
+    assert kernels.pop("dcmha_matrix_probs") == 2
+    assert kernels.keys() >= {"dcmha_matrix_statistics", "dcmha_matrix_backward_post", "dcmha_matrix_backward_pre"}
+    assert kernels["dcmha_matrix_backward_pre"] == 1
+
+
+def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def note(self: Precompilation, *arguments: object) -> None:
+        given.append(arguments)
+
+    monkeypatch.setattr(Precompilation, "__init__", note)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    preset.compile_trials(BenchmarkArguments(device="cuda"))
+    ((trials, calls, capability),) = given
+    assert capability == 90 and len(calls) == len(preset.TUNED_SHAPES)
+    assert {} in trials and {preset.FUSED: True} in trials
+    for constant in (*preset.TENSOR_CORE_CONSTANTS, *preset.FUSED_CONSTANTS):
+        assert {trial[constant] for trial in trials if constant in trial} == set(constant.values)
