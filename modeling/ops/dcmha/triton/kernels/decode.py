@@ -156,7 +156,8 @@ def dcmha_decode_outputs(
         rows = tl.load(row + column[None, :], mask=real, other=0.0)
         output = tl.where(block == 0, 0.0, output) + product(probs.to(rows.dtype), rows)
         result = partial + ((item * sizes.splits + split) * heads + member)[:, None] * width + column[None, :]
-        inside = (members[:, None] < repeats) & (column[None, :] < width) & (block == sizes.blocks - 1)
+        written = tl.where(block == sizes.blocks - 1, repeats, 0)  # the sum is complete after the last block
+        inside = (members[:, None] < written) & (column[None, :] < width)
         tl.store(result, output.to(partial.dtype.element_ty), mask=inside)
 
 
