@@ -622,6 +622,7 @@ LARGE = [
     Case(700, 700, heads=(16, 16), terms=STATIC, width=64),
     Case(300, 300, heads=(16, 8), groups=(4, 4), mask="additive", batch=2, width=64),
     Case(200, 300, heads=(8, 8), groups=(2, 1), terms=STATIC, width=64),
+    Case(200, 300, heads=(12, 12), window=64, width=8),
 ]
 LARGE_DECODING = [
     Case(1, 2048, heads=(32, 32), width=128),

@@ -35,6 +35,7 @@ LARGE = [
     Case(517, 1030, heads=(16, 4), window=200, width=40),
     Case(300, 300, heads=(12, 12), rank=4, mask="padding", batch=2, width=32),
     Case(700, 700, heads=(16, 16), terms=STATIC, width=64, is_causal=False, mask="additive"),
+    Case(200, 300, heads=(12, 12), width=8),
 ]
 
 

@@ -67,7 +67,7 @@ def run_elsewhere(architecture: str, dtype: str, *cases: int | str) -> list[Any]
 
 
 def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
-    assert compile_elsewhere("sm_90", "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
+    assert compile_elsewhere("sm_90", "bfloat16", 1, 3, 9) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
 
 
 def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
@@ -90,7 +90,7 @@ def test_what_calls_with_tables_by_distance_launch_compiles(architecture: str) -
 
 @pytest.mark.slow
 def test_the_same_compiles_for_gpus_of_amd() -> None:
-    assert compile_elsewhere("gfx942", "bfloat16", 1, 3, 8) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
+    assert compile_elsewhere("gfx942", "bfloat16", 1, 3, 9) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ Both take strides between items, heads and positions, `matrices` (`Matrices`), `
 """
 
 from .matrix_tiles import compose, exponents, load_matrices, load_of_queries
-from .tiles import LOG2_E, Patch, bound, exp2, finite, original, product, rounded
+from .tiles import LOG2_E, Patch, bound, exp2, finite, original, padded_width, product, rounded
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -56,7 +56,7 @@ def places_of(
 ):
     """Pointers `[padded, block, filled]` to rows of all heads in `[B, H, T, D]`, of which `share` heads share one."""
     head = tl.minimum(tl.arange(0, padded), heads - 1)[:, None, None] // share
-    channel = tl.arange(0, triton.next_power_of_2(width))[None, None, :]
+    channel = tl.arange(0, padded_width(width))[None, None, :]
     inside = head.to(tl.int64) * strides[1] + (positions.to(tl.int64)[None, :, None] * strides[2] + channel)
     return rows + item * strides[0] + inside
 
@@ -67,8 +67,8 @@ def are_inside(positions, length, heads: tl.constexpr, padded: tl.constexpr, wid
     inside = (positions < length)[None, :, None]
     if heads != padded:
         inside = inside & (tl.arange(0, padded) < heads)[:, None, None]
-    if width != triton.next_power_of_2(width):
-        inside = inside & (tl.arange(0, triton.next_power_of_2(width)) < width)[None, None, :]
+    if width != padded_width(width):
+        inside = inside & (tl.arange(0, padded_width(width)) < width)[None, None, :]
     return inside
 
 
@@ -167,7 +167,7 @@ def dcmha_fused_output(
     pre_query = load_matrices(matrices.pre_query, here.item, here.t, sizes.all_queries, padded)
     post_query = load_matrices(matrices.post_query, here.item, here.t, sizes.all_queries, padded)
     reference = load_of_queries(lse, here, padded, float("inf")) * LOG2_E
-    total = tl.zeros([padded, block_t, triton.next_power_of_2(width)], tl.float32)
+    total = tl.zeros([padded, block_t, padded_width(width)], tl.float32)
     first, last = reached_keys(where, here, block_t, block_s)
     for start in range(bound(first), bound(last), block_s):
         patch = make_patch(start + tl.arange(0, block_s), sizes, heads, block_t)

@@ -26,6 +26,12 @@ PANEL = tl.constexpr(PANEL_LENGTH)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.constexpr_function
+def padded_width(width: int) -> int:
+    """The channels of a tile of rows: a power of two, and 16 at least, which is what matrix instructions add up."""
+    return max(16, triton.next_power_of_2(width))
+
+
 class Patch(NamedTuple):
     """The queries and keys of one item that a program works on, counted from the chunk's first ones."""
 

@@ -13,7 +13,7 @@ All three take strides between items, heads and positions, `sizes` (`Sizes`) and
 "Windows", tells why they are not products of cuBLAS, and not one kernel with the composition.
 """
 
-from .tiles import is_reached, original, product, rounded, shift_of
+from .tiles import is_reached, original, padded_width, product, rounded, shift_of
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
@@ -29,9 +29,9 @@ except ImportError as error:
 def places_of(rows, strides, item, head, positions, is_real, width: tl.constexpr):
     """(pointers, whether they are real), both `[block, filled]`, of rows of one head in `[B, H, T, D]`.
 
-    `filled` is the next power of two of `width`; strides are those between items, heads and positions.
+    `filled` is `padded_width(width)`; strides are those between items, heads and positions.
     """
-    channel = tl.arange(0, triton.next_power_of_2(width))[None, :]
+    channel = tl.arange(0, padded_width(width))[None, :]
     first = rows + item * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return first + (positions.to(tl.int64)[:, None] * strides[2] + channel), is_real[:, None] & (channel < width)
 
@@ -107,7 +107,7 @@ def dcmha_window_queries(
     plane, first = tl.program_id(1), tl.program_id(0) * block_t
     item, head, t = (plane // heads).to(tl.int64), plane % heads, first + tl.arange(0, block_t)
     start = shift_of(where, first) + original(where.start)
-    total = tl.zeros([block_t, triton.next_power_of_2(width)], tl.float32)
+    total = tl.zeros([block_t, padded_width(width)], tl.float32)
     for column in range(0, reach, block_s):
         if is_reached(where, first, start + column, block_t, block_s):
             s = column + tl.arange(0, block_s)
@@ -139,7 +139,7 @@ def dcmha_window_keys(
     """Writes rows of one key head: scaled sums over the queries whose blocks reach them, in all heads that share it."""
     first, kv_heads = tl.program_id(0) * block_s, heads // share
     item, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    total = tl.zeros([block_s, triton.next_power_of_2(width)], tl.float32)
+    total = tl.zeros([block_s, padded_width(width)], tl.float32)
     for member in range(share):
         head = kv_head * share + member
         for back in range((reach + step - 1) // step):
