@@ -179,8 +179,11 @@ def run(attend: Callable[..., Any], tensors: list[Tensor], keywords: dict[str, A
 
 
 def multiple_of_noise(dtype: torch.dtype) -> float:
-    """How much larger than the reference's an error may be; in float32 exponents for base 2 are one more rounding."""
-    return 2.0 if dtype == torch.float32 else 1.5
+    """How much larger than the reference's an error may be.
+
+    In float32 exponents for base 2 are one more rounding, and a GPU's exponential may be wrong by four: 2^-22.
+    """
+    return 3.0 if dtype == torch.float32 else 1.5
 
 
 def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
