@@ -2,7 +2,9 @@
 
 Correctness comes first. Then the constants of the Triton path are tuned, and everything else is measured with the best
 of them. Parts for which there is no time are left out by name; the most important parts come first. The same command
-with `--resume` measures what is left out, with the constants that were found.
+with `--resume` measures what is left out, with the constants that were found. Everything runs in a process of its own,
+and another one goes on without the candidate, or the value of a constant, that made a process crash, hang or lose the
+device.
 """
 
 import json

@@ -307,6 +307,14 @@ def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case, docum
 
 
 @interpreted
+def test_a_chunk_has_at_most_the_items_that_a_grid_takes() -> None:
+    rows = torch.empty(70_000, 1, 2, 4, device="meta")
+    inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
+    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("scores",), (8, 16))
+    assert [chunk.counts[0] for chunk in work.chunks()] == [65_535, 70_000 - 65_535]
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
     assert_no_noisier_than_the_reference(Case(40, 40, heads=(16, 4), terms=STATIC, batch=2, mask="padding"), dtype)
