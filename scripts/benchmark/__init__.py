@@ -1,1 +1,1 @@
-"""Speed, memory and error of every attention path beside its strongest opponents, in one process; `main` runs it."""
+"""Time, memory and error of every attention implementation beside the strongest baselines; `main` runs it."""

@@ -24,47 +24,54 @@ class BenchmarkArguments:
     subjects: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long, profile "
-            "(all but the last two)."
+            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long, positions, "
+            "profile (by default all but the last three)."
         },
     )
     shapes: list[str] | None = field(
         default=None,
-        metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY (each subject's own)."},
+        metadata={"help": "Shapes HEADSxWIDTH@LENGTH, for relative also +MEMORY (default: each subject's own)."},
     )
     implementations: list[str] | None = field(
-        default=None, metadata={"help": "Only these candidates, by the names in the tables (all)."}
+        default=None, metadata={"help": "Measure only these candidates, by their names in the tables (default: all)."}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "Number format."})
-    device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1 ..."})
-    threads: int | None = field(default=None, metadata={"help": "Threads of the processor (OMP_NUM_THREADS, else 1)."})
-    window: int | None = field(default=None, metadata={"help": "Keys that a query sees, itself included (all)."})
-    batch_size: int = field(default=1, metadata={"help": "Sequences at once."})
-    layers: int = field(default=LAYERS, metadata={"help": "Depth of the model (training and prefill)."})
-    vocabulary: int = field(default=VOCABULARY, metadata={"help": "Its number of tokens."})
+    device: str = field(default="cpu", metadata={"help": "Where to compute: cpu, cuda, cuda:1 ..."})
+    threads: int | None = field(
+        default=None, metadata={"help": "Threads on the CPU (default: OMP_NUM_THREADS, or 1 without it)."}
+    )
+    window: int | None = field(default=None, metadata={"help": "Keys that a query sees, with its own (default: all)."})
+    batch_size: int = field(default=1, metadata={"help": "Sequences in a batch."})
+    layers: int = field(default=LAYERS, metadata={"help": "Layers of the model (training and prefill)."})
+    vocabulary: int = field(default=VOCABULARY, metadata={"help": "Vocabulary size of the model."})
     rounds: int | None = field(
-        default=None, metadata={"help": f"Rounds over all candidates ({ROUNDS}; quick: {QUICK_ROUNDS})."}
+        default=None,
+        metadata={"help": f"Rounds, each over all candidates (default: {ROUNDS}, with --quick {QUICK_ROUNDS})."},
     )
     budget: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds. A candidate whose first call takes longer is left out, here and with more tokens; "
-            "one whose samples took longer in all stops after three rounds."
+            "help": "Seconds for a candidate. If its first call takes longer, it is left out of this case and of those "
+            "with more tokens; if its samples take longer in total, it stops after three rounds."
         },
     )
     preset: Literal["gpu"] | None = field(
         default=None,
-        metadata={"help": "gpu: tune the Triton path and make a GPU's whole record, ten minutes at a time (--resume)."},
+        metadata={
+            "help": "gpu: tune the Triton kernels and measure everything for a GPU's record, in runs of ten minutes "
+            "that --resume continues."
+        },
     )
     quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
     seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
     output: str = field(default="runs/benchmark", metadata={"help": "Folder for record.json, table.md and the plots."})
     overwrite: bool = field(default=False, metadata={"help": "Replace the record that is in --output."})
     resume: bool = field(
-        default=False, metadata={"help": "Go on with the record in --output: measure only the cases that it lacks."}
+        default=False, metadata={"help": "Continue the record in --output: measure only the cases that it lacks."}
     )
     redraw: str | None = field(
-        default=None, metadata={"help": "A record.json: write its table and plots to --output again; measure nothing."}
+        default=None,
+        metadata={"help": "A record.json whose table and plots are written to --output; measure nothing."},
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
     python -m dynattn.scripts.benchmark.generate_report FOLDER [--rounds 9] [--context 1024]
 
-Models take turns in every round, and ratios are taken within a round. Writes `record.json` and `table.md`.
+Every round measures all models in turn, and ratios are taken within a round. Writes `record.json` and `table.md`.
 """
 
 import argparse

@@ -77,7 +77,7 @@ def measure_to_folder(
         Whether nothing in the record is wrong.
 
     Raises:
-        UserError: the arguments name what does not exist, or want to go on with a record that this run does not fit.
+        UserError: the arguments name what does not exist, or resume a record of other code or of another machine.
     """
     settings = replace(read_settings(arguments), end=end)
     selection, left_out = select(arguments, settings)

@@ -8,7 +8,7 @@ class HeadByHeadConfiguration(NamedTuple):
 
     heads: int = 16
     dtype: str = "bf16"
-    # Numbers of terms (5 are rank 2 and a gate): queries and keys before the softmax, then both after it.
+    # Numbers of packed terms (5: rank 2 and a gate) of queries and keys before the softmax, then of both after it.
     term_counts: tuple[int, int, int, int] = (5, 5, 5, 5)
     has_static: bool = False
     is_additive: bool = False

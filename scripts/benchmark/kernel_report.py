@@ -1,4 +1,4 @@
-"""What the Triton kernels take of a GPU, compiled without one: registers, shared memory, spills and instructions.
+"""The GPU resources of the Triton kernels, compiled without a GPU: registers, shared memory, spills, instructions.
 
     python -m dynattn.scripts.benchmark.kernel_report FOLDER
     python -m dynattn.scripts.benchmark.kernel_report --capability 90 --configurations "all terms, 16 heads"

@@ -1,4 +1,4 @@
-"""The bytes that the kernels on the tensor cores move for each (head, query, key), on paper: by shapes and tiles."""
+"""The bytes that the tensor core kernels move for each (head, query, key), calculated from shapes and tiles."""
 
 from typing import NamedTuple
 

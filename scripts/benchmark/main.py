@@ -1,7 +1,7 @@
-"""Measures every attention path beside the strongest baselines; what computes wrong results gets no ratio.
+"""Measures every attention implementation beside the strongest baselines; wrong results get no ratio.
 
 Run: `dynattn benchmark [--quick] [--subjects attention decode ...] [--shapes 16x64@2048 ...] [--device cuda]`
-A GPU's whole record: `dynattn benchmark --preset gpu --output FOLDER`
+Everything for the record of a GPU: `dynattn benchmark --preset gpu --output FOLDER`
 """
 
 from collections.abc import Sequence

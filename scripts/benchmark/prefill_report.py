@@ -2,8 +2,8 @@
 
     python -m dynattn.scripts.benchmark.prefill_report FOLDER [--rounds 7] [--longest 1024] [--prompts 16]
 
-The lengths of the prompts are drawn log-uniformly from 8 to the longest. Ways take turns in every round, and ratios are
-taken within a round. Writes `record.json` and `table.md`.
+The lengths of the prompts are drawn log-uniformly from 8 to the longest. Every round measures all ways in turn, and
+ratios are taken within a round. Writes `record.json` and `table.md`.
 """
 
 import argparse

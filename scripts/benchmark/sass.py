@@ -1,4 +1,4 @@
-"""What the assembler made of a GPU kernel: its instructions, by loop and by class."""
+"""Counts the machine instructions (SASS) of a compiled GPU kernel, by loop and by class."""
 
 import re
 import subprocess

@@ -87,7 +87,7 @@ def make_model(options: argparse.Namespace, composes: bool) -> PreTrainedModel:
 
 
 def random_prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
-    """So many prompts of random lengths, without token 0, which `generate` would take for padding."""
+    """Prompts of random lengths, without token 0, which `generate` would take for padding."""
     chooser = random.Random(options.seed)
     lengths = [chooser.randint(options.shortest, options.longest) for _ in range(count)]
     return [[chooser.randrange(1, options.vocabulary) for _ in range(length)] for length in lengths]
@@ -97,7 +97,7 @@ def random_prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
 def serve_alone(
     model: PreTrainedModel, generation: GenerationConfig, prompts: Sequence[list[int]], clients: int
 ) -> Session:
-    """One request after the other. So many clients wait in a line, each for its own."""
+    """Serves one request after the other by `generate`; the clients wait in a queue."""
     answers: list[Answer] = []
     start, processor_start = time.perf_counter(), time.process_time()
     for index, prompt in enumerate(prompts):

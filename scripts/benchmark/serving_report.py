@@ -2,9 +2,9 @@
 
     python -m dynattn.scripts.benchmark.serving_report FOLDER [--clients 1 4 16 64] [--engine transformers|vllm]
 
-Each client sends a request, waits for its answer, and sends the next. An engine's continuous batching stands beside
-`generate` for one request after the other, each with composed heads and without. Writes `record.json` and `table.md`
-into a folder after every round; the same command continues what it was interrupted in.
+Each client sends a request, waits for its answer, and sends the next. The report compares an engine's continuous
+batching with `generate` for one request after the other, each with composed heads and without. It writes `record.json`
+and `table.md` into a folder after every round; the same command continues an interrupted report.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def quantile(values: Sequence[float]) -> float:
-    """The 95th percentile."""
+    """The 95th percentile of the values."""
     return statistics.quantiles(values, n=20, method="inclusive")[-1]
 
 

@@ -33,7 +33,7 @@ class CompareArguments:
         default=None,
         metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
     )
-    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 
     def __post_init__(self) -> None:
         if len(self.variants) < 2:

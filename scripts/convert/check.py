@@ -61,7 +61,7 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
 
 
 def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
-    """How the model in `folder` is asked: as what its configuration and its class are."""
+    """The probe for the kind of model in `folder`, which its configuration and its class tell."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     from .common.encoder_probe import ENCODER

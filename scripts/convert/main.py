@@ -1,8 +1,8 @@
-"""Turns checkpoints of other code into ours, and back.
+"""Converts checkpoints of other code to our format, and back.
 
 Run: `dynattn convert KIND SRC DST [--option value]`
 
-A new kind is its arguments, its plan (see `common/driver.py`), its weight map, an entry point, and a line in the table.
+A new kind needs arguments, a plan (see `common/driver.py`), a weight map, an entry point, and a line in this table.
 """
 
 from ..common.commands import CommandTable

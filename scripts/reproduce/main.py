@@ -1,4 +1,4 @@
-"""Repeats a study: trains its models, or takes trained ones, and writes a table and the record it is made from.
+"""Repeats a study: trains its models (or measures given ones), and writes a record and a table made from it.
 
 Run: `dynattn reproduce STUDY [--option value]`
 """

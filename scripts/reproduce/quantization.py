@@ -1,4 +1,4 @@
-"""Perplexity of a trained model with smaller weights, with composition in full precision and quantised too.
+"""Perplexity of a trained model with quantised weights, with the composition in full precision and quantised.
 
 Run: `dynattn reproduce quantization --run FOLDER --output FOLDER [--option value]`, where the run is one of
 `dynattn pretrain`: its model is scored on its own held-out tokens. Needs `pip install dynattn[quantization]`.

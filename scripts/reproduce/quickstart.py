@@ -21,12 +21,12 @@ from ..common.errors import StoppedError, UserError
 from ..pretrain.stopping import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
-# The MLP is wider, so that the plain Transformer has as many parameters as the DCFormer with its composition.
+# The MLP is wider, so that the plain Transformer has about as many parameters as the DCFormer with its composition.
 PLAIN = {"compose_pre": False, "compose_post": False, "intermediate_size": 381}
-# A multiple of 36 items, which have the right answer of a multiple-choice task equally often at every position.
+# A multiple of 36: among so many items of a multiple-choice task, the right answer is equally often at every position.
 SAMPLES_OF_A_TASK = 36
-# Validation losses of the record with default arguments, and how far another record was off, of a second processor and
-# later code, rounded up.
+# Validation losses of the record with default arguments, and by how much those of the second record differ (another
+# processor and later code), rounded up.
 RECORDED = {"dcformer": 4.8017, "transformer": 4.8441}
 MOVED = 0.0199
 PROMPT = 'The "for" statement'

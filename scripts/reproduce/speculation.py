@@ -1,4 +1,4 @@
-"""Speculative decoding with drafts and by prompt lookup beside plain greedy decoding: same tokens, time, passes.
+"""Compares speculative decoding (draft models, prompt lookup) with greedy decoding: tokens, time, forward passes.
 
 Run: `dynattn reproduce speculation --run FOLDER --drafts FOLDER ... --output FOLDER [--option value]`, with runs of
 `dynattn pretrain` that share a tokenizer. Prompts are held-out tokens of the first run.

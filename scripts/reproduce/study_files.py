@@ -1,4 +1,4 @@
-"""What small studies of a trained model read and write: held-out tokens of its run, a record, and a table."""
+"""The files of small studies of one trained model: they read held-out tokens of its run, and write record and table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def held_out_windows(run: str, length: int) -> Tensor:
     """The held-out tokens of a run of `dynattn pretrain`, in windows `[N, length]`.
 
     Raises:
-        UserError: it is no finished run, or holds out too few tokens.
+        UserError: the folder is no finished run, or its run held out too few tokens.
     """
     folder = resolve_folder(run)
     if not (folder / "model" / "config.json").is_file() or not (folder / "data" / "validation").is_dir():

@@ -1,4 +1,4 @@
-"""The runs of a study: each is made once, several at a time if wanted, and its result is kept in a file of its own."""
+"""The runs of a study: each is made once, several at a time if asked for, and its result is stored in a file."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ class AnyRun(Protocol):
     """What decides a run.
 
     Attributes:
-        cell: what gets a learning rate of its own.
+        cell: identifies the runs that share a learning rate, such as an arm and a task.
         file_name: of its result, inside the folder of runs; different for all runs of a study.
     """
 
@@ -47,9 +47,9 @@ class StudyRuns:
     Args:
         folder: holds the files.
         run_one: makes a run; a function of a module, so that other processes can call it.
-        told: what is printed of a result.
-        workers: processes, each with one thread; a single one is this process.
-        max_seconds: no run starts after so many.
+        told: returns the line to print for a result.
+        workers: number of processes, each with one thread; with 1, runs are made in this process.
+        max_seconds: no run starts after this many seconds.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> 
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ResultsOf]:
-    """A function that calls another one for every item, in so many processes, each with one thread.
+    """A function that calls another one for every item, in several processes, each with one thread.
 
-    It yields items and results in the order in which they are finished. A single worker is this process.
+    It yields items and results in the order in which they are finished. With one worker it calls in this process.
     """
     if workers == 1:
         _one_thread()

@@ -15,7 +15,7 @@ from .interface import Candidate, Case
 from .interruptions import check_device
 from .settings import BenchmarkSettings
 
-# The failure of a candidate that was left out for its slowness starts with this.
+# The failure of a candidate that was left out because it was too slow starts with these words.
 OVER_BUDGET = "over the budget"
 Row = dict[str, Any]
 Call = Callable[[], Results]

@@ -18,7 +18,7 @@ RANK = 2
 COMPOSED, PLAIN, STATIC = "composed", "plain", "static"
 # Parts of dynamic composition: one rank of the query after the softmax, the query's terms alone, and gates alone.
 POST, QUERY, GATES = "post", "query", "gates"
-# Queries that the reference op takes at once.
+# Queries that the reference op processes at a time, to bound its memory.
 REFERENCE_CHUNK = 128
 
 

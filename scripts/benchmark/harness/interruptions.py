@@ -1,8 +1,9 @@
 """Candidates that end the process: by a crash, by a kernel after which the device fails every call, or by hanging.
 
-A record says under `running` what is measured just now. Where a process ends there, the next one that goes on with the
-record tries again, and leaves the candidate out of the case, with the reason, after the second time. A device that
-fails every call, and a first call that never returns, are left out at once.
+The unfinished record names under `running` the candidate that is being measured. If the process ends then, the next
+process that continues the record tries the candidate again; after the second failure it leaves the candidate out of the
+case and records the reason. A candidate after which the device fails every call, or whose first call does not return,
+is left out at once.
 """
 
 import os
@@ -15,9 +16,10 @@ import torch
 from ...common.errors import first_line
 from .process import DEVICE_LOST, DeviceLostError
 
-# A candidate that takes so many budgets to be prepared, called twice and checked hangs.
+# A candidate hangs if it takes more than this many times the budget of a first call to be prepared, called twice and
+# checked.
 BUDGETS_OF_A_HANG = 3
-# How often a process may end while it measures the same.
+# A candidate is left out of a case after this many processes have ended while measuring it.
 ATTEMPTS = 2
 Record = dict[str, Any]
 
@@ -33,9 +35,9 @@ def check_device(device: torch.device, failure: str) -> None:
 
 
 def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer | None:
-    """Starts a timer that ends the process, whose main thread then waits for the device; `note` is given the failure.
+    """Starts a timer that passes the failure to `note` and ends the process, whose main thread then hangs in a call.
 
-    Without a budget, that is the seconds which a first call may take, nothing is taken to hang.
+    `budget` is the seconds that a first call may take. Without it there is no timer, and None is returned.
     """
 
     def give_up() -> None:

@@ -1,4 +1,4 @@
-"""The process that measures: the environment that it must start with, who comes after it, the commit that it runs.
+"""The process that measures: its environment, the processes that continue after it, and the commit that it runs.
 
 Nothing here imports PyTorch: the process is restarted before anything slow is imported.
 """
@@ -18,7 +18,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "
 THREADS = "OMP_NUM_THREADS"
 # The environment variable with the commit of a copy that has no repository.
 COMMIT = "DYNATTN_COMMIT"
-# The exit status of a process that another one has to go on for.
+# The exit status of a process whose work another process has to continue.
 DEVICE_LOST = 75
 # Environment variables of the processes of a preset: when the last case may begin, and whether another came before.
 END, GOES_ON = "DYNATTN_BENCHMARK_END", "DYNATTN_BENCHMARK_GOES_ON"
@@ -35,7 +35,7 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
     threads that contradicts `threads`.
 
     Raises:
-        UserError: the environment gives a number of threads that is none.
+        UserError: the number of threads in the environment is not a positive number.
     """
     wanted = {**ALLOCATOR, **os.environ}
     wanted[THREADS] = str(threads) if threads is not None else wanted.get(THREADS, "").strip() or "1"
@@ -46,10 +46,10 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
 
 
 def run_workers(argv: Sequence[str], seconds: float) -> int:
-    """Runs `dynattn benchmark` in a process of its own, and in another one whenever it loses its device or crashes.
+    """Runs `dynattn benchmark` in a new process, and in another one each time that one loses its device or crashes.
 
     Returns:
-        The exit status of the last process, which is the first one that comes to its end or has no time left.
+        The exit status of the last process: the first that finishes, or that has no time left.
     """
     end = time.monotonic() + seconds
     environment = {**os.environ, END: repr(end)}

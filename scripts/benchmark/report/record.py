@@ -28,7 +28,7 @@ def make_output(folder: Path, record: Path, arguments: BenchmarkArguments) -> No
     """Makes the output folder, in which `record` is the first file to be written.
 
     Raises:
-        UserError: the record exists and is neither to be replaced nor gone on with, or the folder cannot be made.
+        UserError: the record exists and neither --overwrite nor --resume is given, or the folder cannot be made.
     """
     if record.exists() and not (arguments.overwrite or arguments.resume):
         raise UserError(f"{record} exists; choose another --output, or pass --resume or --overwrite")

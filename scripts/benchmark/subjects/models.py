@@ -28,9 +28,9 @@ UNCOMPOSED = {"compose_pre": False, "compose_post": False}
 FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: UNCOMPOSED})
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
-# The reference op has a few maps of all pairs in memory at a time, and keeps dozens of them for the backward pass of a
-# layer. If one map of a layer has more elements than these, the reference is `chunked`, which is tested against the
-# reference op. If one map of every layer together have more, the backward pass recomputes layers.
+# The reference op holds a few maps of all pairs at a time, and keeps dozens of them for the backward pass of a layer.
+# If one map of one layer has more elements than this, the reference is `chunked`, which is tested against the reference
+# op. If the maps of all layers, one for each, together have more, the backward pass recomputes layers.
 REFERENCE, LARGE_REFERENCE = "eager", "chunked"
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 1 << 28, 1 << 25
 

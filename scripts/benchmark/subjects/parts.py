@@ -1,4 +1,4 @@
-"""The parts of a call of the chunked op, by which its profile is broken down."""
+"""The parts into which the profile of a call of the chunked op is divided."""
 
 MATMULS = ("multiply_heads", "add_to_heads")
 COMPOSERS = ("compose", "compose_backward", "softmax", "softmax_backward")

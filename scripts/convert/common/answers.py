@@ -1,4 +1,8 @@
-"""What a model answers to a probe in several ways, and the comparison of two models' answers."""
+"""Outputs of a model on a probe, run in several ways, and the comparison of two models' outputs.
+
+A probe is a fixed input on which models are compared. The outputs are called answers: logits, or hidden states of a
+model without a head.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +18,14 @@ from .comparison import NOISE_MULTIPLE, largest
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answers to one probe.
+    """The outputs of one model on one probe.
 
     Attributes:
-        question: what was asked, in words.
-        ways: logits or hidden states `[...]` of each way of asking.
-        noise: the largest difference between ways that should agree, which is rounding alone.
-        loss: the model's loss on the probe, where it has one.
-        generated: the tokens `[2, T]` that it generates, where it was asked to; it may stop before another model does.
+        question: the probe and the ways of running it, in words for the report.
+        ways: logits or hidden states `[...]` of each way of running the model (plain, padded, from a cache).
+        noise: the largest difference between ways that should agree, which is the model's rounding error.
+        loss: the model's loss on the probe, if it has one.
+        generated: the tokens `[2, T]` that it generates, if it was run so; models may stop at different lengths `T`.
     """
 
     question: str
@@ -32,12 +36,12 @@ class Answers:
 
 
 class Probe(NamedTuple):
-    """How models of one kind are asked.
+    """How models of one kind (decoders, encoders, ...) are run for a comparison.
 
     Attributes:
-        auto_class: gives the name of the Auto class for the names of classes in `architectures`.
-        make: gives an input that the models of some configurations can read, from a folder that may hold a tokenizer.
-        ask: runs a model on it.
+        auto_class: returns the name of the Auto class for the class names in `architectures`.
+        make: returns an input that models of all given configurations accept; the folder may hold a tokenizer for it.
+        ask: runs a model on that input in several ways.
     """
 
     auto_class: Callable[[list[str]], str]
@@ -51,14 +55,14 @@ class Probe(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models' answers to one probe, compared.
+    """The comparison of two models on one probe.
 
     Attributes:
-        question: what was asked, in words.
-        difference: the largest one over all ways of asking.
-        noise: what rounding alone explains.
+        question: the probe and the ways of running it, in words for the report.
+        difference: the largest difference of logits over all ways.
+        noise: the difference that rounding alone explains.
         losses: of both models.
-        generate_alike: whether both generate the same tokens, where they were asked to.
+        generate_alike: whether both generate the same tokens; True if they were not asked to generate.
     """
 
     question: str

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...common.errors import UserError
 
-# A model's logits may differ from the exact ones by so many times the float32 rounding error of the formulas.
+# A model's logits may differ from the exact ones by this many times the float32 rounding error of the formulas.
 NOISE_MULTIPLE = 16
 # A check makes about three passes, each of two operations per parameter and token.
 AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6

@@ -1,8 +1,8 @@
-"""The one sequence of every conversion: check everything, write aside, verify, then move in place.
+"""The sequence of steps of every conversion: check everything, write to a temporary folder, verify, then move it.
 
 A kind of conversion defines its arguments, a `ConversionPlan` with a planner for each direction, its weight map, and an
-entry point named in the table of `scripts/convert/main.py`; `official` is an example. What its `config.json` calls the
-sizes of a model belongs into `LAYERS` and `WIDTHS` of `scripts/common/checkpoint_files.py`.
+entry point named in the table of `scripts/convert/main.py`; `official` is an example. The names that its `config.json`
+has for the number of layers and the widths belong into `LAYERS` and `WIDTHS` of `scripts/common/checkpoint_files.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ from .writing import write_weights
 
 @dataclass(kw_only=True)
 class ConversionPlan(ABC):
-    """What a conversion will do, decided before any weight is touched; afterwards also what it did.
+    """What a conversion will do, decided before any weight is read; after the conversion also what it did.
 
-    A kind of conversion subclasses it: it adds the configurations that it needs, and fills in the methods below.
+    Each kind of conversion subclasses it, adds the configurations that it needs, and implements the methods below.
 
     Args:
         arguments: what the user asked for.
         source: the weights to read.
-        steps: what is read together and what is written from it, in the order of reading.
+        steps: the tensors that are read together and what is written from them, in the order of reading.
         dtype: of all weights that are written.
         dropped: names of tensors that are not written, by reason.
         warnings: what the user should know.

@@ -1,4 +1,4 @@
-"""How encoders of text are asked: a plain batch, and a row of it padded on the right and on the left."""
+"""The probe of text encoders: a plain batch, and one of its rows padded on the right and on the left."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     length = ids.shape[1]
     kept = length - length // 3
     row, padding = ids[1:, :kept], ids[1:, :1].expand(-1, length - kept)
-    # Left padding moves the tokens, and relative positions leave the answers where they are.
+    # Left padding shifts the tokens. Positions are relative, so the outputs must not change.
     right, left = torch.cat([row, padding], dim=1), torch.cat([padding, row], dim=1)
     real = torch.arange(length)[None] < kept
     ways = {"right": (right, real, slice(None, kept)), "left": (left, real.flip(1), slice(length - kept, None))}

@@ -1,4 +1,4 @@
-"""How vision transformers are asked: a batch of two images, each alone, and both larger than in training."""
+"""The probe of vision transformers: a batch of two images, each image alone, and both larger than in training."""
 
 from inspect import signature
 from pathlib import Path

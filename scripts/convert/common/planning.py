@@ -1,4 +1,4 @@
-"""Checks and choices that every conversion makes before a weight is touched."""
+"""Checks and choices that every conversion makes before it reads a weight."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,7 @@ def meta_model(config: PreTrainedConfig, auto_class: str = "AutoModelForCausalLM
         with torch.device("meta"):
             return getattr(transformers, auto_class).from_config(config)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"config.json describes no possible model: {refusal_of(error)}") from error
+        raise UserError(f"config.json describes an impossible model: {refusal_of(error)}; correct it") from error
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""How decoders of text are asked: a plain batch, a left-padded row, and token by token from a cache."""
+"""The probe of text decoders: a plain batch, a left-padded row, and token by token from a cache."""
 
 from inspect import signature
 from pathlib import Path

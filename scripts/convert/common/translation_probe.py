@@ -1,4 +1,4 @@
-"""How encoder-decoders are asked: long and short targets, a padded source, from a cache, and by generating."""
+"""The probe of encoder-decoders: long and short targets, a padded source, decoding from a cache, and generating."""
 
 import torch
 from torch import Tensor

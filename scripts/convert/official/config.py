@@ -140,7 +140,7 @@ class OfficialConfig:
                 mlp_bias=self.use_linear_bias,
             )
         except (StrictDataclassError, ValueError) as error:
-            raise UserError(f"config.json describes no possible model: {last_line(error)}") from error
+            raise UserError(f"config.json describes an impossible model: {last_line(error)}; correct it") from error
 
     def _derived(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What the official code computes where a field is absent."""

@@ -1,4 +1,4 @@
-"""Reading both sides of a conversion, and refusing one that would lose something, before any weight is touched."""
+"""Reads both sides of a conversion, and refuses one that would lose information, before any weight is read."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The official models' logits from the official tensors, by the formulas alone.
 
-It shares no code with the models and the weight map: it exists to contradict them. One layer is in memory at a time.
+It shares no code with the models and the weight map, so that it can reveal their errors. It holds one layer at a time.
 Letters: `T` queries, `S` keys, `E` hidden size, `N` heads, `D` head width, `R` = 2 rank.
 """
 

@@ -104,7 +104,7 @@ class OfficialRCMHAConfig:
                 hidden_act=self.activation,
             )
         except (StrictDataclassError, ValueError) as error:
-            raise UserError(f"config.json describes no possible model: {last_line(error)}") from error
+            raise UserError(f"config.json describes an impossible model: {last_line(error)}; correct it") from error
 
     def to_json(self) -> dict[str, Any]:
         """The official `config.json`."""

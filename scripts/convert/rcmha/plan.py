@@ -1,4 +1,4 @@
-"""Reading both sides of a conversion, and refusing one that would lose something, before any weight is touched."""
+"""Reads both sides of a conversion, and refuses one that would lose information, before any weight is read."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class RCMHAConversion(ConversionPlan):
             yield "memory", self._describe_streaming()
 
     def _describe_tables(self) -> str:
-        """What became of the rows of the position tables."""
+        """How many rows of the position tables are kept, and how many are dropped or written as zeros, in one line."""
         rows, positions = self.config.num_relative_positions, self.official.P
         if self.arguments.reverse:
             return (

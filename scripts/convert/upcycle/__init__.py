@@ -1,1 +1,1 @@
-"""A released plain model becomes one with composed heads that starts as its equal."""
+"""Converts a released plain model to a model with composed heads that has the same outputs."""

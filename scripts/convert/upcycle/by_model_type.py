@@ -1,7 +1,7 @@
-"""What Transformers decides by the model type in `config.json`, written out because the result has another type.
+"""Writes out what Transformers derives from the model type in `config.json`, because the result has another type.
 
-The type gives the class of a tokenizer or an image processor whose own files name none. Settings of generation without
-a file of their own are read from `config.json`, and our configurations do not have all of them.
+From the type Transformers derives the class of a tokenizer or an image processor whose own files name none. If there is
+no file of generation settings, it reads them from `config.json`, and our configurations do not have all of them.
 """
 
 from collections.abc import Callable, Iterator

@@ -86,7 +86,7 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
 
 
 def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
-    """Warnings about dropout that our models do not have."""
+    """Warnings about dropout that the conversion does not keep."""
     of_probabilities = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
     for name in (*of_probabilities, "hidden_dropout", "resid_pdrop", "embd_pdrop", *LAYERDROPS):
         if value := getattr(theirs, name, 0.0):

@@ -1,4 +1,4 @@
-"""What a plain model lacks to become one of ours: composition parameters, and a query-key norm if one is added."""
+"""The parameters that a plain model lacks: those of the composition, and a query-key norm if one is added."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence

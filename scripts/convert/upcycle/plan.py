@@ -1,4 +1,4 @@
-"""Reading a plain model, or one of ours that composes nothing, and planning what becomes of it."""
+"""Reads a plain model, or one of ours that composes nothing, and plans its conversion."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,9 +46,9 @@ class Upcycling(ConversionPlan):
         config: of what is written.
         twin: the configuration with which the written weights compute what the source computes; `config` itself
             unless the result is meant to differ.
-        probe: how both models are asked.
+        probe: how both models are run for the comparison.
         proof: the comparison of the source with the written weights under `twin`; None until it is made.
-        effect: the comparison of the source with the result as it is; None where both are meant to be equal.
+        effect: the comparison of the source with the result under `config`; None if both are meant to be equal.
     """
 
     arguments: UpcycleArguments

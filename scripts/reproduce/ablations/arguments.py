@@ -34,7 +34,7 @@ class AblationsArguments:
         default=None,
         metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
     )
-    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 
     def __post_init__(self) -> None:
         self.output = self.output or f"runs/ablations-{self.size}"

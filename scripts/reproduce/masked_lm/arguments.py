@@ -68,7 +68,7 @@ class MaskedLMArguments:
     quick: bool = field(
         default=False, metadata={"help": "fewer arms, small models and few updates, whatever else is given"}
     )
-    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 
     def __post_init__(self) -> None:
         if self.quick:

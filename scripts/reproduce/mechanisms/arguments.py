@@ -29,14 +29,14 @@ class MechanismsArguments:
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
         default_factory=lambda: [3e-4, 1e-3, 3e-3],
-        metadata={"help": "peaks from which each arm gets its best for each task"},
+        metadata={"help": "peak learning rates to try for each arm and task"},
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(
-        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
     )
     quick: bool = field(default=False, metadata={"help": "three arms, two seeds, few updates and one learning rate"})
-    redraw: bool = field(default=False, metadata={"help": "only make record, table and plots again, from the runs"})
+    redraw: bool = field(default=False, metadata={"help": "make only record, table and plots, from the finished runs"})
 
     def __post_init__(self) -> None:
         if self.quick:

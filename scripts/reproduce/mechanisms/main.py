@@ -1,11 +1,12 @@
-"""Asks on small tasks what mixing heads buys: do H composed heads solve what 2H plain heads need?
+"""Asks on small tasks what mixing heads contributes: do H composed heads solve what 2H plain heads need?
 
     dynattn reproduce mechanisms [--quick] [--workers 2] [--max_seconds 10000]
 
-Every task states facts and asks about them. Small models with each kind of attention read fresh sequences until they
-answer 99 of 100 questions right, or until their updates are over. What counts is how many sequences they needed, with
-runs that never got there counted as censored: survival curves and log-rank tests beside the baseline. Each attention
-gets its learning rate on a seed that is not measured. Finished runs are not repeated, so an interrupted study goes on.
+Every sequence of a task states facts and asks about them. Small models with each kind of attention read fresh sequences
+until they answer 99 of 100 questions right, or until their updates are over. The result is how many sequences a run
+needed; runs that did not solve the task are censored. Survival curves and log-rank tests compare each attention with
+the baseline. The learning rate of each attention is chosen on a seed that is not measured. Finished runs are not
+repeated, so an interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def cell(self) -> Cell:
-        """What gets a learning rate of its own."""
+        """Identifies the runs that share a learning rate."""
         return self.place, self.arm
 
     @property

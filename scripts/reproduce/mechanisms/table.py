@@ -40,7 +40,10 @@ def _over_tasks(tests: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def heads_to_solve(record: Mapping[str, Any]) -> str:
-    """The smallest number of heads with which more than half of an arm's runs solved a task; nothing to tell by one."""
+    """The smallest number of heads with which more than half of an arm's runs solved a task.
+
+    Returns an empty text if the study ran only one number of heads.
+    """
     counts = sorted({task["heads"] for task in record["tasks"]})
     if len(counts) < 2:
         return ""

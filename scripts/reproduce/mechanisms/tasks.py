@@ -74,7 +74,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class TwoHops:
-    """Recall of what was recalled: the two-hop case of k-hop induction (Sanford et al., arXiv 2402.09268).
+    """Recall in two steps: the two-hop case of k-hop induction (Sanford et al., arXiv 2402.09268).
 
     Pairs state a random map of `symbols` onto themselves; then each symbol asks for the image of its image. The symbols
     of a question and the pair that answers it never stand together.

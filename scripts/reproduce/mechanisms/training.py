@@ -18,7 +18,7 @@ from .tasks import IGNORED, Task
 
 WARMUP_SHARE, LAST_RATE = 0.05, 0.1
 WEIGHT_DECAY, MAX_GRAD_NORM = 0.1, 1.0
-# Of the sequences that models are scored on; no run is trained with it.
+# The seed of the sequences on which models are scored; no run trains with it.
 HELD_OUT_SEED = 2**31
 
 

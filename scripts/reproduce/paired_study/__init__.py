@@ -1,1 +1,1 @@
-"""What studies of arms share: runs that are kept, a learning rate for each arm, paired differences, table and plot."""
+"""Shared parts of studies that compare arms: stored runs, tuned learning rates, paired differences, table and plot."""

@@ -25,14 +25,14 @@ class PairedStudyArguments:
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] | None = field(
         default=None,
-        metadata={"help": f"peaks from which each arm gets its best for each task; {RATES}, or if quick {QUICK_RATES}"},
+        metadata={"help": f"peak learning rates to try for each arm and task; {RATES}, or if quick {QUICK_RATES}"},
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(
-        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
     )
     quick: bool = field(default=False, metadata={"help": "smaller models, fewer examples and updates"})
-    redraw: bool = field(default=False, metadata={"help": "only make record, table and plot again, from the runs"})
+    redraw: bool = field(default=False, metadata={"help": "make only record, table and plot, from the finished runs"})
 
     def __post_init__(self) -> None:
         check_seeds(self.seeds, self.tuning_seed)

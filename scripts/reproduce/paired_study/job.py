@@ -38,7 +38,7 @@ class Run:
 
     @property
     def cell(self) -> tuple[str, str]:
-        """What gets a learning rate of its own."""
+        """Identifies the runs that share a learning rate."""
         return self.task, self.arm
 
     @property
@@ -128,7 +128,7 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
 
 
 def name_older_runs(folder: Path) -> None:
-    """Gives every finished run the name of its file; earlier versions called those for tuning like measured ones."""
+    """Renames the files of finished runs of earlier versions, which gave tuning runs the names of measured runs."""
     for path in folder.glob("*/*.json"):
         run = Run(**json.loads(path.read_text(encoding="utf-8"))["run"])
         path.rename(folder / run.file_name)

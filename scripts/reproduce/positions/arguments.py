@@ -55,7 +55,7 @@ class PositionsArguments:
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
         default_factory=lambda: [1e-3, 2e-3, 4e-3],
-        metadata={"help": "peaks to choose from, plain and composed each for itself; one needs no choice"},
+        metadata={"help": "peak rates to try, separately for plain and composed models; a single one needs no trial"},
     )
     steps: int = field(default=3000, metadata={"help": "updates of each run, 64 examples of one length each"})
     layers: int = field(default=4, metadata={"help": "layers of each model"})
@@ -64,13 +64,13 @@ class PositionsArguments:
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(
-        default=None, metadata={"help": "start no run after this time; the same command goes on later"}
+        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
     )
     quick: bool = field(
         default=False,
         metadata={"help": "16 small runs of copy-one, whatever else is given"},
     )
-    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 
     def __post_init__(self) -> None:
         if self.quick:

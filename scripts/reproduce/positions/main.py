@@ -2,10 +2,11 @@
 
     dynattn reproduce positions [--quick]
 
-Small DCFormers learn generated tasks (copying, sorting, sums) on short lengths and are tested up to 2.5 times as far,
-with every position scheme, composed and plain. Both read the same examples in the same order and start from the same
-weights where they have the same. Learning rates are chosen for plain and composed models on a seed that is not
-measured. A run counts as learned if it answers at least 95 % of the trained lengths right; no cell is left out.
+Small DCFormers learn generated tasks (copying, sorting, sums) on short inputs and are tested on inputs up to 2.5 times
+as long, with every position scheme, with composed and plain heads. Composed and plain models read the same examples in
+the same order, and weights that both have start equal. Learning rates are chosen for plain and composed models on a
+seed that is not measured. A run counts as learned if it answers at least 95 % of examples of the trained lengths
+right; runs that have not learned are reported, too.
 Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 

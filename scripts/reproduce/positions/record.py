@@ -10,7 +10,8 @@ Record = dict[str, Any]
 
 GATE = 0.95
 # Means over untrained lengths up to twice the trained one, three seeds, from the records in the repository of
-# arXiv 2305.19466 (McGill-NLP/length-generalization): a decoder of 110 M parameters. Its rotary arm turns a quarter.
+# arXiv 2305.19466 (McGill-NLP/length-generalization): a decoder of 110 M parameters. Its rotary arm rotates a
+# quarter of each head.
 QUOTED: dict[str, dict[str, float]] = {
     "copy-one": {"none": 0.986, "t5": 0.771, "alibi": 0.289, "rope-quarter": 0.0, "sinusoidal": 0.0},
     "copy-many": {"none": 0.305, "t5": 0.420, "alibi": 0.331, "rope-quarter": 0.011, "sinusoidal": 0.028},

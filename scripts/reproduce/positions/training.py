@@ -16,7 +16,7 @@ from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
 
 BATCH, TEST_EXAMPLES = 64, 200
-# Streams of random numbers, apart for each use.
+# Each use of random numbers has a stream of its own, so that one does not change the others.
 TRAINING, TESTING = 0, 1
 MODEL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def cell(self) -> str:
-        """What gets a learning rate of its own."""
+        """Identifies the runs that share a learning rate."""
         return self.composition
 
     @property

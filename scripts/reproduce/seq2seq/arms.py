@@ -14,7 +14,7 @@ from ....modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGenera
 from ..model_training import begin_alike
 
 PLACES = ("encoder", "decoder", "cross")
-# Norms in front, as RCMHA has them, and embeddings as large as the positions that are added to them.
+# Pre-norm, as in RCMHA, and embeddings scaled to the size of the positions that are added to them.
 DCBART: dict[str, Any] = {"normalize_before": True, "scale_embedding": True}
 
 
@@ -29,8 +29,8 @@ class Arm:
     """One model.
 
     Attributes:
-        fields: what makes a DCBart of it.
-        attention_type: makes an RCMHA encoder-decoder of it instead.
+        fields: the fields of its DCBartConfig.
+        attention_type: if given, the arm is an RCMHA encoder-decoder of this type instead.
         is_wide: whether MLPs are widened until a plain DCBart has as many parameters as one that composes everywhere.
     """
 

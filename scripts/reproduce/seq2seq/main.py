@@ -2,11 +2,11 @@
 
     dynattn reproduce seq2seq [--quick] [--workers 2] [--max_seconds 10000]
 
-Small DCBarts with composition in the encoder, the decoder, the cross-attention, all or none of them, one plain model
-as large as the composed, and RCMHA encoder-decoders of each attention type. Two tasks: to copy, reverse, sort or
-double a sequence, tested on longer ones too; and English names of countries, regions and languages in Ukrainian,
-tested on names that were held out. RCMHA's paper leaves translation open. Finished runs are not repeated, so an
-interrupted study goes on.
+The arms are small DCBarts with composition in the encoder, in the decoder, in cross-attention, in all or in none of
+them, a plain DCBart with as many parameters as the composed one, and RCMHA encoder-decoders of each attention type.
+There are two tasks: to copy, reverse, sort or double a sequence, tested also on longer sequences; and to translate
+English names of countries, regions and languages to Ukrainian, tested on held-out names. Neither paper trains an
+encoder-decoder. Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ CATALOGUES = {
     "scripts": "iso15924",
     "currencies": "iso4217",
 }
-# One name of so many is tested on, and one chooses learning rates.
+# Of this many names one is for the test, and one for choosing learning rates.
 SHARE = 10
 
 Part = Literal["train", "validation", "test"]

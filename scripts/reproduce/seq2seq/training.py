@@ -21,7 +21,7 @@ from .generated import TRANSFORMATIONS, VOCABULARY, draw_pairs
 from .names import Names, Pair, edit_distance, load_names
 from .pairs import IGNORED, Batch
 
-# Streams of random numbers, apart for each use.
+# Each use of random numbers has a stream of its own, so that one does not change the others.
 TRAINING, TESTING = 0, 1
 TEST_BATCH = 128
 
@@ -82,7 +82,7 @@ def run_one(run: Run) -> dict[str, Any]:
 
 
 def forward_flops(model: PreTrainedModel, length: int) -> int:
-    """Of one pair of that length, by the reference implementation, whose products PyTorch can count."""
+    """FLOPs for one pair of that length, counted on the reference implementation, whose products PyTorch counts."""
     model.set_attn_implementation("eager")
     tokens = torch.ones(1, length, dtype=torch.long)
     return count_flops(lambda: model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False))
@@ -105,7 +105,7 @@ def run_sequences(run: Run, sizes: TaskSizes) -> tuple[PreTrainedModel, Outcome]
 def score_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
     """Exact match of trained and of longer lengths, and the loss of the former; in detail by transformation, length.
 
-    Every token is predicted after the right ones before it. All are right exactly if greedy decoding is.
+    Every token is predicted from the correct tokens before it. All predictions are right exactly if greedy decoding is.
     """
     lengths = range(sizes.shortest, 2 * sizes.longest + 1)
     exact: dict[str, list[float]] = {}

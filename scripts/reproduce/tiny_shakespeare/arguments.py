@@ -21,7 +21,7 @@ class StudyArguments:
     data: str | None = field(default=None, metadata={"help": "Tiny Shakespeare: a file or a Hub dataset"})
     wikitext_train: str | None = field(default=None, metadata={"help": "characters to train on: a file or Hub dataset"})
     wikitext_validation: str | None = field(default=None, metadata={"help": "characters to validate on"})
-    other_text: bool = field(default=False, metadata={"help": "take a text that is not the one of the known checksum"})
+    other_text: bool = field(default=False, metadata={"help": "accept another text than Tiny Shakespeare"})
     groups: list[str] = field(
         default_factory=lambda: [name for name, group in GROUPS.items() if group.patience is None],
         metadata={"help": f"groups of runs, in order: {', '.join(GROUPS)}; all but those that run for days"},

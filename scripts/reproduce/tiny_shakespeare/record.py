@@ -92,7 +92,7 @@ def check_comparable(runs: Iterable[Mapping[str, Any]]) -> None:
 
 
 def differences(run: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
-    """In which settings, but for some, two runs differ, and whether in the text."""
+    """The names of the settings, except some, in which two runs differ, and of the text if they read another one."""
     one, another = run["settings"], other["settings"]
     names = [name for name in {**one, **another} if name not in ignored and one.get(name) != another.get(name)]
     return names if run["data"] == other["data"] else [*names, "text"]

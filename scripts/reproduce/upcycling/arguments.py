@@ -24,14 +24,14 @@ class UpcyclingArguments:
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
         default_factory=lambda: [1e-3, 2e-3, 4e-3, 8e-3],
-        metadata={"help": "peaks to choose from, plain and composed each for itself; one needs no choice"},
+        metadata={"help": "peak rates to try, separately for plain and composed models; a single one needs no trial"},
     )
     parent_steps: int = field(default=400, metadata={"help": "updates of each parent, 1,024 tokens each"})
     steps: int = field(default=200, metadata={"help": "updates of each run that continues a parent"})
     quick: bool = field(
         default=False, metadata={"help": "two seeds, few updates and one learning rate, whatever else is given"}
     )
-    redraw: bool = field(default=False, metadata={"help": "only make table and plot again, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 
     def __post_init__(self) -> None:
         if self.quick:

@@ -1,12 +1,12 @@
-"""Compares upcycling with continued training: does a plain model that learns to compose its heads reach a lower loss?
+"""Compares upcycling with continued training of a plain model: do composed heads lower the loss?
 
     dynattn reproduce upcycling [--quick]
 
-For every seed (initial weights and order of the data) a small GPT-NeoX is trained on the built-in corpus and upcycled
-as `dynattn convert pythia` does. Then it is continued on equal tokens in equal order: as it is, composed, composed with
-a higher learning rate for the composition, and composed with the parent's weights frozen at first. The learning rates
-of the first two are chosen on a seed that is not measured; the others use that of the second. Finished runs are not
-repeated, so an interrupted study resumes where it stopped.
+For every seed (initial weights and order of the data) a small GPT-NeoX is trained on the built-in corpus, and converted
+to composed heads as by `dynattn convert pythia`. Then training continues on the same tokens in the same order in four
+arms: plain, composed, composed with a higher learning rate for the composition, and composed with the parent's weights
+frozen at first. The learning rates of the first two are chosen on a seed that is not measured; the others use the rate
+of the second. Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,8 @@ MODEL = {
 }
 COMMON: dict[str, Any] = {"dataset": "builtin", "sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
 PARENT: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 2048, "learning_rate": 2e-3}
-# One in WARMUP updates is warmup. In the arm that freezes the parent first, one in FROZEN updates is made so.
+# The share of warm-up in the updates is 1 / WARMUP. In the arm that freezes the parent's weights at first, the share of
+# updates with frozen weights is 1 / FROZEN.
 WARMUP, FROZEN = 12, 8
 VALIDATIONS = 6
 
@@ -98,7 +99,7 @@ class Runs:
         return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": COMMON}
 
     def _upcycle(self, seed: int) -> None:
-        """Makes the parent a DCPythia; the conversion checks that its logits are the parent's."""
+        """Converts the parent to a DCPythia; the conversion checks that both have the same logits."""
         source, folder = self._parent_model(seed), self._upcycled(seed)
         if not folder.exists():
             upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)

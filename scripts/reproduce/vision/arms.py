@@ -19,7 +19,7 @@ class Arm:
     """One attention.
 
     Attributes:
-        fields: what makes it, beside the defaults of `DCViTConfig`, which are the authors'.
+        fields: its fields of `DCViTConfig` that differ from the defaults, which are the authors' settings.
         is_wide: whether the MLP is widened until the model has as many parameters as the authors'.
     """
 
@@ -38,8 +38,8 @@ ARMS = {
     "dropout": Arm("norm, dynamic and static, dropout 0.2", {"compose_dropout": 0.2}),
     "wide": Arm("norm, wider MLP", PLAIN, is_wide=True),
 }
-# The arm that a parent is trained as, and those that have nothing to unlearn of it: they are given its weights, and
-# start with its outputs.
+# The arm with which a parent is trained, and the arms that can continue it: they get its weights, and start with its
+# outputs.
 PARENT = "norm"
 CONTINUED = ("norm", "static", "post", "dynamic", "official", "dropout")
 # One thing at a time, then the official comparison, then the model beside a plain one of its size.

@@ -1,12 +1,12 @@
-"""Asks what composing heads does to small vision transformers, apart from what the official comparison changes with it.
+"""Asks what composing heads does to small vision transformers, apart from other changes of the official comparison.
 
     dynattn reproduce vision [--quick] [--workers 2] [--max_seconds 10000]
 
-The authors' DCViT differs from its plain twin by dynamic composition, by a static matrix that mixes heads, and by a
-norm of queries and keys. Here each is an arm of its own, and one plain arm is as large as the composed. The tasks:
-scikit-learn's handwritten digits by cross-validation, letters and digits in fonts that were never seen in training,
-and the same for what a trained model without composition becomes when it is trained on with it. Finished runs are not
-repeated, so an interrupted study goes on.
+The authors' DCViT differs from a plain vision transformer by dynamic composition, by a static matrix that mixes heads,
+and by a norm of queries and keys. Here each is an arm of its own, and one plain arm has as many parameters as the
+authors' model. There are three tasks: scikit-learn's handwritten digits with cross-validation; letters and digits in
+fonts that were not seen in training; and the same when the training of a model without composition is continued with
+each arm. Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

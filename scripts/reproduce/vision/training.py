@@ -19,9 +19,9 @@ from .digits import folds, load_digits
 from .glyphs import CHARACTERS, SEEN, UNSEEN, draw_glyphs
 from .images import Images
 
-# Of the drawings that models are tested on; no run is trained with it.
+# The seed of the drawings on which models are tested; no run trains with it.
 TEST_SEED = 2**31
-# Added to a seed for the drawings with which a parent is trained on.
+# Added to a seed for the drawings with which the training of a parent continues.
 MORE_DRAWINGS = 2**30
 TEST_BATCH = 256
 
@@ -30,7 +30,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a model is trained, on how many images of how many there are.
+    """How long a model is trained, and on how many images.
 
     Attributes:
         parent_rate: the peak learning rate of a parent, which is trained as long.

@@ -1,4 +1,4 @@
-"""What a family of plain models defines so that it can be upcycled to one of ours, and restored from it.
+"""What a family of plain models defines so that it can be converted to one of ours, and back.
 
 To add a family, write
 
@@ -32,13 +32,13 @@ class Parent:
     """One family of plain models.
 
     Args:
-        model_types: those of Transformers that belong to it.
-        ours: our model type that contains it.
-        fields: gives our configuration's fields, for the same model, from theirs.
-        restore: gives their configuration from ours; raises UserError where they cannot run such a model.
-        weight_map: gives the table of weights for one of our configurations, leaving the composition aside.
-        probe: how both models are asked.
-        needs: files beside the weights that users of the result will miss.
+        model_types: the model types of Transformers that belong to it.
+        ours: our model type that computes the same with composition off.
+        fields: returns the fields of our configuration for the same model, given theirs.
+        restore: returns their configuration, given ours; raises UserError if they cannot run such a model.
+        weight_map: returns the table of weights for one of our configurations, without the composition.
+        probe: how both models are run for the comparison.
+        needs: files beside the weights that users of the result need; their absence is warned of.
     """
 
     model_types: tuple[str, ...]

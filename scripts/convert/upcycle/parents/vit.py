@@ -185,7 +185,7 @@ def weight_map(config: Any) -> WeightMap:
 
 
 def _drops(config: Any, prefix: str, is_dino: bool) -> Iterator[Drop]:
-    """What a DCViT does not need. The parents' code wants it back, and gets zeros."""
+    """Tensors that a DCViT does not need. The parents' code needs them to exist, so the way back writes zeros."""
     hidden = config.hidden_size
     if is_dino:
         yield Drop(prefix + "embeddings.mask_token", "a token for pretraining", partial(torch.zeros, 1, hidden))
