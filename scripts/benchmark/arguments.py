@@ -25,28 +25,28 @@ class BenchmarkArguments:
         default=None,
         metadata={
             "help": "What to measure: attention, block, training, prefill, decode, step, relative, long, positions, "
-            "profile (by default all but the last three)."
+            "profile; all but the last three if not given."
         },
     )
     shapes: list[str] | None = field(
         default=None,
-        metadata={"help": "Shapes HEADSxWIDTH@LENGTH, for relative also +MEMORY (default: each subject's own)."},
+        metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY; each subject's own if not given."},
     )
     implementations: list[str] | None = field(
-        default=None, metadata={"help": "Measure only these candidates, by their names in the tables (default: all)."}
+        default=None, metadata={"help": "Measure only these candidates, by their names in the tables."}
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "Number format."})
     device: str = field(default="cpu", metadata={"help": "Where to compute: cpu, cuda, cuda:1 ..."})
     threads: int | None = field(
-        default=None, metadata={"help": "Threads on the CPU (default: OMP_NUM_THREADS, or 1 without it)."}
+        default=None, metadata={"help": "Threads on the CPU; OMP_NUM_THREADS if not given, or 1."}
     )
-    window: int | None = field(default=None, metadata={"help": "Keys that a query sees, with its own (default: all)."})
+    window: int | None = field(default=None, metadata={"help": "Keys that a query sees, itself included."})
     batch_size: int = field(default=1, metadata={"help": "Sequences in a batch."})
     layers: int = field(default=LAYERS, metadata={"help": "Layers of the model (training and prefill)."})
     vocabulary: int = field(default=VOCABULARY, metadata={"help": "Vocabulary size of the model."})
     rounds: int | None = field(
         default=None,
-        metadata={"help": f"Rounds, each over all candidates (default: {ROUNDS}, with --quick {QUICK_ROUNDS})."},
+        metadata={"help": f"Rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}."},
     )
     budget: float | None = field(
         default=None,

@@ -6,6 +6,8 @@ import pytest
 
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark import main as benchmark
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.subjects.selection import ON_DEMAND, SUBJECTS
 from dynattn.scripts.common.errors import UserError
 
 
@@ -42,6 +44,13 @@ def test_mistakes_are_told(
     with pytest.raises(UserError, match=message):
         benchmark.main(["--output", str(tmp_path / "out"), *options])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_help_names_all_subjects_those_that_run_by_default_first() -> None:
+    said = BenchmarkArguments.__dataclass_fields__["subjects"].metadata["help"]
+    usual, on_demand = [name for name in SUBJECTS if name not in ON_DEMAND], ", ".join(sorted(ON_DEMAND))
+    assert said == f"What to measure: {', '.join(usual)}, {on_demand}; all but the last three if not given."
+    assert len(ON_DEMAND) == 3
 
 
 def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
