@@ -1,1 +1,1 @@
-"""The study of ablations: a language model without each term of the composition."""
+"""The study of ablations: language models that each lack a term of the composition."""

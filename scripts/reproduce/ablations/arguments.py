@@ -24,7 +24,7 @@ class AblationsArguments:
     )
     seeds: int = field(default=3, metadata={"help": "runs of each variant; their seeds count from 0"})
     learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "peaks from which each variant gets its best one; the size's if not given"}
+        default=None, metadata={"help": "peak learning rates to try for each variant; the size's if not given"}
     )
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     dataset: str = field(default="builtin", metadata={"help": "text to train on: builtin, or files such as WikiText-2"})
@@ -32,7 +32,7 @@ class AblationsArguments:
     max_steps: int | None = field(default=None, metadata={"help": "updates of each run; the size's if not given"})
     max_seconds: float | None = field(
         default=None,
-        metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
+        metadata={"help": "seconds after which no run starts; the seeds that all variants have finished are compared"},
     )
     redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
 

@@ -60,7 +60,7 @@ class MaskedLMArguments:
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(
         default_factory=lambda: [1e-3, 2e-3, 4e-3],
-        metadata={"help": "peaks to choose from, each arm for itself; one needs no choice"},
+        metadata={"help": "peak rates to try for each arm; a single one needs no trial"},
     )
     steps: int = field(default=1500, metadata={"help": "updates of each run, 16 sequences of 128 tokens each"})
     validations: int = field(default=6, metadata={"help": "how often each run is validated"})
