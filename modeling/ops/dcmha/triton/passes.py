@@ -15,9 +15,14 @@ from .composers.tensor_cores import TensorCoreComposer
 from .distance_columns import DistanceColumns, sums_needed
 from .fused import attend_fused, is_fused
 from .matmuls import CublasMatmuls, Matmuls
+from .matrices import filled_up
 from .tuning import composes_on_tensor_cores
 from .window_matmuls import WindowMatmuls
 from .workspace import Workspace, padded
+
+# Kernels on the tensor cores count the elements of the matrices of an item in 32 bits; half of that leaves room for
+# padding.
+MOST_ELEMENTS = 1 << 30
 
 
 def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
@@ -73,14 +78,16 @@ def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComp
     """Returns `TensorCoreComposer` where it serves and `composes_on_tensor_cores` says that it pays.
 
     It does not serve static matrices beside several groups, since these mix heads of different items, nor a composed
-    bias, which it would round to the float16 of scores, where far distances are no longer told apart.
+    bias, which it would round to the float16 of scores, where far distances are no longer told apart, nor sequences
+    whose matrices have more elements than its kernels count.
     """
     statics = [static for static in (inputs.pre_static, inputs.post_static) if static is not None]
     terms = [terms for terms in inputs.terms if terms is not None]
     mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)  # a single term is a gate, which does not
-    _, heads, _, _ = inputs.query.shape
+    _, heads, queries, _ = inputs.query.shape
+    elements = max(queries, inputs.key.shape[2]) * filled_up(heads) ** 2
     fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, mixes_heads=mixes_heads)
-    fits_tensor_cores = fits_tensor_cores and inputs.composed_bias is None
+    fits_tensor_cores = fits_tensor_cores and inputs.composed_bias is None and elements <= MOST_ELEMENTS
     if (terms or statics) and fits_tensor_cores and not (statics and settings.groups > 1):
         return TensorCoreComposer
     return HeadByHeadComposer

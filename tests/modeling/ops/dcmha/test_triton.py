@@ -344,6 +344,14 @@ def test_tensor_cores_compose_what_they_can(
     assert choose_composer(inputs, MapSettings(1.0, True, None, groups)) is expected
 
 
+@pytest.mark.parametrize(("keys", "expected"), [(1 << 20, TensorCoreComposer), (1 << 21, HeadByHeadComposer)])
+def test_sequences_beyond_32_bits_compose_head_by_head(keys: int, expected: type) -> None:
+    query, key = (torch.empty(1, 32, length, 4, dtype=torch.bfloat16, device="meta") for length in (9, keys))
+    inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
+    inputs = inputs._replace(pre_key=torch.empty(1, keys, 3, 32, device="meta"))
+    assert choose_composer(inputs, MapSettings(1.0, True, None, 1)) is expected
+
+
 @interpreted
 @pytest.mark.usefixtures("small", "family")
 def test_rows_without_a_visible_key_give_zeros_and_finite_gradients() -> None:
