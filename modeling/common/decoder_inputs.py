@@ -106,11 +106,22 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
 
     Positions are not searched for documents where a mask `[B, S]` is given, since they repeat in padding, nor where
     tokens are cached, since they continue a document.
+
+    Raises:
+        ValueError: `cu_seq_lens` do not fit, or come with cached tokens, of which they say nothing.
     """
-    if not may_pack_documents(given) or not is_empty(given.past_key_values):
+    if not may_pack_documents(given):
         return None
+    holds_tokens = not is_empty(given.past_key_values)
+    if given.cu_seq_lens is not None and holds_tokens:
+        raise ValueError(
+            "cu_seq_lens gives the borders of documents from the start of the cache on, but past_key_values holds tokens "
+            "already; leave cu_seq_lens out, or give an empty cache"
+        )
     if given.cu_seq_lens is not None:
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
+    if holds_tokens:
+        return None
     starts = starts_by_positions(given.position_ids).expand(inputs_embeds.shape[:2])  # type: ignore[arg-type]
     return starts if is_tracing(starts) or bool(starts.any()) else None
 

@@ -123,6 +123,14 @@ def test_padding_between_documents_is_refused() -> None:
         make("dcformer")(IDS, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 9, 16]))
 
 
+def test_borders_beside_cached_tokens_are_refused() -> None:
+    model, borders = make("dcformer"), torch.tensor([0, 9, 16])
+    cache = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache, cu_seq_lens_q=borders)
+    with pytest.raises(ValueError, match="past_key_values holds tokens already; leave cu_seq_lens out"):
+        model(IDS, past_key_values=cache, cu_seq_lens_q=borders)
+
+
 @every_family
 @torch.no_grad()
 def test_a_hole_in_a_mask_is_the_same_with_and_without_a_cache(family: str) -> None:
