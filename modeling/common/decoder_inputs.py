@@ -115,7 +115,7 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
     holds_tokens = not is_empty(given.past_key_values)
     if given.cu_seq_lens is not None and holds_tokens:
         raise ValueError(
-            "cu_seq_lens gives the borders of documents from the start of the cache on, but past_key_values holds tokens "
+            "cu_seq_lens gives borders of documents from the start of a cache, but past_key_values holds tokens "
             "already; leave cu_seq_lens out, or give an empty cache"
         )
     if given.cu_seq_lens is not None:
