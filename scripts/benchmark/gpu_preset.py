@@ -62,6 +62,7 @@ BACKWARD_TILES = ((16, 32, 8, 1), (16, 32, 8, 2), (16, 16, 4, 1), (16, 16, 8, 1)
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 OFFICIAL = ["official", "official-compiled"]
+DECODING = ["triton-graph", "triton", "chunked", "chunked-compiled", "sdpa-graph", "sdpa", "matmul", "official"]
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ GPU = (
     PresetPart(
         "decode-1",
         {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
-        | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
+        | {"implementations": DECODING},
     ),
     PresetPart(
         "decode-16",
         {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
-        | {"implementations": [*OURS, "chunked-compiled", "sdpa", "matmul", "matmul-compiled", "official"]},
+        | {"implementations": DECODING},
     ),
     PresetPart(
         "window",

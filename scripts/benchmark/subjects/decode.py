@@ -6,11 +6,13 @@ Our implementations are called as the layers of a model call them, without the c
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..baselines.dcmha import attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
 from ..harness.accuracy import Results
@@ -20,6 +22,9 @@ from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .attention import OpProblem, make_candidate, op_traffic
 from .op_flops import decode_flops
+
+# The candidates that a CUDA graph can hold, and how their names end there.
+IN_GRAPHS, GRAPH = ("triton", "sdpa"), "-graph"
 
 
 def candidates(device: torch.device) -> list[Candidate]:
@@ -33,6 +38,12 @@ def candidates(device: torch.device) -> list[Candidate]:
     for name, role, function, attend in entries:
         found += [make_candidate(name, role, function, attend)]
         found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
+    if device.type == "cuda":
+        found += [
+            Candidate(f"{name}{GRAPH}", role, function, partial(prepare_graph, function=function, attend=attend))
+            for name, role, function, attend in entries
+            if name in IN_GRAPHS
+        ]
     for compiles, ending in ((False, ""), (True, COMPILED)):
         prepare = partial(prepare_official, compiles=compiles)
         found += [Candidate(f"official{ending}", "other", COMPOSED, prepare)]
@@ -53,6 +64,24 @@ def attend_step(inputs: OpInputs, *, implementation: str) -> Tensor:
         sliding_window=None,
     )
     return output
+
+
+def prepare_graph(problem: OpProblem, *, function: str, attend: Callable[[OpInputs], Tensor]) -> Callable[[], Results]:
+    """Captures a step in a CUDA graph, whose replay is timed: engines run steps so, without Python around the op."""
+    call = partial(evaluate, attend, problem.inputs[function], backward=False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # what a first call compiles and allocates cannot be captured
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay() -> Results:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def prepare_official(problem: OpProblem, *, compiles: bool) -> Callable[[], Results]:
@@ -82,11 +111,30 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
         device=settings.device,
         seed=settings.seed,
     )
+    inputs[COMPOSED] = packed(inputs[COMPOSED])
     visible = torch.ones(settings.batch_size, 1, 1, keys, dtype=torch.bool, device=settings.device)
     visible[..., : keys // 4] = False
     padded = {name: replace(one, visible=visible) for name, one in inputs.items()}
     yield make_case(inputs, shape, keys, settings)
     yield make_case(padded, shape, keys, settings, note="a quarter padding")
+
+
+def packed(inputs: OpInputs) -> OpInputs:
+    """The same inputs, but the terms of a side are views of one tensor `[B, P * terms, 1 or S, H]`.
+
+    So a layer makes those of the query, and a cache keeps those of the keys.
+    """
+    stages = {"pre": inputs.pre, "post": inputs.post}
+    views: dict[str, dict[str, Any]] = {name: {} for name in stages}
+    for side in ("query", "key"):
+        names = [(stage, f"{side}_{term}") for stage in stages for term in ("down", "up", "gate")]
+        terms = [getattr(stages[stage], name) for stage, name in names]
+        rows = [(term if term.ndim == 4 else term.unsqueeze(2)).transpose(1, 2) for term in terms]
+        joined = torch.cat(rows, dim=1).clone(memory_format=torch.contiguous_format)
+        parts = joined.split([row.shape[1] for row in rows], dim=1)
+        for (stage, name), term, part in zip(names, terms, parts, strict=True):
+            views[stage][name] = part.transpose(1, 2) if term.ndim == 4 else part.squeeze(1)
+    return replace(inputs, pre=Composition(**views["pre"]), post=Composition(**views["post"]))
 
 
 def make_case(

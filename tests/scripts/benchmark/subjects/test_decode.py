@@ -1,0 +1,54 @@
+"""What a decoding step is given: the factors of a cache, as models keep them."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases.benchmark import inputs_of
+
+from dynattn.modeling.ops.dcmha.triton.decode import _side
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED
+from dynattn.scripts.benchmark.subjects.attention import OpProblem
+from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, packed, prepare_graph
+
+
+def test_factors_are_views_that_kernels_read_in_place() -> None:
+    given = inputs_of(COMPOSED, 1, 37)
+    made = packed(given)
+    for name, leaf in given.leaves().items():
+        assert torch.equal(made.leaves()[name], leaf)
+    for stage in (made.pre, made.post):
+        assert stage is not None
+        for side in ("query", "key"):
+            down, up, gate = stage.side(side)
+            assert down is not None and gate is not None
+            read = _side(down, up, gate).down
+            assert read is not None and read.data_ptr() == down.data_ptr()
+
+
+def test_a_graph_is_captured_after_a_first_call_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    def attend(inputs: Any) -> torch.Tensor:
+        events.append("call")
+        return attend_step(inputs, implementation="eager")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", partial(object))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    inputs = inputs_of(COMPOSED, 1, 9)
+    call = prepare_graph(OpProblem({COMPOSED: inputs}, backward=False), function=COMPOSED, attend=attend)
+    assert events == ["synchronize", "call", "synchronize", "call"]
+    assert torch.equal(call()["output"], attend_step(inputs, implementation="eager"))
+    assert events[-1] == "replay"
+    named = {one.name: one.role for one in candidates(torch.device("cuda"))}
+    assert (named["triton-graph"], named["sdpa-graph"]) == ("ours", "plain")
+    assert "triton-graph" not in {one.name for one in candidates(torch.device("cpu"))}
