@@ -1,4 +1,4 @@
-"""Updates that would spoil the weights: what is wrong with one, where it comes from, and the batch, kept for later."""
+"""Finds updates that would spoil the weights, and for each one the layer where it began; keeps its batch for study."""
 
 import logging
 import math
@@ -29,17 +29,17 @@ from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
-# Losses by which a spike is judged, and how many of them there must be.
+# A loss is compared with the last `REMEMBERED` ones, once there are at least `ENOUGH` of them.
 REMEMBERED, ENOUGH = 100, 20
 Batch = dict[str, Tensor]
 
 
 class DivergedError(UserError):
-    """The run stopped because its loss or a gradient is not what training makes."""
+    """The run stopped because of a bad update: its loss or gradient is not finite, or its loss is a spike."""
 
 
 class RollbackError(Exception):
-    """An update was bad, and the run is to go on from its newest checkpoint without the data since then."""
+    """An update was bad, and the run should go back to its newest checkpoint and leave out the data read since then."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class BadUpdate:
     Attributes:
         step: its number, counted from 1.
         reason: what is wrong with it.
-        layer: where it shows first.
-        documents: that its batch consists of.
-        kept: the folder with the batch.
+        layer: the layer or weight where the fault shows first.
+        documents: the documents in its batch.
+        kept: the folder in which the batch is stored.
     """
 
     step: int
@@ -67,7 +67,7 @@ class BadUpdate:
 
 
 class Guard:
-    """What a run does about updates that would spoil its weights: it stops, skips them or goes back, as it was told."""
+    """Handles updates that would spoil the weights, as `on_bad_update` says: stops, skips them, or goes back."""
 
     def __init__(self, engine: Engine, arguments: PretrainArguments, run: RunFolder) -> None:
         self.engine, self.arguments, self.run = engine, arguments, run
@@ -84,12 +84,13 @@ class Guard:
         """Looks for the cause of a `fault`, keeps this process's `batches` of `[B, T]`, and counts the update as bad.
 
         Args:
-            forward: gives a batch to the model.
-            documents: that the batches consist of.
+            fault: what is wrong with the update, from `find_fault`.
+            forward: runs the model on a batch.
+            documents: the documents in the batches.
 
         Raises:
-            DivergedError: the run is to stop.
-            RollbackError: it is to go on from its newest checkpoint.
+            DivergedError: the run should stop.
+            RollbackError: it should go back to its newest checkpoint.
         """
         accelerator, choice = self.engine.accelerator, self.arguments.on_bad_update
         layer = find_layer(accelerator.unwrap_model(model), forward, batches, self.engine.gradient)
@@ -115,27 +116,36 @@ class Guard:
         before: TrainingProgress,
         average: WeightAverage | None,
     ) -> TrainingProgress:
-        """Restores the newest checkpoint; its progress leaves out the data up to the bad update.
+        """Restores the newest checkpoint, and returns a progress that skips the data up to the bad update.
+
+        Args:
+            before: the progress at the bad update.
 
         Raises:
             UserError: there is no checkpoint.
         """
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         if not saved:
-            raise UserError(f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to")
+            raise UserError(
+                f"update {before.step + 1} is bad, and there is no checkpoint to roll back to; start a new run with a "
+                "smaller save_every, or give on_bad_update: skip"
+            )
         progress = checkpoint.load(self.engine, saved[-1], model, optimizer, memory, average)
         progress.skipped = before.data_step + 1 - progress.step
         progress.bad_updates = before.bad_updates
         return progress
 
     def last_checkpoint(self) -> str:
-        """Which checkpoint holds weights from before the fault, in words."""
+        """The newest checkpoint, which was saved before the fault, in words."""
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
 
 def incident_name(progress: TrainingProgress) -> str:
-    """The folder of a bad update; after a rollback the same update reads other data, and each may be bad."""
+    """The name of the folder of a bad update.
+
+    After a rollback an update of the same number reads other data, so the name then also has the number of the data.
+    """
     data = f"-data-{progress.data_step + 1:06d}" if progress.skipped else ""
     return f"update-{progress.step + 1:06d}{data}"
 
@@ -144,8 +154,8 @@ def find_fault(loss: float, norm: float, recent: Sequence[float], threshold: flo
     """What is wrong with an update of this loss and gradient norm, or None.
 
     Args:
-        recent: the losses before it.
-        threshold: how many standard deviations above the mean of `recent` a loss is a spike; None for none.
+        recent: the losses of earlier updates.
+        threshold: a loss this many standard deviations above the mean of `recent` is a spike; None for no limit.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"has loss {loss} and gradient norm {norm}"
@@ -158,7 +168,7 @@ def find_fault(loss: float, norm: float, recent: Sequence[float], threshold: flo
 
 
 def remember(recent: list[float], loss: float) -> None:
-    """Adds the loss of an update that was made to those that the next ones are judged by."""
+    """Adds the loss of an update that was made to the `recent` ones, and drops the oldest."""
     recent.append(loss)
     del recent[:-REMEMBERED]
 
@@ -169,14 +179,15 @@ def find_layer(
     batches: Sequence[Batch],
     gradient: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
 ) -> str:
-    """The first module whose output is not finite, else the weight whose gradient is not, else the one of largest norm.
+    """Where an update went wrong, in words.
 
-    All processes have to call this together. Each looks at all of its batches, for where weights are shared out, a
-    forward pass takes all processes; they agree on what the first of them has found.
+    It is the first module whose output is not finite, or else the last weight whose gradient is not finite, or else the
+    weight whose gradient has the largest norm. All processes have to call this together, and each runs all of its
+    batches, because with sharded weights a forward pass needs all processes. They agree on the first finding.
 
     Args:
-        forward: gives a batch to the model.
-        gradient: the gradient of a weight.
+        forward: runs the model on a batch.
+        gradient: returns the gradient of a weight.
     """
     found = gather_object([name for batch in batches if (name := _first_not_finite(model, forward, batch))])
     if found:
@@ -185,15 +196,15 @@ def find_layer(
     values = {name: float(_whole(tensor.float().norm())) for name, tensor in gradients if tensor is not None}
     not_finite = [name for name, norm in values.items() if not math.isfinite(norm)]
     if not_finite:
-        # A backward pass begins with the last layer.
+        # The backward pass begins with the last layer, so that is where the fault began.
         return f"the gradient of {not_finite[-1]}"
     return f"the gradient of {max(values, key=values.__getitem__)}, the largest" if values else "the loss"
 
 
 def keep_batch(bad: BadUpdate, batches: Sequence[Batch], process: int) -> None:
-    """Stores this process's batches `[B, T]`, and what is known of the update, for whoever wants to look into it."""
+    """Stores this process's batches `[B, T]` and the facts about the update, so that a user can study them."""
     bad.kept.mkdir(parents=True, exist_ok=True)
-    # Entries may share memory, which the format refuses.
+    # Tensors of a batch may share memory, which safetensors refuses.
     tensors = {
         f"{index}.{name}": tensor.clone() for index, batch in enumerate(batches) for name, tensor in batch.items()
     }
@@ -203,14 +214,14 @@ def keep_batch(bad: BadUpdate, batches: Sequence[Batch], process: int) -> None:
 
 
 def _first_not_finite(model: nn.Module, forward: Callable[[Batch], Any], batch: Batch) -> str | None:
-    """The module that first makes something that is not finite of finite inputs."""
+    """The name of the first module to return an output that is not finite, or None."""
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and _has_not_finite(output):
             found.append(name)
 
-    # Inner modules end first, so the first one that is found is the innermost.
+    # An inner module returns before the outer one, so the first one found is the innermost.
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
     try:
         with torch.no_grad():
@@ -230,5 +241,5 @@ def _has_not_finite(output: Any) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that processes share, in one piece."""
+    """A tensor in one piece, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

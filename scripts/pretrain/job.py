@@ -1,10 +1,11 @@
 """A whole run, from arguments to a saved model.
 
-`pretrain` takes the output folder for itself and arranges how a signal ends the run. `run_job` shows the order:
+`pretrain` locks the output folder and installs handlers for signals. `run_job` shows the order of a run:
 
 1. `RunFolder.start_point` chooses the checkpoint to resume from, and refuses to lose what the folder holds;
-2. `make_plan` prepares the data beside an earlier run, and builds and checks whatever can be refused;
-3. `RunFolder.begin` makes the folder this run's;
+2. `make_plan` prepares the data, leaving the files of an earlier run in place, and builds and checks everything that
+   may turn out to be impossible;
+3. `RunFolder.begin` removes the earlier run, or continues it, and moves the prepared data into place;
 4. `Trainer.train` makes the updates;
 5. `summarize` and `save_final` leave result, model and card.
 
@@ -60,8 +61,9 @@ def pretrain(arguments: PretrainArguments) -> Result:
 
     Raises:
         UserError: a foreseeable mistake in the arguments, the data or the output folder, a disk that cannot be written,
-            or a loss that is not finite.
-        StoppedError: the process got SIGINT, SIGTERM or SIGHUP, and the current update is finished and saved.
+            or too many bad updates (such as a loss that is not finite).
+        StoppedError: the process got SIGINT, SIGTERM or SIGHUP, or `max_seconds` are over; the current update is
+            finished and saved.
     """
     run = RunFolder(Path(arguments.output))
     launched = launched_engine(os.environ)
@@ -79,7 +81,7 @@ def pretrain(arguments: PretrainArguments) -> Result:
 
 
 def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signals: StopSignals) -> Result:
-    """`pretrain` in a folder that no other run uses, on an accelerator that the caller releases."""
+    """The steps of `pretrain`, in a folder that is locked and with an engine that the caller releases."""
     started, accelerator = time.perf_counter(), engine.accelerator
     resume_from = on_main(
         accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps)
@@ -101,7 +103,7 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
 
 @contextmanager
 def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
-    """Keeps other runs out of the folder during the block, and removes whatever a failure left half written."""
+    """Keeps other runs out of the folder during the block, and removes files that a failure left unfinished."""
     lock = FolderLock(run.lock)
 
     def occupy() -> None:
@@ -120,15 +122,16 @@ def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
 
 
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
-    """Accelerate's front end: CPU processes (gloo) where there is no accelerator, TensorBoard in the output folder."""
-    # The engines here shard the model, on a CPU too; Accelerate would begin to, and on a CPU ignore what it was told.
+    """An `Accelerator` that logs to TensorBoard in the output folder; without a GPU its processes run on the CPU."""
+    # The engines here shard models themselves. With these variables set, Accelerate would shard them a second time, or
+    # on a CPU ignore its configuration.
     for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH):
         os.environ.pop(name, None)
-    # The state is shared in a process; a second run there may want another precision.
+    # Accelerate keeps its state for the whole process, but a second run in it may have another precision.
     AcceleratorState._reset_state()
-    # It warns at each checkpoint that tied weights are stored once.
+    # Accelerate warns at each checkpoint that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    # DCP warns of a process by itself at each checkpoint, although it is told that there are no others.
+    # torch.distributed.checkpoint warns at each checkpoint of a single process, although `no_dist` is set.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return Accelerator(
         cpu=not torch_accelerator.is_available(),
@@ -141,7 +144,7 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
 
 
 def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
-    """Prepares the data and plans the run; if one process refuses it, all do, and what the folder held stays."""
+    """Prepares the data and plans the run; if one process refuses it, all do, and an earlier run stays as it is."""
     accelerator = engine.accelerator
     on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
     source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
@@ -154,7 +157,7 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
 
 
 def check_precision(engine: Engine, arguments: PretrainArguments) -> None:
-    """Raises UserError if fractions of positions would be lost: engines with shards round whatever layers get."""
+    """Raises UserError if fractional positions would be rounded: other engines than DDP give layers bfloat16 inputs."""
     if arguments.position_sampling == "jitter" and arguments.mixed_precision == "bf16" and engine.name != "ddp":
         raise UserError(
             f"position_sampling=jitter has fractions, which engine={engine.name} rounds to bfloat16; take subset, "
@@ -170,7 +173,7 @@ def build_trainer(
     resume_from: Path | None,
     signals: StopSignals,
 ) -> Trainer:
-    """Places model and optimizer on the devices and, when resuming, restores their saved state."""
+    """Places model and optimizer on the devices, restores their state when resuming, and builds the trainer."""
     accelerator = engine.accelerator
     throughput = Throughput.of(plan.model, accelerator)
     model, optimizer = engine.prepare(
@@ -220,7 +223,8 @@ def save_final(trainer: Trainer, result: Result) -> None:
         if trainer.average is not None:
             remove(run.average)
             put_in_place(partial_path(run.average), run.average)
-        # The model of a run that was extended goes first: whoever finds a model finds the result that belongs to it.
+        # An earlier model of this run is removed before the result is replaced, so that a model in the folder always
+        # belongs to the result beside it.
         remove(run.model)
         result.write(run.result, trainer.arguments)
         put_in_place(partial, run.model)
@@ -241,6 +245,6 @@ def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], resul
 
 
 def generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """Generation settings that know the model's special tokens, and nothing else."""
+    """Generation settings with the model's special tokens and Transformers' defaults."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return GenerationConfig(**{name: getattr(model.config, name) for name in names})

@@ -5,8 +5,8 @@
 
 FILE.yaml is a file of yours or the name of one of the shipped `recipes`, like `tiny.yaml`.
 The output folder must be on storage that all processes see. SIGINT, SIGTERM and SIGHUP end a run after its current
-update, with a checkpoint from which the same command continues; the exit status is then 128 and the signal's number,
-and 124 where `--max_seconds` were over. `--engine` says how processes share the model.
+update, with a checkpoint from which the same command continues. The exit status is then 128 plus the number of the
+signal, or 124 if `--max_seconds` ended the run. `--engine` says how processes share the model.
 """
 
 import signal
@@ -23,24 +23,24 @@ DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job, tells what came of it, in the first of several processes, and returns the exit status."""
+    """Runs the job, prints its summary in the first process, and returns the exit status."""
     arguments = parse_arguments(PretrainArguments, find_shipped(argv), prog="dynattn pretrain", description=DESCRIPTION)
     try:
-        told = run(arguments)
+        summary = run(arguments)
     except StoppedError:
         raise
     except KeyboardInterrupt as interrupt:
         left = "the same command continues from the newest checkpoint"
         raise StoppedError(signal.SIGINT, left) from interrupt
     if is_first_process():
-        print(told)
+        print(summary)
     return 0
 
 
 def run(arguments: PretrainArguments) -> str:
-    """Makes the run, the runs of the sweep, or the estimate that the arguments ask for; returns what is to be told.
+    """Makes the run, the runs of a sweep, or the estimate that the arguments ask for; returns the text to print.
 
-    What computes is imported here, once the arguments are sound.
+    Torch and Transformers are imported only here, so that mistakes in the arguments are reported at once.
     """
     if arguments.dry_run:
         from .planning.dry_run import dry_run
@@ -56,7 +56,7 @@ def run(arguments: PretrainArguments) -> str:
 
 
 def find_shipped(argv: Sequence[str]) -> list[str]:
-    """Puts the path of a shipped YAML file in place of its bare name, unless the user has a file of that name."""
+    """Replaces the bare name of a shipped recipe by its path, unless the user has a file of that name."""
     shipped = {recipe.name: recipe for recipe in RECIPES.glob("*.yaml")}
     if not argv or argv[0] not in shipped or Path(argv[0]).exists():
         return list(argv)

@@ -14,9 +14,9 @@ class SourceOptions:
     """One source of the training data.
 
     Attributes:
-        dataset: what the argument `dataset` means.
-        weight: its share of the sequences, relative to the weights of the others.
-        epochs: how often it is read in a run of one epoch, instead of a weight.
+        dataset: where the data is, as in the argument `dataset`.
+        weight: its share of the sequences, relative to the weights of the other sources.
+        epochs: how often it is read in a run of one epoch; given instead of a weight.
         max_epochs: a run that would read it more often is refused.
     """
 
@@ -27,7 +27,11 @@ class SourceOptions:
 
 
 def parse_source(name: Any, options: Any) -> SourceOptions:
-    """One entry of a mixture."""
+    """Checks one entry of a mixture.
+
+    Raises:
+        UserError: its name or an option is not valid.
+    """
     known = {argument.name for argument in fields(SourceOptions)}
     if not isinstance(options, dict) or not options.get("dataset") or options.keys() - known:
         raise UserError(f"mixture.{name}={options!r} must be a mapping of {', '.join(sorted(known))}, with dataset")
@@ -40,12 +44,16 @@ def parse_source(name: Any, options: Any) -> SourceOptions:
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         require(is_number and 0 < number < math.inf, f"mixture.{name}.{key}", number, "a positive number")
     if ("weight" in numbers) == ("epochs" in numbers):
-        raise UserError(f"mixture.{name} needs either weight or epochs")
+        raise UserError(f"mixture.{name} needs either weight or epochs; give one of them")
     return SourceOptions(str(options["dataset"]), **numbers)
 
 
 def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A mapping as YAML reads it, or from the JSON of the command line."""
+    """A mapping: the one that was read from YAML, or the JSON text of the command line parsed.
+
+    Raises:
+        UserError: the text is not JSON, or the value is not a mapping; the message names the option `name`.
+    """
     if not isinstance(value, str):
         parsed = value
     else:
@@ -59,6 +67,6 @@ def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, An
 
 
 def require(condition: bool, name: str, value: object, limit: str) -> None:
-    """Raises a `UserError` that names the value and its limit, unless `condition` holds."""
+    """Raises UserError with the name, the value and its `limit`, unless `condition` holds."""
     if not condition:
         raise UserError(f"{name}={value} must be {limit}")

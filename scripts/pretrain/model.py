@@ -38,12 +38,12 @@ from .data.position_sampling import check_reads_positions
 from .data.tokenizer import required_vocabulary, start_token_id
 from .width_transfer import scale_initial_weights, transfer_config
 
-# By objective: the Auto class of models that have it, and the model type that is trained if none is named.
+# For each objective, the Auto class of its models, and the model type that is trained by default.
 AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
 DEFAULT_MODEL_TYPES = {"causal_lm": "dcformer", "masked_lm": "dcmodernbert"}
 DEFAULT_MODEL_SIZE = "tiny"
 HEAD_NAMES = {"causal_lm": "causal language model", "masked_lm": "masked language model"}
-# Matrix products are fastest when the vocabulary is a multiple of the hardware's tile.
+# A new model's vocabulary is rounded up to a multiple of this: matrix products are fastest with whole tiles.
 VOCABULARY_MULTIPLE = 64
 
 
@@ -60,7 +60,8 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
 
     Raises:
         UserError: the model type, size, a field or its value is not valid, the vocabulary is too small for the
-            tokenizer, the sequences are longer than the model's positions, or it cannot carry memory as it is asked to.
+            tokenizer, the sequences are longer than the model's positions, or it cannot do what the arguments ask for
+            (carry memory, read sampled positions, keep documents apart).
     """
     if arguments.init_from:
         config = _load_config(arguments)
@@ -79,7 +80,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
     """The model with float32 weights, in training mode; new weights depend on torch's random state.
 
     Args:
-        on_meta: give the model shapes alone, on the meta device; it gets its weights from another process.
+        on_meta: build the model on the meta device, without weights; the engine sends it those of another process.
 
     Raises:
         UserError: the weights cannot be loaded, or the model lacks what the arguments ask for.
@@ -111,7 +112,7 @@ def save_activations(model: PreTrainedModel, arguments: PretrainArguments) -> No
 
 
 def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
-    """The configuration that the arguments describe, without a tokenizer: its vocabulary is the architecture's own.
+    """The configuration that the arguments describe, without a tokenizer: the vocabulary has its default size.
 
     Raises:
         UserError: as `build_config`.
@@ -124,10 +125,10 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
 
 
 def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, device: torch.device) -> str:
-    """Gives a model that composes heads the default implementation of a device, unless one was asked for.
+    """Sets the default attention implementation of `device` on a model that composes heads, unless one was asked for.
 
     Returns:
-        A line that tells which one, and why.
+        A line for the terminal that names the implementation and the reason.
     """
     if arguments.attn_implementation is not None:
         return f"attention: {arguments.attn_implementation}, as asked for"
@@ -140,7 +141,10 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
 
 
 def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
-    """Options with which a model computes its loss alone: models of this package then never hold all logits at once."""
+    """Keyword arguments for a forward pass that needs only the loss.
+
+    With them, models of this package never hold all logits at once; other models take none.
+    """
     if not isinstance(model, CausalLMHead | MaskedLMHead):
         return {}
     return {"skip_logits": True, "z_loss": z_loss} if z_loss else {"skip_logits": True}
@@ -167,7 +171,7 @@ def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, on_meta: bool) -> PreTrainedModel:
-    """The weights of `init_from`, or new ones, or shapes alone."""
+    """The model with the weights of `init_from`, or with new ones, or on the meta device without weights."""
     options: dict[str, Any] = {"dtype": torch.float32}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
@@ -219,7 +223,7 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     model_type = config_class.model_type
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     if issubclass(config_class, CompositionConfig):
-        fields.add("mixer")  # which `from_size` replaces by the fields that it stands for
+        fields.add("mixer")  # not a field: `from_size` replaces it by the fields that it stands for
     if unknown := sorted(set(arguments.config_overrides) - fields):
         raise UserError(f"model_config names {unknown}, which {model_type} does not have; it has {sorted(fields)}")
     size = _choose_size(config_class, arguments.model_size)
@@ -279,5 +283,5 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
 
 
 def _one_line(error: Exception) -> str:
-    """The whole message without line breaks: the cause may stand in any line."""
+    """The whole message of an error in one line, because its cause may be in any of its lines."""
     return " ".join(str(error).split())

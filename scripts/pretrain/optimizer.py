@@ -1,4 +1,4 @@
-"""AdamW, or Muon beside it, and the groups of weights that they treat alike."""
+"""The optimizer of a run, AdamW alone or with Muon, and the groups of weights that it treats alike."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from .width_transfer import rate_factors
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers as one, each of its own groups of weights."""
+    """Several optimizers as one; each updates its own groups of weights."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
@@ -28,12 +28,12 @@ class JoinedOptimizer(Optimizer):
             part.step()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As every optimizer does."""
+        """Restores the state of all parts."""
         super().load_state_dict(dict(state_dict))
         self._share()
 
     def _share(self) -> None:
-        """Lets the parts work on the groups and states of the whole."""
+        """Makes the parts use the groups and states of this optimizer instead of their own."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -59,21 +59,21 @@ def build_optimizer(model: nn.Module, arguments: PretrainArguments) -> Optimizer
     matrices = [group for group in groups if group["orthogonalize"]]
     if not matrices:
         raise UserError(f"optimizer=muon: {type(model).__name__} has no linear layers to learn; use adamw")
-    # With this adjustment an update has the size that AdamW's have, so both go by one learning rate and weight decay.
+    # With this adjustment Muon's updates are as large as AdamW's, so one learning rate and weight decay serve both.
     muon = Muon(matrices, lr=arguments.learning_rate, momentum=arguments.muon_momentum, adjust_lr_fn="match_rms_adamw")
     return JoinedOptimizer([muon, adamw])
 
 
 def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dict[str, Any]]:
-    """Weights that are treated alike, with how: `weight_decay`, and what `prepare_update` and `build_optimizer` read.
+    """Groups of weights that are treated alike. Beside `weight_decay` a group has what other functions here read:
 
-    * `composes`: they follow the schedule of the composition, for the arguments treat it apart.
-    * `rate_factor`: their learning rate as a multiple of the schedule's, for models of another width.
-    * `orthogonalize`: their updates are Muon's.
+    * `composes`: whether they follow the schedule of the composition, if the arguments have one.
+    * `rate_factor`: their learning rate as a multiple of the schedule's (see `width_transfer.rate_factors`).
+    * `orthogonalize`: whether Muon updates them.
 
     Matrices decay, while embeddings (and a head tied to them), biases and norms do not: a row of an embedding gets a
-    gradient only when its token occurs, but would be decayed at every step. What an update takes from a weight does not
-    depend on its `rate_factor`.
+    gradient only when its token occurs, but would be decayed at every step. The decay is divided by `rate_factor`, with
+    which the optimizer multiplies it again as a part of the learning rate.
     """
     embeddings = {
         weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()
@@ -86,7 +86,7 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
         if weight.requires_grad:
             decays = weight.ndim >= 2 and weight not in embeddings
             groups[weight in apart, not decays, weight in orthogonal, factors.get(weight, 1.0)].append(weight)
-    # Checkpoints of the earliest versions number the weights in this order.
+    # The order matters: checkpoints of the earliest versions number the weights in it.
     return [
         {
             "params": groups[composes, is_kept, orthogonalize, factor],
@@ -100,14 +100,14 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers, without the output head: matrices between activations of hidden layers."""
+    """The weights of all linear layers but the output head, if they learn."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 
 def moment_bytes(model: nn.Module, arguments: PretrainArguments) -> int:
-    """What the optimizer keeps of all weights, in float32: two moments, or Muon's one."""
+    """Bytes of the optimizer's state: two float32 moments of each weight, or Muon's one."""
     groups = parameter_groups(model, arguments)
     return sum(_elements(group["params"]) * 4 * (1 if group["orthogonalize"] else 2) for group in groups)
 

@@ -13,11 +13,11 @@ from .sharded import ShardedEngine
 
 logger = logging.getLogger(__name__)
 
-# What `accelerate launch` sets where its configuration says FSDP.
+# Environment variables by which `accelerate launch` passes its configuration on to the processes.
 LAUNCHED_FSDP = "ACCELERATE_USE_FSDP"
 LAUNCHED_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 LAUNCHED_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
-# What it sets where its configuration of DeepSpeed says more than a stage.
+# Those that stand for settings of DeepSpeed which runs here do not read, with the names of these settings.
 IGNORED_OF_DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
@@ -27,10 +27,10 @@ LAUNCHED_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launched: str | None) -> Engine:
-    """The engine of a run whose processes have found each other.
+    """The engine of a run whose process group is initialized.
 
     Args:
-        launched: what `launched_engine` found before there was an accelerator.
+        launched: the result of `launched_engine`, which must be called before the accelerator is built.
 
     Raises:
         UserError: `--engine` contradicts the launcher, or the processes cannot be divided as asked for.
@@ -50,10 +50,10 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
 
 
 def launched_engine(environment: Mapping[str, str]) -> str | None:
-    """The engine in the configuration of `accelerate launch`; None if it names none, or if there is no such launcher.
+    """The engine in the configuration of `accelerate launch`; None if it names none, or was not used.
 
     Raises:
-        UserError: it is FSDP 1, or says of DeepSpeed what runs here cannot do.
+        UserError: the configuration names FSDP 1, or a setting of DeepSpeed that is not supported here.
     """
     if environment.get(LAUNCHED_DEEPSPEED, "false").lower() == "true":
         return launched_stage(environment)
@@ -69,7 +69,7 @@ def launched_stage(environment: Mapping[str, str]) -> str:
     """The ZeRO engine that the launcher's configuration of DeepSpeed names.
 
     Raises:
-        UserError: it names none, or a file or an offloading, which would be without effect.
+        UserError: it names none, or has a setting that would have no effect here (a file, offloading).
     """
     stage = environment.get(LAUNCHED_STAGE, "2")
     if stage not in ("1", "2", "3"):
@@ -106,10 +106,12 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
 
 
 def shards_of(name: str, arguments: PretrainArguments, processes: int) -> int:
-    """Processes that share the weights out: all, or for HSDP those that are asked for, or those of a machine.
+    """How many processes share the weights of a replica.
+
+    With FSDP2 these are all; with HSDP as many as the arguments or the launcher say, or else those of a machine.
 
     Raises:
-        UserError: they do not divide the processes.
+        UserError: the number of processes is not a multiple of it.
     """
     if name == "fsdp2":
         return processes
@@ -123,9 +125,9 @@ def shards_of(name: str, arguments: PretrainArguments, processes: int) -> int:
 
 
 def warn_of_missing_processes(accelerator: Accelerator, environment: Mapping[str, str]) -> None:
-    """Tells where `accelerate launch` was asked for several processes on a CPU, of which it started one.
+    """Warns if `accelerate launch` was asked for several processes on a CPU, of which it starts only one.
 
-    Its launcher for one process then leaves an address of the first process behind, and no number of processes.
+    It then sets MASTER_PORT, which a single process does not need, but no WORLD_SIZE.
     """
     if "MASTER_PORT" in environment and "WORLD_SIZE" not in environment and accelerator.num_processes == 1:
         logger.warning(

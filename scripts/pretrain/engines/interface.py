@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine, and the engine of processes that all hold the whole model."""
+"""The interface of engines to the training loop, and the engine of processes that all hold the whole model (DDP)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,19 +15,21 @@ from ..weight_average import WeightAverage
 
 OptimizerBuilder = Callable[[nn.Module], Optimizer]
 
-# Elements of gradients, in float32, that DeepSpeed exchanges at once; plans of runs need them without DeepSpeed.
+# Elements of gradients, in float32, that DeepSpeed exchanges at once. It stands here because the estimate of a run's
+# memory needs it on machines without DeepSpeed, too.
 BUCKET_ELEMENTS = 100_000_000
 
 
 class Engine:
-    """Every process holds all weights, and gradients are averaged over processes (DDP); also a process by itself.
+    """Every process holds all weights, and gradients are averaged over processes (DDP), or there is only one process.
 
     Other engines override what they do differently.
 
     Attributes:
-        name: as `--engine` names it.
+        name: the engine's value of `--engine`.
         is_collective: whether a forward pass needs all processes at the same time.
-        takes_weights_of_first: whether the first process alone has to have weights before `prepare`, the others shapes.
+        takes_weights_of_first: whether `prepare` copies the first process's weights to all others, which may then build
+            their models on the meta device.
         reads_earlier_format: whether checkpoints of earlier versions can be resumed.
     """
 
@@ -57,37 +59,37 @@ class Engine:
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def scorer(self, model: nn.Module) -> nn.Module:
-        """What scores batches without gradients: the model itself, which takes no part in exchanging gradients."""
+        """The module that scores batches without gradients: the model without DDP's wrapper."""
         return self.accelerator.unwrap_model(model)
 
     def end_scoring(self, model: nn.Module) -> None:
-        """Frees what forward passes keep for backward passes, after some that had none."""
+        """Frees what forward passes keep for backward passes; called after forward passes that had no backward pass."""
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Scales the gradient down to the norm `limit`; returns its norm `[]` before, over all weights."""
         return self.accelerator.clip_grad_norm_(model.parameters(), limit)
 
     def gradient(self, weight: nn.Parameter) -> Tensor | None:
-        """The gradient of a weight behind the last backward pass of an update, whole or as shards; None without one."""
+        """The gradient of a weight after the last backward pass of an update, whole or a shard; None if it has none."""
         return weight.grad
 
     def training_tensors(
         self, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None
     ) -> dict[str, Tensor]:
-        """What this process writes into a checkpoint, by the names of `outputs.training_state`."""
+        """The tensors that this process writes into a checkpoint, under the names of `outputs.training_state`."""
         return training_tensors(self.accelerator.unwrap_model(model), optimizer, average)
 
     def load_tensors(self, folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> None:
-        """Restores what any engine's `training_tensors` were, from the folder into which they were written."""
+        """Restores the `training_tensors` that were written into `folder`, by whichever engine."""
         alone = self.accelerator.num_processes == 1
         load_tensors(folder, self.accelerator.unwrap_model(model), optimizer, average, alone=alone)
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """All weights in one piece on the CPU or where they are; complete on the main process."""
+        """All weights in one piece, on the CPU or on the device; only the main process has to get all of them."""
         return self.accelerator.get_state_dict(model)
 
     def sharding(self) -> str:
-        """What a process holds, for the terminal."""
+        """What a process holds, in words for the terminal."""
         return "every process holds all weights" if self.accelerator.num_processes > 1 else "all weights in one piece"
 
     def describe(self) -> str:

@@ -21,11 +21,11 @@ from .interface import Engine, OptimizerBuilder
 class ShardedEngine(Engine):
     """PyTorch's `fully_shard` over decoder layers and the rest of the model.
 
-    The layers' weights are gathered for their forward and backward passes alone. With bf16, they are gathered and used
-    in bf16; the shards that the optimizer updates, and the sums of gradients over processes, are float32.
+    The weights of a layer are in one piece only during its forward and its backward pass. With bf16, they are gathered
+    and used in bf16; the shards that the optimizer updates, and the sums of gradients over processes, are float32.
 
     Args:
-        shards: processes that share the weights out among them; several such groups hold replicas (HSDP).
+        shards: how many processes share the weights of a replica; HSDP has several replicas.
     """
 
     is_collective = True
@@ -38,9 +38,9 @@ class ShardedEngine(Engine):
     def prepare(
         self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
     ) -> tuple[nn.Module, Optimizer]:
-        """Gives all processes the weights of the first one, layer by layer, and shards each layer at once.
+        """Sends the first process's weights to all others, layer by layer, and shards each layer right after that.
 
-        No process but the first ever holds more than a layer and what is outside of layers in one piece.
+        So only the first process ever holds more than one layer, and the weights outside of layers, in one piece.
         """
         mesh, precision = self._mesh(), self._precision()
         device, kinds = self.accelerator.device, set(model._no_split_modules or ())
@@ -61,7 +61,7 @@ class ShardedEngine(Engine):
         return nullcontext() if is_last else without_exchange(model)
 
     def end_scoring(self, model: nn.Module) -> None:
-        """Frees the whole weights outside of layers; those of layers are freed at once."""
+        """Frees the gathered weights outside of layers; those of a layer are freed right after its forward pass."""
         assert isinstance(model, FSDPModule)
         model.reshard()
 
@@ -76,13 +76,13 @@ class ShardedEngine(Engine):
         return cast("dict[str, Tensor]", get_model_state_dict(model, options=whole))
 
     def sharding(self) -> str:
-        """What a process holds, for the terminal."""
+        """What a process holds, in words for the terminal."""
         replicas = self.accelerator.num_processes // self.shards
         copies = f", {replicas} replicas" if replicas > 1 else ""
         return f"weights, gradients and optimizer state in {self.shards} shard{'s' * (self.shards > 1)}{copies}"
 
     def _mesh(self) -> DeviceMesh:
-        """Processes `[shards]`, or `[replicas, shards]`."""
+        """The processes as a mesh `[shards]` (FSDP2) or `[replicas, shards]` (HSDP)."""
         processes, device = self.accelerator.num_processes, self.accelerator.device.type
         if self.name == "fsdp2":
             return init_device_mesh(device, (processes,))
@@ -98,7 +98,7 @@ class ShardedEngine(Engine):
 
 @torch.no_grad()
 def share_weights(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Puts the first process's weights and buffers of each of `modules`, without those inside them, on all devices."""
+    """Sends the first process's own parameters and buffers of each of `modules`, not of children, to all others."""
     for module in modules:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in tensors):
@@ -111,7 +111,7 @@ def share_weights(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 @contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
-    """Adds up gradients in whole weights instead of exchanging shards of them."""
+    """In the block, gradients are added up unsharded in each process instead of being reduced to shards."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     try:

@@ -1,7 +1,7 @@
 """ZeRO stages 1 to 3, by DeepSpeed: optimizer state, gradients and weights in shards.
 
-DeepSpeed is called directly and not through Accelerate's plugin, which makes the update inside the backward pass,
-before the gradient's norm can be judged, and which does not find the other processes on a CPU.
+DeepSpeed is called directly and not through Accelerate's plugin. The plugin makes the update inside the backward pass,
+before a bad gradient can be found, and it does not find the other processes on a CPU.
 """
 
 import logging
@@ -26,15 +26,15 @@ from ..weight_average import WeightAverage
 from .interface import BUCKET_ELEMENTS, Engine, OptimizerBuilder
 from .zero_state import ZeroState
 
-# Smaller weights stay whole in stage 3, for which gathering them would cost more than it saves.
+# Weights with fewer elements stay whole in stage 3, because gathering them would cost more than sharding them saves.
 PERSISTENT_ELEMENTS = 100_000
 
 
 class ZeroEngine(Engine):
-    """DeepSpeed's ZeRO; its weights are float32, with bf16 too, which is autocast as in DDP.
+    """DeepSpeed's ZeRO. Weights are always float32; bf16 is autocast, as in DDP.
 
     Args:
-        arguments: of the run; DeepSpeed wants to know the batch size and the norm to clip to.
+        arguments: the arguments of the run, which has the batch size and the norm to clip to.
     """
 
     reads_earlier_format = False
@@ -42,25 +42,25 @@ class ZeroEngine(Engine):
     def __init__(self, name: str, accelerator: Accelerator, arguments: PretrainArguments) -> None:
         super().__init__(name, accelerator)
         self.arguments, self.stage = arguments, int(name.removeprefix("zero"))
-        # From stage 3 on, a forward pass gathers weights.
+        # In stage 3 a forward pass gathers weights from all processes.
         self.is_collective = self.stage == 3
 
     def prepare(
         self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
     ) -> tuple[nn.Module, Optimizer]:
-        """Hands the model to DeepSpeed, which shards what its stage shards; compiled models are not for it.
+        """Hands the model to DeepSpeed, which shards what the stage says; `build_zero` has refused `compiled`.
 
         Raises:
-            UserError: weights do not learn, of which stage 3 keeps no float32 shards.
+            UserError: stage 3 with frozen weights, of which DeepSpeed keeps no float32 shards.
         """
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         if frozen and self.stage == 3:
-            raise UserError(f"engine=zero3 and {frozen[0]}, which does not learn; use zero2 or fsdp2")
+            raise UserError(f"engine=zero3 cannot hold {frozen[0]}, a weight that does not learn; use zero2 or fsdp2")
         if self.accelerator.mixed_precision == "bf16":
             cast = torch.autocast(self.accelerator.device.type, torch.bfloat16)
             model.forward = convert_outputs_to_fp32(cast(model.forward))
         if self.stage < 3:
-            model = model.to(self.accelerator.device)  # before the optimizer is made, which asks where the weights are
+            model = model.to(self.accelerator.device)  # before `build`: the optimizer depends on the weights' device
         elements = sum(weight.numel() for weight in model.parameters())
         leave_kernels_alone()
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=build(model), config=self._config(elements))
@@ -77,26 +77,29 @@ class ZeroEngine(Engine):
         self._engine.backward(loss * self.accelerator.num_processes)
 
     def scorer(self, model: nn.Module) -> nn.Module:
-        """What scores batches without gradients: in stage 3 DeepSpeed's engine, which gathers the weights."""
+        """The module that scores batches without gradients: in stage 3 DeepSpeed's engine, which gathers weights."""
         return model if self.stage == 3 else super().scorer(model)
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
-        """The norm `[]` of the gradient over all shards, infinite also for NaN; the update itself scales gradients."""
+        """The norm `[]` of the gradient over all shards; NaN counts as infinite. The update itself clips it."""
         zero = self._engine.optimizer
         return combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
 
     def gradient(self, weight: nn.Parameter) -> Tensor | None:
-        """The whole gradient of a weight; all processes have to ask for it."""
+        """The whole gradient of a weight; all processes have to call this together."""
         return deepspeed.utils.safe_get_full_grad(weight)
 
     def training_tensors(
         self, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None
     ) -> dict[str, Tensor]:
-        """The whole tensors that fall to this process, in the memory of the CPU."""
+        """The tensors that this process writes into a checkpoint, in one piece and in the memory of the CPU."""
         return ZeroState(self._engine).collect()
 
     def load_tensors(self, folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> None:
-        """Restores what any engine's `training_tensors` were; each file is read by one process."""
+        """Restores the `training_tensors` that were written into `folder`, by whichever engine.
+
+        One process reads each tensor and sends it to the others.
+        """
         ZeroState(self._engine).restore(folder)
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -105,16 +108,16 @@ class ZeroEngine(Engine):
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items()}
 
     def sharding(self) -> str:
-        """What a process holds, for the terminal."""
+        """What a process holds, in words for the terminal."""
         shared = ("optimizer state", "gradients and optimizer state", "weights, gradients and optimizer state")
         return f"{shared[self.stage - 1]} in {self.accelerator.num_processes} shards"
 
     def _config(self, elements: int) -> dict[str, Any]:
-        """DeepSpeed's configuration for a model of so many elements."""
+        """DeepSpeed's configuration for a model whose weights have `elements` elements."""
         bucket = min(BUCKET_ELEMENTS, elements)
         return {
             "train_micro_batch_size_per_gpu": self.arguments.batch_size,
-            # Where an update ends, `accumulating` says.
+            # `accumulating` tells DeepSpeed which backward pass ends an update.
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.arguments.max_grad_norm,
             "zero_allow_untested_optimizer": True,
@@ -124,16 +127,16 @@ class ZeroEngine(Engine):
                 "allgather_bucket_size": bucket + bucket % 2,
                 "stage3_prefetch_bucket_size": bucket // 2,
                 "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
-                # It would replace `torch.nn.functional.linear` for whatever else the process does.
+                # With it DeepSpeed replaces `torch.nn.functional.linear` in the whole process.
                 "memory_efficient_linear": False,
             },
         }
 
 
 class ZeroOptimizer(Optimizer):
-    """DeepSpeed's optimizer under the interface of torch's.
+    """DeepSpeed's optimizer with the interface of torch's.
 
-    Its weights are shards, so its groups and states are DeepSpeed's own; `ZeroState` names what they hold.
+    Its groups and states are DeepSpeed's own and hold shards of weights; `ZeroState` knows which.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -141,7 +144,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups, whose learning rates the next update reads."""
+        """DeepSpeed's groups; the next update uses the learning rates in them."""
         return self.engine.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -149,15 +152,15 @@ class ZeroOptimizer(Optimizer):
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of an update that is left out; a step drops them itself."""
+        """Drops the gradients of an update that is skipped; `step` drops those of an update that is made."""
         zero = self.engine.optimizer
         zero.zero_grad()
         if not self.engine.zero_optimization_partition_weights():
-            # What stages 1 and 2 have averaged over processes; stage 3 overwrites it.
+            # Gradients that stages 1 and 2 have averaged over processes; stage 3 overwrites its own.
             zero.averaged_gradients.clear()
 
 
 def leave_kernels_alone() -> None:
-    """Keeps DeepSpeed from compiling an operator for inference when a run starts, and from telling all that it does."""
+    """Keeps DeepSpeed from compiling an operator for inference at the start of a run, and from logging every step."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)

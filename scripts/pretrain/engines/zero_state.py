@@ -1,7 +1,7 @@
-"""Where DeepSpeed keeps weights and optimizer state of ZeRO, and how they become whole tensors and shards again.
+"""Gathers DeepSpeed's shards of weights and optimizer state into whole tensors, and splits such tensors into shards.
 
-The names are those of `outputs/training_state.py`, so that checkpoints of all engines are one format. DeepSpeed's own
-checkpoints are pickled, and tied to the number of processes.
+Tensors have the names of `outputs/training_state.py`, so that checkpoints of all engines have one format. DeepSpeed's
+own checkpoints are pickled, and tied to the number of processes.
 """
 
 import math
@@ -19,18 +19,18 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from ...common.errors import UserError
 from ..outputs.training_state import OPTIMIZER, WEIGHTS, failures_as_raised, stored_sizes, weights_of
 
-# What the optimizer keeps of a group of weights in one number.
+# The optimizer's state of a weight that is a single number, shared by all weights of a group.
 COUNT = "step"
 
 
 class Piece(NamedTuple):
-    """What one process holds of a weight.
+    """The part of a weight that this process holds.
 
     Attributes:
-        flat: the float32 tensor `[n]` that the optimizer updates, with pieces of other weights and padding.
-        place: where the piece begins in it.
-        start: where the piece begins in the weight's elements, taken in a row.
-        length: its elements; zero if other processes hold all of the weight.
+        flat: the float32 tensor `[n]` that the optimizer updates; it also has pieces of other weights, and padding.
+        place: where the piece begins in `flat`.
+        start: where the piece begins in the flattened weight.
+        length: number of elements; zero if other processes hold all of the weight.
     """
 
     flat: Tensor
@@ -39,12 +39,12 @@ class Piece(NamedTuple):
     length: int
 
     def of(self, held: Tensor) -> Tensor:
-        """The part `[length]` of `flat`, or of a tensor like it, that belongs to the weight."""
+        """The weight's part `[length]` of `held`, which is `flat` or has its layout, as the optimizer's state has."""
         return held.detach()[self.place : self.place + self.length]
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint: a weight or a buffer, or what the optimizer keeps of a weight under the name `kept`."""
+    """A tensor of a checkpoint: a weight or a buffer, or the optimizer's state of a weight with the name `kept`."""
 
     tensor: Tensor
     kept: str | None = None
@@ -62,10 +62,10 @@ class ZeroState:
         self.pieces = dict(self._sharded_pieces() if self.shards_weights else self._flat_pieces())
 
     def collect(self, prefix: str = "", *, owners: int | None = None) -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, in one piece on the CPU, each on one process.
+        """The tensors whose names begin with `prefix`, in one piece on the CPU; each process gets some of them.
 
         Args:
-            owners: how many processes get some of them; all when not given.
+            owners: how many processes get tensors, in turn; all by default.
         """
         collected: dict[str, Tensor] = {}
         entries = {name: entry for name, entry in self._entries().items() if name.startswith(prefix)}
@@ -77,10 +77,10 @@ class ZeroState:
         return collected
 
     def restore(self, folder: Path) -> None:
-        """Puts the tensors of a checkpoint in their places; one process reads each of them and sends it to the others.
+        """Restores the tensors of a checkpoint; one process reads each of them and sends it to the others.
 
         Raises:
-            UserError: weights that are updated together were not always.
+            UserError: weights that DeepSpeed updates together have been updated a different number of times.
         """
         reader = HuggingFaceStorageReader(str(folder))
         sizes = stored_sizes(reader)
@@ -101,7 +101,7 @@ class ZeroState:
         self._use_weights()
 
     def _flat_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Stages 1 and 2: the weights of a group in a row are cut into as many equal parts as there are processes."""
+        """Stages 1 and 2: all weights of a group end to end are cut into one equal part for each process."""
         for flat, weights in zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True):
             for weight in weights:
                 found = weight._hp_mapping
@@ -112,7 +112,7 @@ class ZeroState:
                     yield weight, Piece(flat, here.start, there.start, here.numel)
 
     def _sharded_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Stage 3: each weight is cut into as many equal parts as there are processes; the last may be padded."""
+        """Stage 3: each weight is cut into one equal part for each process; the last may be padded."""
         for flat, weights in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
             for weight in weights:
                 _, place, size = self.zero.grad_position[self.zero.get_param_id(weight)]
@@ -122,7 +122,7 @@ class ZeroState:
     def _entries(self) -> dict[str, Entry]:
         """All tensors of a checkpoint by name."""
         weights = dict(self.module.named_parameters())
-        # A `state_dict` has tensors that share the weights' memory, and are not those that pieces are known of.
+        # `weights_of` returns detached tensors, but the keys of `pieces` are the parameters themselves.
         entries = {WEIGHTS + name: Entry(weights.get(name, held)) for name, held in weights_of(self.module).items()}
         for name, weight in ((name, weight) for name, weight in weights.items() if weight in self.pieces):
             kept = self.state.get(self.pieces[weight].flat, {})
@@ -130,7 +130,7 @@ class ZeroState:
         return entries
 
     def _gather(self, entry: Entry, owner: int) -> Tensor:
-        """The whole tensor on the process `owner`, and anything elsewhere."""
+        """The whole tensor on the process `owner`; on other processes the content of the result is undefined."""
         if entry.tensor not in self.pieces:
             return entry.tensor.detach()
         piece = self.pieces[entry.tensor]
@@ -139,12 +139,12 @@ class ZeroState:
         held = piece.flat if entry.kept is None else self.state[piece.flat][entry.kept]
         whole = held.new_zeros(math.prod(shape_of(entry.tensor)))
         whole[piece.start : piece.start + piece.length] = piece.of(held)
-        # As integers, each sum is of one number and zeros, which keeps the sign of a zero too.
+        # Each element is summed from one process's value and zeros. Sums of integers keep its bits, even of -0.0.
         dist.reduce(whole.view(torch.int32), owner)
         return whole.view(shape_of(entry.tensor))
 
     def _put(self, name: str, entry: Entry, whole: Tensor) -> None:
-        """Copies this process's piece of a whole tensor to where it belongs."""
+        """Copies this process's piece of the tensor `whole` into the weight, the buffer or the optimizer's state."""
         if entry.tensor not in self.pieces:
             entry.tensor.detach().copy_(whole)
             return
@@ -156,7 +156,7 @@ class ZeroState:
         piece.of(held).copy_(whole.flatten()[piece.start : piece.start + piece.length])
 
     def _put_count(self, name: str, state: dict[str, Tensor], count: Tensor) -> None:
-        """Sets how often a group has been updated, which DeepSpeed counts for all of its weights together."""
+        """Sets how often a group has been updated; DeepSpeed has one count for all weights of a group."""
         if int(state[COUNT]) not in (0, int(count)):
             raise UserError(
                 f"{name} of the checkpoint is {int(count)}, and {int(state[COUNT])} for another weight that DeepSpeed "
@@ -165,7 +165,7 @@ class ZeroState:
         state[COUNT].copy_(count)
 
     def _begin_states(self, names: Iterable[str]) -> None:
-        """Gives each group zeros for what `names` say that the optimizer keeps of its weights."""
+        """Creates the optimizer's states that the checkpoint's `names` list, as zeros."""
         weights = dict(self.module.named_parameters())
         for stored in names:
             if stored.startswith(OPTIMIZER):
@@ -174,12 +174,12 @@ class ZeroState:
                 self.state[flat][what] = self._zero_count(flat) if what == COUNT else torch.zeros_like(flat.detach())
 
     def _zero_count(self, flat: Tensor) -> Tensor:
-        """A count of updates where the optimizer wants it: beside the weights if it is fused."""
+        """A count of updates `[]` on the device where the optimizer expects it: that of the weights if it is fused."""
         is_fused = any(group.get("fused") for group in self.zero.param_groups)
         return torch.zeros((), device=flat.device if is_fused else "cpu")
 
     def _use_weights(self) -> None:
-        """Lets the model compute with the weights that the optimizer has."""
+        """Copies the optimizer's float32 weights into those that the model computes with."""
         if not self.shards_weights:
             self.zero.update_lp_params()
             return
@@ -190,5 +190,5 @@ class ZeroState:
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
-    """The shape of a tensor in one piece."""
+    """The shape that a tensor has in one piece; `ds_shape` is DeepSpeed's record of it for a sharded weight."""
     return getattr(tensor, "ds_shape", tensor.shape)

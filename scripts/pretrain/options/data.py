@@ -1,4 +1,4 @@
-"""Options of a run that say what is read, and how it is packed into sequences."""
+"""Options of a run about its data: what is read, and how it is packed into sequences."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,18 +20,18 @@ class DataOptions:
     mixture: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "several sources in place of dataset: a name for each with its dataset, its weight or epochs, and "
-            "perhaps max_epochs; a mapping in YAML, JSON on the command line"
+            "help": "several sources instead of dataset: for each name its dataset, its weight or its epochs, and "
+            "optionally max_epochs; a mapping in YAML, JSON on the command line"
         },
     )
     streaming: bool = field(
         default=False, metadata={"help": "read and tokenize the dataset while the run trains, instead of before"}
     )
     shuffle_buffer: int = field(
-        default=4096, metadata={"help": "sequences of a stream that are shuffled among each other"}
+        default=4096, metadata={"help": "with streaming: sequences in a block, in which they are shuffled"}
     )
     skip_sequences: int = field(
-        default=0, metadata={"help": "sequences to pass over first, such as those that the parent has read"}
+        default=0, metadata={"help": "sequences to pass over at the start, such as those that init_from has read"}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "configuration name of a Hub dataset"})
     train_split: str = field(default="train", metadata={"help": "split of a Hub dataset to train on"})
@@ -46,28 +46,28 @@ class DataOptions:
 
     chat_column: str | None = field(
         default=None,
-        metadata={"help": "column of conversations to train on; only what the assistant says is then a target"},
+        metadata={"help": "column of conversations to train on; only what the assistant says is then predicted"},
     )
     chat_template: str | None = field(
         default=None,
         metadata={
-            "help": "file with the chat template, in Jinja, saved with the model; if not given: the tokenizer's own, "
-            "or one that ships"
+            "help": "file with the chat template (Jinja), which is saved with the model; by default the tokenizer's "
+            "own, or the one of this package"
         },
     )
 
     tokenizer: str | None = field(
         default=None,
-        metadata={"help": "bpe (train one on the data), a folder or a Hub name; if not given: init_from, or bpe"},
+        metadata={"help": "bpe (train one on the data), a folder or a Hub name; by default that of init_from, or bpe"},
     )
-    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer that bpe trains"})
+    vocab_size: int = field(default=8192, metadata={"help": "vocabulary size of a tokenizer that bpe trains"})
 
     tokenizer_workers: int = field(
-        default=0, metadata={"help": "processes that tokenize; 0 leaves it to the tokenizer"}
+        default=0, metadata={"help": "processes that tokenize; 0 tokenizes in the main process"}
     )
     token_cache: str | None = field(
         default=None,
-        metadata={"help": "folder of tokenized data that runs share, and from which interrupted tokenizing goes on"},
+        metadata={"help": "folder where runs share tokenized data, and where interrupted tokenizing continues"},
     )
 
     sequence_length: int = field(default=256, metadata={"help": "tokens in each packed sequence"})
@@ -78,26 +78,26 @@ class DataOptions:
     packing: Packing = field(
         default="concatenate",
         metadata={
-            "help": "concatenate documents and cut; best_fit: few documents are cut, and there is padding; or anchor: "
-            "as concatenate, and all documents of a sequence share their first token"
+            "help": "how documents fill sequences: concatenate (end to end, cut anywhere), best_fit (few documents are "
+            "cut, with some padding) or anchor (as concatenate, but documents of a sequence share their first token)"
         },
     )
 
     position_sampling: PositionSampling | None = field(
         default=None,
         metadata={
-            "help": "train on random positions that rise: jitter (steps of random width, 1 in the mean) or subset "
-            "(some of the position_limit positions); validation has ordinary ones"
+            "help": "train with random ascending positions: jitter (random steps of mean 1) or subset (a random choice "
+            "of the positions below position_limit); validation has ordinary positions"
         },
     )
     position_limit: int | None = field(
-        default=None, metadata={"help": "what sampled positions stay below; sequence_length if not given"}
+        default=None, metadata={"help": "sampled positions are below this; sequence_length by default"}
     )
 
     carry_memory: bool = field(
         default=False,
         metadata={
-            "help": "read the corpus as streams, one for each sequence of an update, and carry the model's memory from "
-            "update to update; for models that have one (rcmha)"
+            "help": "read the data as parallel streams, one for each sequence of an update, and carry the model's "
+            "memory from update to update; for models that have a memory (rcmha)"
         },
     )

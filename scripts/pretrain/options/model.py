@@ -1,10 +1,10 @@
-"""Options of a run that say which model is trained."""
+"""Options of a run about its model: which one is trained, from which weights, and to predict what."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ObjectiveName = Literal["causal_lm", "masked_lm"]
-# What losses are measured in.
+# The unit of the loss of each objective.
 LOSS_UNITS = {"causal_lm": "nats per token", "masked_lm": "nats per masked token"}
 
 
@@ -14,14 +14,14 @@ class ModelOptions:
 
     objective: ObjectiveName = field(
         default="causal_lm",
-        metadata={"help": "what is predicted: causal_lm (the next token) or masked_lm (hidden ones; for encoders)"},
+        metadata={"help": "what is predicted: causal_lm (the next token) or masked_lm (masked tokens; for encoders)"},
     )
     model_type: str | None = field(
         default=None,
-        metadata={"help": "architecture to train from scratch; when not given dcformer, for masked_lm dcmodernbert"},
+        metadata={"help": "architecture to train from scratch; dcformer by default, dcmodernbert for masked_lm"},
     )
     model_size: str | None = field(
-        default=None, metadata={"help": "named size of the architecture; tiny when not given and it has sizes"}
+        default=None, metadata={"help": "named size of the architecture; tiny by default, if it has named sizes"}
     )
     model_config: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "changes to the configuration: a mapping in YAML, JSON on the command line"}
@@ -30,5 +30,5 @@ class ModelOptions:
         default=None, metadata={"help": "checkpoint folder or Hub name to continue from, instead of fresh weights"}
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "attention implementation; the model's default when not given"}
+        default=None, metadata={"help": "attention implementation; by default the best one for model and device"}
     )

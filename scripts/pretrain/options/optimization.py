@@ -1,4 +1,4 @@
-"""Options of a run that say how updates are made."""
+"""Options of a run about its updates: how many there are, of what, and how large they are."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,13 +13,13 @@ class OptimizationOptions:
 
     batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass of one process"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes that make one update"})
-    max_steps: int | None = field(default=None, metadata={"help": "updates to make; give this or epochs"})
+    max_steps: int | None = field(default=None, metadata={"help": "number of updates; give this or epochs"})
     epochs: float | None = field(
-        default=None, metadata={"help": "passes over the data; one when max_steps is not given either"}
+        default=None, metadata={"help": "passes over the data; 1 by default, unless max_steps is given"}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
     composition_learning_rate: float | None = field(
-        default=None, metadata={"help": "peak for the weights that compose heads; learning_rate when not given"}
+        default=None, metadata={"help": "peak for the weights that compose heads; learning_rate by default"}
     )
     freeze_parent_steps: int = field(
         default=0, metadata={"help": "first updates in which only the weights that compose heads learn"}
@@ -38,7 +38,7 @@ class OptimizationOptions:
         default=None,
         metadata={
             "help": "updates of linear warmup, at the start (with init_from too) and when frozen weights begin to "
-            "learn; a fiftieth of all when not given"
+            "learn; a fiftieth of all updates by default"
         },
     )
     weight_decay: float = field(
@@ -47,19 +47,19 @@ class OptimizationOptions:
     optimizer: OptimizerName = field(
         default="adamw",
         metadata={
-            "help": "adamw, or muon: matrices of hidden layers by Muon, with the learning_rate and weight_decay of "
-            "AdamW, and all other weights by AdamW"
+            "help": "adamw, or muon: Muon for matrices of hidden layers and AdamW for all other weights, with the same "
+            "learning_rate and weight_decay"
         },
     )
     muon_momentum: float = field(default=0.95, metadata={"help": "Muon's momentum"})
-    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first moment"})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second moment"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "decay of AdamW's first moment"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "decay of AdamW's second moment"})
     adam_epsilon: float = field(default=1e-8, metadata={"help": "AdamW's epsilon"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
     z_loss: float = field(
         default=0.0,
         metadata={
-            "help": "adds so much times the square of log Z, the logarithm of the softmax's sum, to each target's loss"
+            "help": "factor of the z-loss, the squared log of the softmax's denominator, in the loss of each target"
         },
     )
     ema_decay: float | None = field(
@@ -69,8 +69,8 @@ class OptimizationOptions:
     base_width: int | None = field(
         default=None,
         metadata={
-            "help": "hidden size of the model whose learning rate is given; initial weights and rates of a wider model "
-            "are scaled so that it has the same best one (muP)"
+            "help": "muP: hidden size for which learning_rate was chosen; initial weights and learning rates of a "
+            "wider model are scaled so that the same learning_rate suits it"
         },
     )
     length_warmup_steps: int = field(
@@ -78,5 +78,5 @@ class OptimizationOptions:
     )
     shortest_length: int | None = field(
         default=None,
-        metadata={"help": "length of these in the first update; an eighth of sequence_length when not given"},
+        metadata={"help": "length warmup: sequence length in the first update; sequence_length / 8 by default"},
     )

@@ -45,10 +45,10 @@ NOT_NEGATIVE = (
     "z_loss",
     "length_warmup_steps",
 )
-# Smaller numbers are zero, or nearly, in float32: a weight without a gradient would be divided by them.
+# Smaller numbers are zero, or nearly, in float32, and AdamW divides by epsilon alone where a gradient is zero.
 SMALLEST_EPSILON = 1e-37
 FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
-# With a decay of 1, averages never take anything in.
+# A moving average with a decay of 1 never changes.
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
@@ -70,13 +70,13 @@ CHOICES = {
 
 @dataclass(kw_only=True)
 class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptions):
-    """All options of a run, each of which has its range."""
+    """All options of a run, and the check of their ranges."""
 
     def check_ranges(self) -> None:
         """Refuses values that no run can have.
 
         Raises:
-            UserError: there is one; the message names the option, the value and its limit.
+            UserError: an option has such a value; the message names the option, the value and its limit.
         """
         self._check_limits()
         for name in POSITIVE:
@@ -100,7 +100,7 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
             require(value is None or value in choices, name, value, f"one of {choices}")
 
     def _check_limits(self) -> None:
-        """Refuses missing values, and numbers that nothing can compute with."""
+        """Refuses missing values, and numbers too large for any computation."""
         for argument in fields(self):
             name, value = argument.name, getattr(self, argument.name)
             require(value is not None or argument.default is None, name, value, "given, or left out")
@@ -115,5 +115,5 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
 
 
 def _is_writable_name(path: str) -> bool:
-    """Whether libraries in Rust, which know paths in UTF-8 alone, can write there."""
+    """Whether libraries written in Rust, which need paths in UTF-8, can write there."""
     return "\0" not in path and path == path.encode("utf-8", "replace").decode()

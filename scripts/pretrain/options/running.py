@@ -1,4 +1,4 @@
-"""Options of a run that say where it runs, what it writes, and what it does when something goes wrong."""
+"""Options of a run about its execution: where it runs, what it writes, and what it does when something goes wrong."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,16 +23,16 @@ class RunningOptions:
         default=None,
         metadata={
             "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard), hsdp (shards in a "
-            "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); ddp when neither this nor "
-            "`accelerate launch` says"
+            "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); by default what `accelerate launch` "
+            "is configured for, or ddp"
         },
     )
     shard_processes: int | None = field(
-        default=None, metadata={"help": "hsdp: processes that share a replica; those of a machine when not given"}
+        default=None, metadata={"help": "hsdp: processes that share a replica; by default those of one machine"}
     )
     gradient_checkpointing: bool = field(
         default=False,
-        metadata={"help": "save memory: recompute a layer in its backward pass, all but the outputs of its attention"},
+        metadata={"help": "save memory: recompute each layer in the backward pass, except the output of its attention"},
     )
     compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
     dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
@@ -40,17 +40,19 @@ class RunningOptions:
     on_bad_update: BadUpdateChoice = field(
         default="stop",
         metadata={
-            "help": "at a loss or gradient that is not finite, or a spike: stop; skip the update; or rollback to the "
-            "newest checkpoint and leave out the data since then"
+            "help": "what to do if the loss or a gradient is not finite, or the loss is a spike: stop, skip the "
+            "update, or rollback (go back to the newest checkpoint and leave out the data read since then)"
         },
     )
     spike_threshold: float | None = field(
         default=None,
         metadata={
-            "help": "a loss that many standard deviations above the mean of the last 100 is a spike; none if not given"
+            "help": "a loss this many standard deviations above the mean of the last 100 is a spike; by default none is"
         },
     )
-    max_bad_updates: int = field(default=10, metadata={"help": "bad updates after which skip and rollback stop, too"})
+    max_bad_updates: int = field(
+        default=10, metadata={"help": "with skip and rollback: stop after more bad updates than this"}
+    )
 
     trackers: list[Tracker] = field(
         default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
@@ -58,19 +60,21 @@ class RunningOptions:
     sweep: str | None = field(
         default=None,
         metadata={
-            "help": "make several runs below output that differ in one number, NAME=FIRST:LAST:COUNT like "
-            "lr=1e-4:1e-2:7, and draw their validation losses"
+            "help": "make several runs in folders below output that differ in one number, and plot their validation "
+            "losses; NAME=FIRST:LAST:COUNT, such as lr=1e-4:1e-2:7"
         },
     )
     sweep_workers: int = field(
-        default=1, metadata={"help": "runs of a sweep at the same time, each in a process of its own"}
+        default=1, metadata={"help": "runs of a sweep that are made at the same time, each in a process of its own"}
     )
     dry_run: bool = field(
-        default=False, metadata={"help": "print parameters, operations, memory, time and cost of the run, and end"}
+        default=False, metadata={"help": "train nothing; print parameters, FLOPs, memory, time and cost of the run"}
     )
-    on: str = field(default="h100:1", metadata={"help": "GPU and their number that a dry run is about, like h100:64"})
+    on: str = field(
+        default="h100:1", metadata={"help": "dry_run: kind and number of GPUs to estimate for, such as h100:64"}
+    )
     price_per_gpu_hour: float | None = field(
-        default=None, metadata={"help": "what an hour of one GPU costs, for the sum that a dry run prints"}
+        default=None, metadata={"help": "dry_run: price of one GPU for an hour, to print the cost of the run"}
     )
 
     log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
@@ -82,11 +86,11 @@ class RunningOptions:
     )
     save_in_background: bool = field(
         default=False,
-        metadata={"help": "go on training while a checkpoint is written, from a copy in the memory of the CPU"},
+        metadata={"help": "copy checkpoints to the memory of the CPU, and go on training while they are written"},
     )
     max_seconds: float | None = field(
         default=None,
-        metadata={"help": "stop after the update in which this time since the start is over, with a checkpoint"},
+        metadata={"help": "save a checkpoint and stop after the update during which the run has lasted this long"},
     )
     keep_checkpoints: int = field(default=3, metadata={"help": "newest checkpoints to keep; 0 keeps all"})
     resume: str = field(

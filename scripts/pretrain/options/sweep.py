@@ -1,4 +1,4 @@
-"""What `--sweep` means: one number that runs differ in, and its values."""
+"""The option `--sweep`: the number in which the runs of a sweep differ, and its values."""
 
 import math
 import re
@@ -17,8 +17,8 @@ class Sweep:
     """Values of one option, ascending by equal factors.
 
     Attributes:
-        name: of the option.
-        values: at least two.
+        name: name of the option.
+        values: two values or more.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Sweep:
         if not (0 < first < last and last / first < math.inf and 2 <= count <= MOST_RUNS):
             raise UserError(f"sweep={text} must go up from a positive number, in 2 to {MOST_RUNS} runs")
         exact = (first * (last / first) ** (index / (count - 1)) for index in range(count))
-        # Rounded as a user would write them: the names of folders and the line for the recipe say them.
+        # Rounded to what a user would write, because names of folders and messages contain them.
         values = tuple(float(f"{value:.3g}") for value in exact)
         if len(set(values)) < count:
             raise UserError(f"sweep={text} has values that are equal to three digits; make fewer runs, or go further")
