@@ -127,7 +127,7 @@ class Guard:
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         if not saved:
             raise UserError(
-                f"update {before.step + 1} is bad, and there is no checkpoint to roll back to; start a new run with a "
+                f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to; start anew with a "
                 "smaller save_every, or give on_bad_update: skip"
             )
         progress = checkpoint.load(self.engine, saved[-1], model, optimizer, memory, average)

@@ -1,4 +1,4 @@
-"""What a run is made of, checked before anything in the output folder changes."""
+"""Builds and checks all parts of a run before anything in the output folder changes."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from .outputs.checkpoint import Fingerprint, describe_changes, read_state
 from .outputs.run_folder import RunFolder
 from .schedule import RateSchedule, build_schedule
 
-# Settings that decide the loss curve: a run resumes only with the ones that it began with.
+# Settings that decide the loss curve, so that a run can be resumed only if they are the same.
 FIXED_SETTINGS = (
     "objective",
     "mixture",
@@ -62,7 +62,7 @@ UNRELATED_FIELDS = ("transformers_version", "architectures", "dtype", "_name_or_
 
 @dataclass
 class Plan:
-    """Data, model and schedule of a run, and the fingerprint by which a checkpoint recognizes the run."""
+    """Data, model and schedule of a run, and the fingerprint that shows whether a checkpoint is of the same run."""
 
     source: Source
     tokenizer: PreTrainedTokenizerBase
@@ -96,7 +96,7 @@ def build_plan(
     """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
 
     Args:
-        on_meta: give the model shapes alone, for it gets its weights from another process.
+        on_meta: build the model on the meta device; the engine sends it the weights of another process.
 
     Raises:
         UserError: data, model and arguments do not fit each other.
@@ -122,9 +122,9 @@ def build_plan(
 
 
 def pass_length(order: TrainingOrder, sequences: int, resume_from: Path | None) -> float:
-    """How many sequences a run of one epoch reads; if it resumes, as many as when it began.
+    """How many sequences a run of one epoch reads; a run that resumes reads as many as when it began.
 
-    Runs of earlier versions have not stored that, and took all `sequences` once, whatever the epochs of the sources.
+    Checkpoints of earlier versions lack this number. Their runs read all `sequences` once, whatever the `epochs`.
     """
     if resume_from is None:
         return order.pass_length
@@ -132,15 +132,15 @@ def pass_length(order: TrainingOrder, sequences: int, resume_from: Path | None) 
 
 
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:
-    """Refuses a run that would read a source more often than the user allows.
+    """Refuses a run that would read a source more often than its `max_epochs`.
 
-    The last update of a run that is given in epochs is filled up, and does not count.
+    The last update of a run whose length is given in epochs is filled with sequences beyond them, so it is not counted.
 
     Raises:
-        UserError: it would.
+        UserError: the run would read a source more often.
     """
     sources = arguments.sources
-    single = next(iter(sources.values()))  # its passes bear no name
+    single = next(iter(sources.values()))  # a single source is not called by its name in `passes`
     for name, passes in order.passes(max_steps if arguments.max_steps else max_steps - 1).items():
         source = sources.get(name, single)
         if source.max_epochs is not None and passes > source.max_epochs:
@@ -151,7 +151,7 @@ def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: 
 
 
 def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segments: int) -> CarriedMemory:
-    """What the model carries from update to update along streams of `segments` segments each, if it carries memory."""
+    """The memory that the model carries along streams of `segments` segments each, or none."""
     if arguments.carry_memory:
         return StreamMemory(config, arguments.gradient_accumulation_steps, segments)
     return NoMemory()
@@ -160,7 +160,7 @@ def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segment
 def build_fingerprint(
     arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: RateSchedule, order: TrainingOrder
 ) -> Fingerprint:
-    """What must not change between saving a checkpoint and resuming from it, in values that survive JSON."""
+    """The values that must not change between saving a checkpoint and resuming from it, as JSON would store them."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
     settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS}
     fingerprint = {
@@ -175,7 +175,7 @@ def build_fingerprint(
 
 
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:
-    """What is about to happen, for the terminal."""
+    """A summary of the run that is about to begin, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
     parameters, passes = count_parameters(plan.model), plan.order.passes(plan.schedule.max_steps)
     return "\n".join(
@@ -196,7 +196,7 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
 
 
 def sharing_of(arguments: PretrainArguments, engine: Engine) -> dict[str, Any]:
-    """How the processes share an update: what may change when a run resumes, and is told then."""
+    """How the processes share an update. This may change when a run is resumed; the terminal then says so."""
     return {
         "engine": engine.name,
         "processes": engine.accelerator.num_processes,

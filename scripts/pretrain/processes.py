@@ -1,4 +1,4 @@
-"""Work that one process or all of them do, so that a user's mistake in one of them ends all in the same way."""
+"""Runs work on one process or on all; an error in one of them then ends all processes in the same way."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from ..common.errors import UserError, first_line
 
 Value = TypeVar("Value")
 
-# What stands in errors of libraries that do not raise `OSError`: those written in Rust, and torch's writer, which does
-# not say what the operating system answered.
+# Texts in errors of reading and writing that are not an `OSError`: those of libraries written in Rust, and those of
+# torch's writer, which do not say what the operating system answered.
 RUST_ANSWER = "(os error "
 TORCH_WRITER = ("iostream", "inline_container")
 
@@ -46,7 +46,7 @@ def on_all(output: Path, work: Callable[[], Value]) -> Value:
 
 
 def attempt(work: Callable[[], Value], output: Path) -> tuple[Value | None, UserError | None]:
-    """What `work` returns, or its `UserError`."""
+    """The value of `work()` and None, or None and the `UserError` that it raised."""
     try:
         with disk_errors_explained(output):
             return work(), None
@@ -56,7 +56,7 @@ def attempt(work: Callable[[], Value], output: Path) -> tuple[Value | None, User
 
 @contextmanager
 def disk_errors_explained(output: Path) -> Iterator[None]:
-    """Turns what a full disk, or a folder that cannot be written, makes the block raise into a `UserError`."""
+    """Turns errors of reading or writing in the block, such as those of a full disk, into a `UserError`."""
     try:
         yield
     except UserError:
@@ -73,7 +73,7 @@ def disk_errors_explained(output: Path) -> Iterator[None]:
 
 
 def _answer_of_the_disk(error: Exception) -> str | None:
-    """Why reading or writing failed, if that is what the error is about."""
+    """Why reading or writing failed; None if the error is about something else."""
     if isinstance(error, OSError):
         return error.strerror or first_line(error)
     if RUST_ANSWER in str(error):

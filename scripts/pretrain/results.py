@@ -1,4 +1,4 @@
-"""What a run ends with, for other programs: `result.json` and the value that `pretrain` returns."""
+"""The result of a run, for other programs: `result.json` and the value that `pretrain` returns."""
 
 import dataclasses
 import statistics
@@ -28,15 +28,16 @@ class Result:
         objective: what was predicted.
         parameters, non_embedding_parameters: the latter without token embeddings and output head.
         steps, tokens: updates made, and tokens that they read.
-        train_loss: nats per target token, the mean over the updates of the last line of the training metrics that has
-            one. None if none has: all updates were skipped, or those of another run's checkpoint were all there are.
+        train_loss: nats per target token, from the last line of the training metrics that has a loss, which is a mean
+            over the updates since the line before. None if no line has one: all updates were skipped, or the run began
+            with the last checkpoint of another run and made none.
         validation_loss, perplexity, bits_per_byte: on all held-out text, after the last update, as in `Validation`.
-        validation_targets: the number of tokens that they are about.
+        validation_targets: the number of targets in the held-out text.
         tokens_per_second: median over the training metrics, all processes together, without validation and saving; None
             if there are none.
-        flops_per_second: median of the FLOPs that the model needs, composition included and recomputation not; None for
-            a model that is not of this package.
-        gemm_flops_per_second: of a large matrix product in the dtype of training, measured on the run's devices.
+        flops_per_second: median rate of the FLOPs that the model needs, composition included and recomputation not;
+            None for a model that is not of this package.
+        gemm_flops_per_second: rate of a large matrix product in the dtype of training, measured on the run's devices.
         mfu: model FLOPs utilization, `flops_per_second / gemm_flops_per_second`.
         train_seconds: time spent on updates.
         wall_seconds: time of the whole call; of a resumed run, only the part after resuming.
@@ -67,7 +68,7 @@ class Result:
 
     @property
     def loss_unit(self) -> str:
-        """What the losses are measured in."""
+        """The unit of the losses."""
         return LOSS_UNITS[self.objective]
 
     def summary(self) -> str:

@@ -18,8 +18,8 @@ class RateSchedule:
     `cosine` begins to fall at once. `wsd` (warmup, stable, decay; MiniCPM, arXiv 2404.06395) stays at the peak until
     the last `decay_share` of the updates, in which it falls in a straight line.
 
-    Weights that learn from update `first_step` on follow the same curve, after a warmup of their own: Adam has no
-    moments of them yet, and full steps in the direction of their first gradients would undo what they have learned.
+    Weights that are frozen before update `first_step` follow the same curve from there on, after a warmup of their own:
+    Adam has no moments of them yet, and full steps along their first gradients would undo what they have learned.
     """
 
     peak: float
@@ -48,7 +48,7 @@ class RateSchedule:
 
 
 SCHEDULE_FIELDS = tuple(field.name for field in fields(RateSchedule))
-# What a run that has begun may still be told.
+# Fields that may change after a run has begun, under the conditions of `keeps_past`.
 MAY_COME_LATE = ("max_steps", "decay_share")
 
 
@@ -76,7 +76,10 @@ def build_schedule(arguments: PretrainArguments, pass_length: float, global_batc
 
 
 def group_schedules(schedule: RateSchedule, arguments: PretrainArguments) -> dict[bool, RateSchedule]:
-    """The schedule of weights that compose heads (True) and of all others; the former's own is never frozen."""
+    """The schedules of the weights that compose heads (True) and of all others (False).
+
+    Without True, one schedule is for all weights. Weights that compose heads are never frozen.
+    """
     if not arguments.treats_composition_apart:
         return {False: schedule}
     peak = arguments.composition_learning_rate or schedule.peak
@@ -98,9 +101,9 @@ def prepare_update(optimizer: torch.optim.Optimizer, schedules: Mapping[bool, Ra
 
 
 def keeps_past(stored: Mapping[str, Any], now: Mapping[str, Any], step: int) -> bool:
-    """Whether two fingerprints give the same learning rates to all updates before `step`, and both go on from there.
+    """Whether two fingerprints give the same learning rates to all updates before `step`, and the new run goes further.
 
-    So `wsd`, whose learning rate does not depend on the end until it falls, may be told late when to end.
+    With `wsd` the learning rate depends on the number of updates only once it falls, so that number can change before.
     """
     if any(name not in stored or (name not in MAY_COME_LATE and stored[name] != now[name]) for name in SCHEDULE_FIELDS):
         return False

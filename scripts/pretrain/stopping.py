@@ -1,4 +1,4 @@
-"""Runs that end when the system asks them to: after their current update, with a checkpoint."""
+"""Ends a run after its current update, with a checkpoint, when a signal asks for it or its time is over."""
 
 import math
 import os
@@ -18,16 +18,19 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class StopSignals:
-    """Takes SIGINT, SIGTERM and SIGHUP while the block runs, and knows when the time of the run is over.
+    """Handles SIGINT, SIGTERM and SIGHUP while the block runs, and knows when the time of the run is over.
 
-    The first one is a request that `requested` holds if `finish_updates` was called, and ends the block at once
-    otherwise. A second one has the effect that it had before the block. Signals that the process ignores, as under
-    nohup, stay ignored, and outside the main thread, where Python allows no handlers, signals are left alone.
+    After `finish_updates(True)` the first signal only sets `requested`; before, it ends the block at once. A second
+    signal has the effect that it had before the block. Signals that the process ignores, as under nohup, stay ignored,
+    and outside the main thread, where Python allows no handlers, signals are left alone.
 
     Args:
-        speaks: whether this process tells what it does. Until `finish_updates`, the others are ended by a signal as if
-            this class was not there: they wait for the first one, and cannot react.
-        max_seconds: after which the run is to stop.
+        speaks: whether this is the process that prints messages. The others handle no signals before `finish_updates`:
+            until then they wait for the first process, cannot react, and have to be ended by the signal itself.
+        max_seconds: seconds after which the run should stop; None for no limit.
+
+    Attributes:
+        requested: number of the signal that asked the run to stop, 0 if none has.
     """
 
     def __init__(self, speaks: bool, max_seconds: float | None = None) -> None:
@@ -53,7 +56,7 @@ class StopSignals:
         return self.requested > 0 or time.monotonic() >= self._end
 
     def finish_updates(self, wanted: bool) -> None:
-        """Whether a signal waits in `requested` from now on; with `wanted` false, it ends the block at once again."""
+        """From now on, a signal sets `requested` and the update is finished; with `wanted` false, it ends the block."""
         self._install()
         self._finishes_updates = wanted
 
@@ -77,7 +80,7 @@ class StopSignals:
             return
         self.requested, self._since = number, time.monotonic()
         if not self._finishes_updates:
-            raise StoppedError(number, "no update had been interrupted, and the same command continues the run")
+            raise StoppedError(number, "no update was interrupted, and the same command continues the run")
         if self.speaks:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())
@@ -92,7 +95,7 @@ def heard_signals() -> list[int]:
 
 @contextmanager
 def signals_received(receive: Callable[[int], object]) -> Iterator[list[int]]:
-    """Calls `receive` with the number of each signal that comes while the block runs; yields the list of them.
+    """Calls `receive` with the number of each signal that arrives during the block, and yields the list of numbers.
 
     Signals that this process ignores, as under nohup, stay ignored, and outside the main thread all are left alone.
     """
@@ -111,6 +114,10 @@ def signals_received(receive: Callable[[int], object]) -> Iterator[list[int]]:
 
 
 def ignore_signals(worker: int) -> None:
-    """Lets process `worker` of a data loader live until its run ends, when a signal goes to all processes at once."""
+    """Makes a worker process ignore signals, which reach all processes of a run; the run itself ends its workers.
+
+    Args:
+        worker: the number that a data loader passes to each of its workers; it is not used.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Runs that differ in one number, one after the other or some at a time: `--sweep lr=1e-4:1e-2:7`.
+"""Makes runs that differ in one number, one after the other or several at a time: `--sweep lr=1e-4:1e-2:7`.
 
-Each run has its folder below `output`. The same command goes on where it was interrupted: it resumes the run that had
-begun, and repeats neither those that have ended nor those that have diverged.
+Each run has its folder below `output`. After an interruption the same command continues: it resumes runs that had
+begun, and does not repeat those that have ended or diverged.
 """
 
 import json
@@ -41,9 +41,9 @@ class Outcome:
     """How one run ended.
 
     Attributes:
-        value: of the number that the runs differ in.
-        loss: of the validation after the last update; None if the run diverged.
-        note: what was wrong then.
+        value: the number that is different in each run.
+        loss: the validation loss after the last update; None if the run diverged.
+        note: why it diverged.
     """
 
     value: float
@@ -52,11 +52,14 @@ class Outcome:
 
 
 def run_sweep(arguments: PretrainArguments) -> str:
-    """Makes all runs; writes `sweep.json` and `sweep.png` beside them, and returns the table and the recipe's line.
+    """Makes all runs, and writes `sweep.json` and `sweep.png` beside them.
+
+    Returns:
+        For the terminal: a table of the losses, and the line with the best value for a recipe.
 
     Raises:
         UserError: `output` holds a sweep with other settings, or a run is refused.
-        StoppedError: a signal or `max_seconds` ended it; the same command goes on.
+        StoppedError: a signal or `max_seconds` ended the sweep; the same command continues it.
     """
     sweep, folder, started = Sweep.parse(arguments.sweep or ""), Path(arguments.output), time.monotonic()
     record = folder / "sweep.json"
@@ -74,10 +77,10 @@ def run_sweep(arguments: PretrainArguments) -> str:
 
 
 def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainArguments) -> Iterator[Outcome]:
-    """Makes the runs, in `sweep_workers` processes if that are several; the outcomes come as the runs end.
+    """Makes the runs, with several `sweep_workers` in processes of their own, and yields each outcome as a run ends.
 
     Raises:
-        UserError: a run is refused, or each of the runs has several processes already.
+        UserError: a run is refused, or torchrun has started several processes as well.
         StoppedError: a signal or `max_seconds` ended one of them.
     """
     if arguments.sweep_workers == 1:
@@ -96,7 +99,11 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
 
 
 def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path, started: float) -> Outcome:
-    """Makes, resumes or reads one run; what is left of `max_seconds` since `started` is its limit."""
+    """Makes or resumes one run, or reads its result if it has ended.
+
+    Args:
+        started: when the sweep began; the run may take what is then left of `max_seconds`.
+    """
     output, limit = folder / f"{name}={value:g}", arguments.max_seconds
     if (result := output / "result.json").exists():
         return Outcome(value, json.loads(result.read_text(encoding="utf-8"))["validation_loss"])
@@ -114,10 +121,10 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
 
 
 def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome]:
-    """The runs that an earlier command has ended, by value.
+    """The outcomes that an earlier command has recorded, by value.
 
     Raises:
-        UserError: its settings were others.
+        UserError: the earlier command had other settings.
     """
     if not record.exists():
         return {}
@@ -134,14 +141,14 @@ def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome
 
 
 def best_of(outcomes: list[Outcome]) -> Outcome:
-    """The run of least loss.
+    """The run with the lowest loss.
 
     Raises:
         UserError: all have diverged.
     """
     best = min(outcomes, key=lambda outcome: math.inf if outcome.loss is None else outcome.loss)
     if best.loss is None:
-        raise UserError(f"all {len(outcomes)} runs of the sweep have diverged: {best.note}")
+        raise UserError(f"all {len(outcomes)} runs of the sweep have diverged: {best.note}; sweep other values")
     return best
 
 
@@ -154,7 +161,7 @@ def table(sweep: Sweep, outcomes: list[Outcome]) -> list[str]:
 
 
 def recipe_line(sweep: Sweep, outcomes: list[Outcome]) -> str:
-    """The line to put into the recipe; it says where the best value lies at an end of the sweep."""
+    """The line with the best value for a recipe, and a warning if the best value is at an end of the sweep."""
     best, values = best_of(outcomes), sweep.values
     line = (
         f"{sweep.name}: {best.value:g}  # validation loss {best.loss:.4f}, best of {len(values)} from {values[0]:g} to "
@@ -165,7 +172,7 @@ def recipe_line(sweep: Sweep, outcomes: list[Outcome]) -> str:
 
 
 def draw(sweep: Sweep, outcomes: list[Outcome], path: Path) -> None:
-    """Draws the validation loss over the number; runs that diverged are crosses at the upper edge."""
+    """Plots the validation loss over the swept number; runs that diverged are crosses at the upper edge."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Runs of a sweep at the same time, each in a process of its own."""
+"""Makes several runs of a sweep at the same time, each in a process of its own."""
 
 import multiprocessing
 import os
@@ -18,11 +18,11 @@ THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
 class Job(NamedTuple, Generic[Answer]):
-    """What one process does.
+    """The work of one process.
 
     Attributes:
-        work: what it calls, which has to be picklable, as its answer does.
-        log: the file that gets all it prints.
+        work: the function that it calls; the function and its return value, the answer, must be picklable.
+        log: the file to which everything that it prints is redirected.
     """
 
     work: Callable[[], Answer]
@@ -30,7 +30,12 @@ class Job(NamedTuple, Generic[Answer]):
 
 
 class Place(NamedTuple):
-    """A process that works, and where its answer comes from."""
+    """A running process, the job that it does, and the pipe that its answer comes from.
+
+    Attributes:
+        number: the place of the process among those that run at the same time, counted from 0.
+        name: the name of its job.
+    """
 
     number: int
     name: float
@@ -39,10 +44,10 @@ class Place(NamedTuple):
 
 
 def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[float, Answer]]:
-    """Makes the jobs, `at_once` of them at a time, and yields each answer with the job's name as soon as it is there.
+    """Runs the jobs, `at_once` of them at a time, and yields the name and the answer of each job that ends.
 
-    A signal goes to all processes. When one of them was stopped or has failed, no other begins; those that work are
-    waited for.
+    A signal is passed on to all processes. After a job was stopped or has failed, no further job begins, and those that
+    run are waited for.
 
     Raises:
         StoppedError: a job was stopped, or this process was asked to stop.
@@ -55,7 +60,7 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
             if waiting and free and not failures and not requested:
                 name = waiting.pop(0)
                 working.append(start(free[0], at_once, name, jobs[name]))
-                if requested:  # while it was started, so that it did not hear of it
+                if requested:  # the signal came while the process was started, so it has not got it
                     pass_on(requested[0], working[-1:])
                 continue
             ready = wait([place.answers for place in working])
@@ -74,7 +79,7 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
 
 
 def start(number: int, at_once: int, name: float, job: Job[Any]) -> Place:
-    """Starts a job in the place `number` of `at_once`, with its share of cores, and of GPUs if there are several."""
+    """Starts a process for a job, with a share of the cores, and with one GPU if there are several."""
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(job, ending))
@@ -85,9 +90,10 @@ def start(number: int, at_once: int, name: float, job: Job[Any]) -> Place:
 
 
 def share_of(number: int, at_once: int, variables: Mapping[str, str], cores: int) -> dict[str, str]:
-    """The variables of the environment that give the place `number` of `at_once` its threads and its GPU.
+    """Environment variables that give process `number` of `at_once` its number of threads and its GPU.
 
-    What `variables` say about threads stays. GPUs are those that they name, or, unless they hide them, by number.
+    A number of threads in `variables`, the present environment, is kept. The GPUs are those of CUDA_VISIBLE_DEVICES, or
+    all of them if it is not set.
     """
     share = {} if THREADS in variables else {THREADS: str(max(1, cores // at_once))}
     named = variables.get(DEVICES)
@@ -97,14 +103,14 @@ def share_of(number: int, at_once: int, variables: Mapping[str, str], cores: int
 
 def gpu_count() -> int:
     """GPUs that PyTorch sees."""
-    import torch  # here, because the command line imports this module's neighbours before it is known to be needed
+    import torch  # here, because torch is slow to import and only a sweep with several workers needs it in this module
 
     return torch.cuda.device_count()
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The variables are set during the block, for processes that start in it."""
+    """Sets environment variables during the block, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -125,9 +131,9 @@ def pass_on(number: int, places: list[Place]) -> None:
 
 
 def outcome(place: Place, log: Path) -> tuple[Any, BaseException | None]:
-    """The answer of a job, or how it failed."""
+    """The answer of a job and None, or None and the error with which it failed."""
     answered = None
-    with suppress(EOFError):  # it died
+    with suppress(EOFError):  # the process died without an answer
         answered = place.answers.recv()
     place.process.join()
     if answered is not None:
@@ -139,7 +145,7 @@ def outcome(place: Place, log: Path) -> tuple[Any, BaseException | None]:
 
 
 def _work(job: Job[Any], answers: Connection) -> None:
-    """The job in its process: everything that is printed goes into its file, and the answer to the parent."""
+    """Runs in the process of a job: redirects its output to the log, does the work, and sends the answer."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as file:
         for stream in (1, 2):

@@ -37,14 +37,14 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Trainer:
-    """Trains from the update at which `progress` stands to the end of the schedule.
+    """Trains from the update that `progress` has reached to the end of the schedule.
 
     `engine` has prepared `model` and `optimizer`. The loss of an update is the mean over all target tokens of all its
     forward passes on all processes, so that gradient accumulation, processes and batch size only matter through their
     product.
 
     Attributes:
-        stop_requested: whether a process had been asked to stop when the last update was made, which all of them know.
+        stop_requested: whether some process had been asked to stop by the last update; it is the same on all processes.
     """
 
     engine: Engine
@@ -74,7 +74,8 @@ class Trainer:
         """Makes all remaining updates and returns the last validation.
 
         Raises:
-            UserError: a loss or gradient is not finite; nothing has been saved after it.
+            DivergedError: the validation loss is not finite, or there were too many bad updates.
+            UserError: a rollback found no checkpoint, or a file could not be written.
             StoppedError: a process was asked to stop; the last update has been saved.
         """
         self.signals.finish_updates(True)
@@ -102,7 +103,7 @@ class Trainer:
         return validation
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:
-        """Makes the next update and counts it; returns what `_update` returns."""
+        """Makes the next update and counts it; returns its loss and gradient norm, as `_update`."""
         started = time.perf_counter()
         taken = islice(batches, self.arguments.gradient_accumulation_steps)
         micro_batches = [self._as_read(batch, index) for index, batch in enumerate(taken)]
@@ -114,7 +115,10 @@ class Trainer:
         return loss, norm
 
     def _as_read(self, batch: Batch, index: int) -> Batch:
-        """Forward pass `index` of the next update, `[B, T]`, with sampled positions and in pieces, if asked for."""
+        """The batch `[B, T]` of forward pass `index` of the next update, with sampled positions and cut into pieces.
+
+        Without `position_sampling` and the length warmup it is returned as it is.
+        """
         accelerator, size = self.accelerator, self.arguments.batch_size
         passes = self.progress.data_step * self.arguments.gradient_accumulation_steps + index
         first = (passes * accelerator.num_processes + accelerator.process_index) * size
@@ -136,13 +140,13 @@ class Trainer:
             remember(self.progress.recent_losses, values[0])
         else:
             self._handle(fault, batches)
-            values[0] = math.nan  # a loss that no update followed is in no mean
+            values[0] = math.nan  # leaves the loss of a skipped update out of all means
         self.optimizer.zero_grad()
         self.stop_requested = values[2] > 0
         return values[0], values[1]
 
     def _summed_over_processes(self, loss: Tensor) -> Tensor:
-        """`[3]`: the loss `[]`; how many processes were asked to stop, and how many have written a checkpoint."""
+        """Sums over processes, `[3]`: the loss, how many were asked to stop, how many have written a checkpoint."""
         facts = loss.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
         return self.accelerator.reduce(torch.cat([loss[None], facts]), reduction="sum")
 
@@ -172,7 +176,7 @@ class Trainer:
         self.guard.examine(fault, self.model, self._forward, batches, documents, self.progress)
 
     def _roll_back(self, bar: tqdm) -> Iterator[Batch]:
-        """Goes back to the newest checkpoint, and on from there with the data behind the bad update."""
+        """Goes back to the newest checkpoint, and returns the batches that follow those of the bad update."""
         before = self.progress.step
         self.optimizer.zero_grad()
         self.progress = self.guard.rolled_back(
@@ -188,7 +192,7 @@ class Trainer:
         return self.model(**to_device(batch, self.accelerator.device), **options, use_cache=False).loss
 
     def _log_training(self, norm: float) -> None:
-        """Writes the mean loss since the last line, the rates, the gradient norm of the last update and the speed."""
+        """Writes a line of training metrics: mean loss since the last one, learning rates, gradient norm and speed."""
         progress = self.progress
         self.metrics.write(
             {
@@ -206,7 +210,7 @@ class Trainer:
         progress.loss_sum, progress.loss_count = 0.0, 0
 
     def _learning_rates(self) -> dict[str, float]:
-        """The learning rates of the last update; with that of the composition if it has a schedule of its own."""
+        """The learning rates of the last update: one, or two if the composition has a schedule of its own."""
         names = {False: "learning_rate", True: "composition_learning_rate"}
         return {names[composes]: schedule(self.progress.step - 1) for composes, schedule in self._schedules.items()}
 
@@ -232,7 +236,7 @@ class Trainer:
             return {"average_loss": self._measure_validation().loss}
 
     def _log_health(self) -> None:
-        """Writes what composition does to the first held-out sequence in each layer, if the model composes heads."""
+        """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
         model = self.accelerator.unwrap_model(self.model)
         health = measure_health(model, self._forward, self._held_out()[0, 0])
         self.engine.end_scoring(model)
@@ -250,7 +254,7 @@ class Trainer:
         return validate(self.engine, self.model, self._held_out(), self.arguments.batch_size, memory)
 
     def _held_out(self) -> Examples:
-        """The held-out text as it is scored."""
+        """The held-out text as examples for validation."""
         return Examples(self.plan.validation_sequences, self.plan.objective.for_validation())
 
     def _save(self) -> None:
@@ -264,7 +268,7 @@ class Trainer:
         self.checkpoints.write(self.progress.step, state, tensors, self.plan.memory)
 
     def _stop(self) -> None:
-        """Ends the run after an update that has been saved, on all processes with the number of the same signal."""
+        """Ends the run after an update that has been saved; all processes raise the number of the same signal."""
         self.checkpoints.finish()
         arguments = self.arguments
         is_repeatable = arguments.resume in ("auto", "intact") and not arguments.overwrite
@@ -273,7 +277,7 @@ class Trainer:
         raise StoppedError(number, f"update {self.progress.step} is finished and saved, and {how} continues from there")
 
     def _due(self, every: int) -> bool:
-        """Whether something that happens every `every` updates, and after the last one, is to happen now."""
+        """Whether it is time for something that happens every `every` updates and after the last one."""
         return self.progress.step % every == 0 or self.progress.step == self.plan.schedule.max_steps
 
     def _loader(self) -> DataLoader[Batch]:
@@ -286,7 +290,8 @@ class Trainer:
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",
             worker_init_fn=ignore_signals,
-            # Without a generator of its own the loader would draw from the random state that checkpoints restore.
+            # Without its own generator the loader would draw from torch's global one, and so change the state that
+            # checkpoints store.
             generator=torch.Generator(),
         )
 

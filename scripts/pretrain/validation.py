@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of held-out text, or the loss of its hidden tokens."""
+"""Validation: loss, perplexity and bits per byte of held-out text, or the loss of its masked tokens."""
 
 import math
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from .model import loss_options
 
 @dataclass(frozen=True)
 class Validation:
-    """Measured on all held-out text.
+    """What is measured on all held-out text.
 
     Attributes:
         loss: nats per target token. Targets are all tokens of the text and the end token of each document; in masked
-            language modeling, the tokens that fixed masks hide.
+            language modeling, the masked tokens, which are the same in each validation.
         perplexity: exp(loss).
         bits_per_byte: the nats of all targets, end tokens included, divided by ln 2 and by the UTF-8 bytes of the text,
             end tokens excluded. It does not depend on the tokenizer's vocabulary. None in masked language modeling,
@@ -35,7 +35,12 @@ class Validation:
 
     @classmethod
     def from_sums(cls, nats: float, targets: int, text_bytes: int | None) -> "Validation":
-        """From the total negative log-likelihood of `targets` tokens, which spell `text_bytes` bytes if not None."""
+        """Computes all from the total negative log-likelihood `nats` of all targets.
+
+        Args:
+            targets: number of targets.
+            text_bytes: bytes of the text that they spell; None if they are only a sample of it.
+        """
         loss = nats / targets
         perplexity = math.exp(loss) if loss < 700 else math.inf
         bits_per_byte = None if text_bytes is None else nats / math.log(2) / text_bytes
@@ -49,7 +54,7 @@ def validate(
     """Scores every target once; the model is left in the mode it was in.
 
     Args:
-        memory: an empty memory, which reads the held-out text.
+        memory: an empty memory, which is carried along the held-out text.
     """
     accelerator, sequences, objective = engine.accelerator, examples.sequences, examples.objective
     unwrapped, scorer = accelerator.unwrap_model(model), engine.scorer(model)
@@ -63,7 +68,7 @@ def validate(
         batch = default_collate([examples[index, index] for index in indices])
         targets += objective.count(batch)
         nats += memory.loss(scorer, {**to_device(batch, accelerator.device), **options}).item()
-    # Processes whose share is smaller run along, or the others would wait for them.
+    # A collective engine needs all processes in each forward pass, so those with fewer batches repeat one.
     for _ in range(len(share), rounds):
         batch = to_device(default_collate([examples[0, 0]]), accelerator.device)
         memory.empty_copy().loss(scorer, {**batch, **options})

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is kept beside them, saved with them, and scored."""
+"""A moving average of the weights, which is saved with them and has a validation loss of its own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """The exponential moving average of a model's weights, in shards where they are.
+    """The exponential moving average of a model's weights, sharded if they are.
 
-    In the first updates it forgets faster, so that it is not an average of initial weights: of update `n`, counted from
-    0, it takes at least `9 / (10 + n)`.
+    After update `n`, counted from 0, the new weights have the share `max(1 - decay, 9 / (10 + n))` in it. So it soon
+    forgets the initial weights.
 
     Attributes:
         tensors: the average of each weight by its name.
@@ -23,7 +23,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        """Takes in the weights that update `step`, counted from 0, has made."""
+        """Adds the weights after update `step`, counted from 0, to the average."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, weight in model.named_parameters():
             self.tensors[name].lerp_(weight, share)

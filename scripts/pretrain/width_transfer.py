@@ -1,20 +1,21 @@
-"""Hyperparameters of a narrow model for wider ones: the maximal update parametrization (muP, arXiv 2203.03466).
+"""Uses the hyperparameters of a narrow model for wider ones: maximal update parametrization (muP, arXiv 2203.03466).
 
-A model is `m` times as wide as the one whose learning rate is given: `hidden_size`, `intermediate_size` and the number
-of heads grow together, `head_dim`, layers and `compose_rank` stay. The table is that of the paper's Table 3 for Adam,
-in which no activation gets a factor, so a checkpoint needs nothing that others do not have:
+The model is `m` times as wide as the one for which the learning rate was chosen: `hidden_size`, `intermediate_size` and
+the number of heads are `m` times as large, and `head_dim`, layers and `compose_rank` are the same. Initial weights and
+learning rates are multiplied by the factors below. They are those of Table 3 of the paper, for Adam, in which no
+activation is scaled, so a checkpoint needs no further fields:
 
 | weights | initial size | learning rate |
 |---|---|---|
-| embeddings, norms, biases | as it is | as it is |
+| embeddings, norms, biases | 1 | 1 |
 | linear layers | 1 / sqrt(m) | 1 / m; of Muon, whose updates have full rank, 1 / sqrt(m) |
 | output head | 1 / m | 1 / m |
-| `hidden_weight`, `gate_weight`, `static_weight` of a composition | as it is, for it is made of the fan-in | 1 / m |
-| `factor_weight` | as it is | 1 / m^2 |
+| `hidden_weight`, `gate_weight`, `static_weight` of a composition | 1, as it depends on the fan-in already | 1 / m |
+| `factor_weight` | 1 | 1 / m^2 |
 
-An up factor meets a sum over all heads, so it has to shrink like 1 / m while the heads grow in number. Its layer's
-fan-in grows with the heads, too, which makes 1 / m^2. Down factors come from the same tensor and are normed over heads;
-the epsilon of that norm shrinks with their squares.
+`factor_weight` makes the up factors, which are multiplied with a sum over all heads. They have to shrink like 1 / m
+because the number of heads grows, and by another 1 / m because the fan-in of `factor_weight` grows with the heads. It
+also makes the down factors, which are normalized over heads; the epsilon of this norm is therefore divided by m^2.
 """
 
 from collections.abc import Collection
@@ -30,7 +31,7 @@ from ..common.errors import UserError
 
 
 def transfer_config(config: PreTrainedConfig, base_width: int | None) -> None:
-    """Sets what of a configuration depends on the width beyond its sizes.
+    """Sets `compose_norm_eps`, the only field beside the sizes that depends on the width.
 
     Raises:
         UserError: the rules do not cover the model.
@@ -48,7 +49,7 @@ def transfer_config(config: PreTrainedConfig, base_width: int | None) -> None:
 
 @torch.no_grad()
 def scale_initial_weights(model: PreTrainedModel, base_width: int | None) -> None:
-    """Brings weights that were drawn with one standard deviation for all widths to the sizes of the table."""
+    """Scales new weights, which were drawn with the same standard deviation for all widths, by the table's factors."""
     if base_width is None:
         return
     multiple, head = _multiple(model.config, base_width), model.get_output_embeddings()
@@ -58,10 +59,10 @@ def scale_initial_weights(model: PreTrainedModel, base_width: int | None) -> Non
 
 
 def rate_factors(model: nn.Module, base_width: int | None, orthogonal: Collection[Tensor]) -> dict[Tensor, float]:
-    """The learning rate of each weight as a multiple of the schedule's, where it is another than 1.
+    """The factors of the table for learning rates; weights that are left out have the factor 1.
 
     Args:
-        orthogonal: weights whose updates are Muon's.
+        orthogonal: weights that Muon updates.
     """
     if base_width is None or not isinstance(model, PreTrainedModel):
         return {}

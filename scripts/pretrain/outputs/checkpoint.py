@@ -1,9 +1,14 @@
-"""Checkpoints that are whole or absent, and that resume only the run that made them.
+"""Checkpoints that are complete or absent, and that only the run that made them can resume.
 
-A checkpoint holds weights and optimizer in the folder `tensors` (see `training_state.py`), for each process its random
-states and the memory that it carries, if it does, and `state.json`: the progress, the fingerprint of the run, how its
-processes shared the work, size and checksum of every other file, and a checksum of all this. It is written under
-another name and renamed (see `checkpoint_writer.py`), so a run that is killed while saving leaves no half checkpoint.
+A checkpoint is a folder with
+
+* `tensors`: weights, buffers and the state of the optimizer (see `training_state.py`);
+* for each process its random states and, if it carries memory, the memory;
+* `state.json`: the progress, the fingerprint of the run, how its processes shared the work, the size and the checksum
+  of every other file, and a checksum of all this.
+
+It is written under another name and renamed (see `checkpoint_writer.py`), so that a run that is killed while it saves
+leaves no incomplete checkpoint.
 """
 
 import json
@@ -38,11 +43,11 @@ STATE_FILE = "state.json"
 # The folder of weights and optimizer.
 TENSORS = "tensors"
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
-# What a checkpoint is called while it is deleted.
+# The name that a checkpoint has while it is deleted.
 DELETED = ".deleted"
-# What of a fingerprint follows from the number of updates.
+# Fields of a fingerprint that depend on the number of updates.
 LENGTH_FIELDS = ("max_steps", "warmup_steps")
-# Settings that earlier versions did not have, as their runs were made.
+# Fields of a fingerprint that checkpoints of earlier versions lack, with the values that their runs had.
 EARLIER_SETTINGS = {
     "objective": "causal_lm",
     "optimizer": "adamw",
@@ -64,11 +69,11 @@ class TrainingProgress:
         step: updates made.
         tokens: tokens read by all processes.
         seconds: time spent on updates, without validation and saving.
-        loss_sum, loss_count: the losses since the last line of training metrics.
+        loss_sum, loss_count: sum and number of the losses since the last line of training metrics.
         validated: the update after which the last validation was made.
-        skipped: updates' worth of data that rollbacks have left out.
-        bad_updates: how many have been skipped or rolled back.
-        recent_losses: of the last updates, by which spikes are judged.
+        skipped: how many updates' data rollbacks have left out.
+        bad_updates: how many updates have been skipped or rolled back.
+        recent_losses: the losses of the last updates, with which a spike is compared.
     """
 
     step: int = 0
@@ -83,7 +88,7 @@ class TrainingProgress:
 
     @property
     def data_step(self) -> int:
-        """The update's worth of data that is read next."""
+        """The number, from 0, of the update whose data is read next, if data that was left out is counted."""
         return self.step + self.skipped
 
     def add(self, loss: float, tokens: int, seconds: float) -> None:
@@ -104,16 +109,17 @@ def load(
     memory: CarriedMemory,
     average: WeightAverage | None = None,
 ) -> TrainingProgress:
-    """Puts weights, their average, optimizer, random states and memory of a verified checkpoint back.
+    """Restores weights, their average, optimizer, random states and memory from a verified checkpoint.
+
+    Another engine or another number of processes may have saved it. A process without a saved random state keeps its
+    own. No code in the files is run.
 
     Returns:
-        The progress.
-
-    Engine and number of processes may be others than those that saved it; a process that is new keeps its random state.
+        The progress of the run.
 
     Raises:
-        UserError: a file holds something else than tensors and plain values, nothing of which is run; or the engine
-            does not read checkpoints of earlier versions.
+        UserError: a file holds something else than tensors and plain values, or the engine does not read checkpoints of
+            earlier versions.
     """
     if is_earlier_format(path) and not engine.reads_earlier_format:
         raise UserError(
@@ -136,7 +142,11 @@ def load(
 
 
 def complete(final: Path, state: dict[str, Any], keep: int) -> None:
-    """Gives a checkpoint whose other files are written its `state.json` and its name, and deletes what is too old."""
+    """Writes `state.json` as the last file of a checkpoint, gives it its name `final`, and deletes older checkpoints.
+
+    Args:
+        keep: how many of the newest checkpoints are kept; 0 keeps all.
+    """
     partial = partial_path(final)
     write_json(partial / STATE_FILE, {**state, "checksum": _state_checksum(state)})
     _replace(final, partial)
@@ -171,7 +181,7 @@ def verify(path: Path) -> None:
 
 
 def newest_intact(folder: Path) -> Path | None:
-    """The newest checkpoint that is as it was saved, or None if there is no checkpoint; says what it skips.
+    """The newest checkpoint that is as it was saved, or None if there is no checkpoint; warns of those it skips.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
@@ -205,12 +215,11 @@ def find_damage(path: Path) -> str | None:
 
 
 def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
-    """Compares a checkpoint's fingerprint with this one.
+    """Refuses to resume if the fingerprint of the checkpoint's run differs from `fingerprint`.
 
-    A run that had reached its last update may get more of them, and one whose learning rates so far would have been the
-    same may end earlier or later than it would have.
-
-    Fields that only one of them has are ignored: they come from another version of a library.
+    The number of updates may change in two cases: a run that has made all its updates may get more of them, and any run
+    if the learning rates of the updates so far stay the same. Fields that only one fingerprint has are ignored, because
+    another version of a library may have added them.
 
     Raises:
         UserError: they differ; the message names every field with both values.
@@ -237,14 +246,14 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
 
 
 def is_extended(path: Path, fingerprint: Fingerprint) -> bool:
-    """Whether a checkpoint is of the last update of a run, and `fingerprint` of the same run or another with more."""
+    """Whether a checkpoint is of the last update of its run, and `fingerprint` is of a run with more updates."""
     state = read_state(path)
     last = state["fingerprint"].get("max_steps")
     return last is not None and state["progress"]["step"] == last < fingerprint.get("max_steps", last)
 
 
 def describe_changes(path: Path, sharing: Mapping[str, Any]) -> str:
-    """How the processes of a checkpoint shared the work, where that is another way than `sharing`; else nothing."""
+    """What of `sharing`, the way in which processes share the work, has changed since the checkpoint, in words."""
     stored = read_state(path).get("sharing", {})
     names = [name for name, value in sharing.items() if stored.get(name, value) != value]
     changes = ", ".join(f"{name} (was {stored[name]}, is {sharing[name]})" for name in names)
@@ -252,21 +261,21 @@ def describe_changes(path: Path, sharing: Mapping[str, Any]) -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what is left of checkpoints that were not completely written or deleted."""
+    """Deletes checkpoints that were not completely written, or not completely deleted."""
     for pattern in (".step-*.partial", DELETED):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def _replace(final: Path, partial: Path) -> None:
-    """Gives a complete checkpoint its name, in place of an earlier one."""
+    """Gives a complete checkpoint its name; an earlier one of that name is deleted."""
     if final.exists():
         _delete(final)
     put_in_place(partial, final)
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint under another name, so that no half of it is ever found."""
+    """Renames a checkpoint before it deletes it, so that no incomplete one is ever found."""
     doomed = path.with_name(DELETED)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -274,12 +283,12 @@ def _delete(path: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `state.json` of a checkpoint says."""
+    """The content of `state.json` of a checkpoint."""
     return json.loads((path / STATE_FILE).read_text())
 
 
 def _state_checksum(state: dict[str, Any]) -> int:
-    """CRC-32 of the other content of `state.json`, which is the same before it is written and after it is read."""
+    """CRC-32 of the content of `state.json` without its checksum, as JSON with sorted keys."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints: under another name, by all processes, at once or in the background, and renamed when whole."""
+"""Writes checkpoints, with all processes, at once or in the background, under another name until they are complete."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,12 +23,13 @@ from .training_state import failures_as_raised, files_of, storage_writer, whole_
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint that has no name yet.
+    """A checkpoint that is not complete yet.
 
     Attributes:
-        state: what `state.json` will say, without the files.
+        final: the name that it will get.
+        state: the content of its `state.json`, without the list of files.
         files: waits until this process has written its files, and returns their checksums.
-        is_written: whether `files` has nothing to wait for.
+        is_written: whether `files` would return at once.
     """
 
     final: Path
@@ -47,7 +48,7 @@ class CheckpointWriter:
     def __init__(self, accelerator: Accelerator, folder: Path, keep: int, in_background: bool) -> None:
         self.accelerator, self.folder, self.keep = accelerator, folder, keep
         self._thread = ThreadPoolExecutor(1) if in_background else None
-        # Training exchanges gradients at the same time, so the thread needs connections of its own.
+        # The thread writes while training exchanges gradients, so it needs a process group of its own.
         self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._pending: PendingCheckpoint | None = None
 
@@ -57,7 +58,7 @@ class CheckpointWriter:
         return self._pending is not None and self._pending.is_written()
 
     def write(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor], memory: CarriedMemory) -> None:
-        """Writes the checkpoint of `step`, or begins to; an earlier one that is still being written comes first.
+        """Writes the checkpoint of `step`, or begins to in the background, after an earlier one has been completed.
 
         Raises:
             UserError: the disk is full or cannot be written; the earlier checkpoints are as they were.
@@ -81,7 +82,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Gives a checkpoint that is being written its name, once all processes have written their share.
+        """Completes the checkpoint that is being written: waits for all processes, and gives it its name.
 
         Raises:
             UserError: the disk is full or cannot be written; the earlier checkpoints are as they were.
@@ -98,14 +99,14 @@ class CheckpointWriter:
         )
 
     def close(self) -> None:
-        """Waits for the thread; a checkpoint without a name is left to be removed."""
+        """Waits for the thread. A checkpoint that was not finished stays incomplete, and is removed as a leftover."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _begin_tensors(self, final: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCheckpoint:
         """Hands the tensors to the thread, or plans to write them when the checkpoint is finished."""
         partial = partial_path(final)
-        # A process may hold some of the tensors alone.
+        # Some tensors may be on one process only, so the sizes are collected from all.
         shares = gather_object([whole_sizes(tensors)])
         sizes = {name: size for share in shares for name, size in share.items()}
         options: dict[str, Any] = {
@@ -122,7 +123,7 @@ class CheckpointWriter:
         return PendingCheckpoint(final, state, sealed.result, sealed.done)
 
     def _seal(self, partial: Path, write: Callable[[], Any]) -> Checksums:
-        """Has the tensors written, waits until this process's files are on disk, and measures them."""
+        """Calls `write`, waits until this process's files are on disk, and returns their sizes and checksums."""
         with failures_as_raised():
             write()
         process = self.accelerator.process_index

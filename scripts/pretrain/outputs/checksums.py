@@ -16,7 +16,7 @@ def measure_files(folder: Path, files: Iterable[Path]) -> Checksums:
 
 
 def find_damage(folder: Path, checksums: Mapping[str, Sequence[int]]) -> str | None:
-    """Says which file below `folder` is not the one that was measured, or None; every file is read once."""
+    """Says which file below `folder` is missing or has changed since it was measured, or returns None."""
     for name, (size, checksum) in checksums.items():
         file = folder / name
         if not file.is_file():

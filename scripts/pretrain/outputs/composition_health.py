@@ -1,4 +1,4 @@
-"""What composition does in each layer of a model: how large its terms are, and how alike it leaves the heads."""
+"""Measures composition in each layer of a model: how large its terms are, and how alike heads are before and after."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +16,22 @@ from dynattn.modeling.ops.masking import visible_keys
 
 from ...common.composition_measures import gate_share, head_similarity, maps_around, term_sizes
 
-# Tokens of one sequence that are looked at; their maps of all heads are in memory for one layer at a time.
+# The first tokens of a sequence that are measured. The maps of one layer at a time are in memory, for all heads.
 TOKENS = 128
 
 
 @torch.no_grad()
 def measure_health(model: nn.Module, run: Any, item: dict[str, Tensor]) -> dict[str, float]:
-    """Looks at every composed layer while `run` gives `item`, tensors `[T]`, to the model.
+    """Measures every composed layer in one forward pass.
+
+    Args:
+        run: runs `model` on a batch of tensors `[1, T]`.
+        item: a sequence of tensors `[T]`.
 
     Returns:
-        For each layer and stage, named `LAYER.STAGE.WHAT`: the size of each term as `term_sizes` defines it;
-        `gate_share`, the gates' part of the sum of their squares; `similarity_before` and `similarity_after`, of the
-        heads' maps. Empty for a model that composes nothing.
+        For each layer and stage, under `LAYER.STAGE.NAME`: the size of each term (`term_sizes`), `gate_share`, and
+        `similarity_before` and `similarity_after`, the `head_similarity` of the maps. Empty for a model that composes
+        nothing.
     """
     found: dict[str, float] = {}
     with _watched(model, found):
@@ -42,7 +46,7 @@ def _layers(model: nn.Module) -> list[ComposedAttention]:
 
 @contextmanager
 def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
-    """Measures each composed layer in the block behind its forward pass, while its weights are in one piece."""
+    """In the block, each composed layer is measured after its forward pass, while its sharded weights are gathered."""
     layers = [layer for layer in _layers(model) if layer.composition is not None]
     hooks = [layer.register_forward_hook(partial(_look, found), with_kwargs=True) for layer in layers]
     try:
@@ -53,7 +57,7 @@ def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
 
 
 def _look(found: dict[str, float], layer: ComposedAttention, args: Any, kwargs: dict[str, Any], _: Any) -> None:
-    """Adds what one layer does with the `[B, T, E]` that it has just read."""
+    """Forward hook: adds the measurements of one layer, for the hidden states `[B, T, E]` that it has just read."""
     hidden = args[0] if args else kwargs["hidden_states"]
     positions = args[1] if len(args) > 1 else kwargs.get("position_embeddings")
     tables = kwargs.get("tables", NO_TABLES)
@@ -76,7 +80,7 @@ def _attend(
     tables: DistanceTables,
     stages: dict[str, Composition | None],
 ) -> tuple[AttentionMaps, Tensor]:
-    """The maps `[B, H, T, T]` of a layer that has read `[B, T, E]`, and which pairs are visible, `[T, T]`."""
+    """The maps `[B, H, T, T]` of a layer for hidden states `[B, T, E]`, and which pairs are visible, `[T, T]`."""
     query, key, value = layer._project(hidden, positions)
     query, key, _ = layer._turn(query, key, hidden)
     structure: dict[str, Any] = {"is_causal": layer.is_causal, "sliding_window": layer.sliding_window}

@@ -24,7 +24,7 @@ def is_earlier_format(folder: Path) -> bool:
 
 
 def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: int) -> None:
-    """Restores weights, optimizer and the random states of a process; nothing that is read is run.
+    """Restores weights, optimizer and the random states of a process, without running code in the files.
 
     Raises:
         UnpicklingError, SafetensorError: a file holds something else than tensors and plain values.
@@ -50,18 +50,18 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
 
 def load_earlier_weights(folder: Path, model: nn.Module) -> None:
     """Puts the weights of a checkpoint into a model, whole or in shards."""
-    # Of weights that are tied, the file has one.
+    # Not strict, because the file has only one of several tied weights.
     whole = StateDictOptions(full_state_dict=True, strict=False)
     set_model_state_dict(model, dict[str, Any](load_file(folder / "model.safetensors")), options=whole)
 
 
 def _read_random_states(file: Path) -> dict[str, Any]:
-    """What the file of a process holds; nothing for a process that did not take part then."""
+    """The random states of a process; empty for a process that did not exist when the checkpoint was saved."""
     return load_without_code(file) if file.exists() else {}
 
 
 def _placed_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """The part of this process in a whole tensor, if that has the weight's shape and the weight is sharded."""
+    """Shards `tensor` as `weight` is sharded, if they have the same shape; otherwise returns it as it is."""
     if isinstance(weight, DTensor) and tensor.shape == weight.shape:
         whole = tensor.to(weight.device)
         return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)

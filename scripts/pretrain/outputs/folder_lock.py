@@ -15,7 +15,7 @@ from ...common.errors import UserError
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-# What network file systems answer that have no locks.
+# Errors of `flock` on file systems without locks, such as some network file systems.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -44,7 +44,7 @@ class FolderLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+", encoding="utf-8")
             self._lock(file)
-            # The holder before removes the file, and a lock on a file that has no name anymore protects nothing.
+            # The former holder deletes the file on release. A lock on a deleted file protects nothing, so try again.
             if self._is_named(file):
                 self._file = file
             else:
@@ -54,7 +54,7 @@ class FolderLock:
         self._file.flush()
 
     def wait(self) -> None:
-        """Takes the lock as soon as no other process holds it, and says if it has to wait.
+        """Takes the lock as soon as no other process holds it, and logs a warning if it has to wait.
 
         Raises:
             OSError: the folder cannot be made or written.
@@ -70,7 +70,7 @@ class FolderLock:
                 time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
-        """Gives the lock back, and removes the file and the folders that it was made in if nothing else is in them."""
+        """Gives the lock back, and deletes its file and the folders that were made for it, if they are empty."""
         if self._file is None:
             return
         with suppress(OSError):
@@ -78,14 +78,14 @@ class FolderLock:
             for folder in (self.path.parent, *self._made):
                 folder.rmdir()
         with suppress(OSError):
-            # Processes that were forked meanwhile share the open file, so closing it would not be enough.
+            # Processes that were forked meanwhile have the file open too, so closing it here would not unlock it.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         with suppress(OSError):
             self._file.close()
         self._file = None
 
     def _lock(self, file: TextIO) -> None:
-        """Locks an open file, or closes it and says who has locked it."""
+        """Locks an open file, or closes it and raises UserError with the name of the process that has locked it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -104,7 +104,7 @@ class FolderLock:
             ) from None
 
     def _is_named(self, file: TextIO) -> bool:
-        """Whether the open file is the one that others find under its name."""
+        """Whether the path still leads to this open file, and not to none or another."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         except FileNotFoundError:

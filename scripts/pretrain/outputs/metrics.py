@@ -1,4 +1,4 @@
-"""The run's measurements: one JSON object a line, TensorBoard, and the terminal."""
+"""Writes the measurements of a run to `metrics.jsonl`, TensorBoard, other trackers and the terminal."""
 
 import json
 import threading
@@ -14,9 +14,9 @@ from ...common.atomic_file import write_whole
 from ...common.errors import UserError, first_line
 from ...common.metric_records import Record, read_metrics
 
-# What trackers on other machines call the project.
+# The name of the project in trackers.
 PROJECT = "dynattn"
-# The splits that the terminal does not show, for they have hundreds of fields.
+# Splits that the terminal does not show, because their records have hundreds of fields.
 UNSHOWN = ("composition",)
 
 
@@ -33,13 +33,13 @@ class MetricsLog:
         try:
             accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
         except OSError:
-            accelerator.trackers.clear()  # one that has not started cannot be ended
+            accelerator.trackers.clear()  # `end_training` would fail to end a tracker that has not started
             raise
         for name in trackers:
             start_tracker(accelerator, name, run_name=path.parent.resolve().name)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines after `step`, from which the run goes on."""
+        """Drops the lines after update `step`, to which the run has gone back."""
         if self.accelerator.is_main_process:
             _keep_until(self.path, step)
 
@@ -56,10 +56,10 @@ class MetricsLog:
 
 
 def start_tracker(accelerator: Accelerator, name: str, run_name: str) -> None:
-    """Logs to one more tracker from now on.
+    """Adds a tracker to the accelerator and starts it.
 
     Raises:
-        UserError: it cannot be started: its package is missing, or it does not know who the user is.
+        UserError: it cannot be started, for example because its package is missing or the user is not logged in.
     """
     tracker = LOGGER_TYPE_TO_CLASS[name](PROJECT, name=run_name)
     try:
@@ -73,7 +73,7 @@ def start_tracker(accelerator: Accelerator, name: str, run_name: str) -> None:
 
 @contextmanager
 def tensorboard_errors_told_once() -> Iterator[None]:
-    """Silences TensorBoard's thread, which prints a traceback of the error that it hands to the next call as well."""
+    """In the block, TensorBoard's thread prints no tracebacks, because its next call raises the same error."""
     usual = threading.excepthook
 
     def tell(failure: threading.ExceptHookArgs) -> None:
@@ -97,6 +97,6 @@ def format_record(record: Record) -> str:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drops the records after `step`, and a last line that was cut off."""
+    """Drops the records after update `step`, and lines that are not complete."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 
 def random_state_file(folder: Path, process: int) -> Path:
-    """Where one process keeps its state."""
+    """The file in the folder of a checkpoint in which one process stores its random state."""
     return folder / f"random-{process:05d}.safetensors"
 
 
 def save_random_state(file: Path, device: torch.device) -> None:
-    """Writes the states of torch, of its device, of NumPy and of Python."""
+    """Writes the states of the generators of torch, of `device`, of NumPy and of Python."""
     kind, keys, *rest = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys))}
     if device.type != "cpu":

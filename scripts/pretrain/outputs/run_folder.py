@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and the rule that nothing in it is lost by accident."""
+"""The folder of a run: where its files are, and the checks that nothing in it is lost by accident."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside the output folder. `run.json` marks it as ours; `model` exists once the run is finished."""
+    """Paths in the output folder. `run.json` marks it as the folder of a run; `model` exists once it is finished."""
 
     path: Path
 
@@ -30,7 +30,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """One folder for each checkpoint, and `abandoned-N` for those of updates that were taken back."""
+        """One folder for each checkpoint, and `abandoned-N` with those of updates that a rollback has undone."""
         return self.path / "checkpoints"
 
     @property
@@ -45,17 +45,17 @@ class RunFolder:
 
     @property
     def stream(self) -> Path:
-        """What is read ahead of training data that is tokenized while the run trains."""
+        """Blocks of tokens that are read ahead, for runs with `streaming`."""
         return self.data / "stream"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """The measurements, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
@@ -80,17 +80,17 @@ class RunFolder:
 
     @property
     def prepared(self) -> Path:
-        """Tokenizer and data of a run that has not begun yet."""
+        """Tokenizer and data of a run that is being prepared, while an earlier run may still be in the folder."""
         return self.path / ".prepared"
 
     @property
     def lock(self) -> Path:
-        """Names the process that uses the folder, while one does."""
+        """The lock file, which names the process that uses the folder."""
         return self.path / ".lock"
 
     @property
     def is_marked(self) -> bool:
-        """Whether a run has begun in this folder; a file of that name may be somebody else's."""
+        """Whether a run has begun in this folder: `run.json` has arguments of a run, and is not just any file."""
         try:
             arguments = json.loads(self.marker.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -101,7 +101,7 @@ class RunFolder:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
 
         Args:
-            max_steps: of the run that starts, if it is given; a finished run of fewer updates is continued.
+            max_steps: the option of the run that starts; a finished run with fewer updates may then be extended.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
@@ -121,7 +121,8 @@ class RunFolder:
     def begin(self, arguments: Mapping[str, Any], resume_from: Path | None) -> None:
         """Moves the prepared tokenizer and data into place, and deletes an older run unless it is the one to resume.
 
-        The marker comes first: without it, what a killed process leaves here would pass for foreign content.
+        The marker is written first. Without it, the files of a process that was killed would look like somebody else's,
+        and the next run would refuse the folder.
         """
         write_json(self.marker, dict(arguments), default=str)
         if resume_from is None or not self._holds(resume_from):
@@ -135,8 +136,8 @@ class RunFolder:
     def leave_later_checkpoints(self, step: int) -> None:
         """Moves the checkpoints after update `step`, with a copy of the metrics, into a folder beside the others.
 
-        What goes back to the newest checkpoint, like a rollback or the next start, would otherwise find one of the
-        updates that the run has taken back.
+        Otherwise a rollback or the next start, which choose the newest checkpoint, would find one of the updates that
+        this run is going to make again.
         """
         later = [path for path in checkpoint.list_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
         if not later:
@@ -156,19 +157,22 @@ class RunFolder:
         )
 
     def remove_leftovers(self) -> None:
-        """Removes what an earlier process had begun to write and not completed."""
+        """Removes files and folders that an earlier process has not completed."""
         for path in self._partial_paths():
             remove(path)
         checkpoint.remove_leftovers(self.checkpoints)
 
     def _delete_run(self, *, is_stream: bool) -> None:
-        """Deletes an older run, but for tokenizer and data if `prepare` has found them to be those of the new one."""
+        """Deletes an earlier run.
+
+        Its tokenizer and data are kept if `prepare` has made no others, because the new run uses them.
+        """
         kept = () if self.prepared.exists() else (self.tokenizer, self.data)
         for path in self._own_paths():
             if path not in kept:
                 remove(path)
         if is_stream:
-            # Blocks of sequences depend on more settings than the data does from which they are read.
+            # The blocks also depend on settings, such as the sequence length, that `prepare` does not compare.
             remove(self.stream)
 
     def _choose(self, resume: str, overwrite: bool) -> Path | None:
@@ -183,7 +187,7 @@ class RunFolder:
         return found[-1] if found else None
 
     def _is_shorter(self, max_steps: int | None) -> bool:
-        """Whether the folder holds a finished run of fewer updates than these."""
+        """Whether the folder holds a finished run of fewer than `max_steps` updates."""
         try:
             steps = json.loads(self.result.read_text(encoding="utf-8"))["steps"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -192,12 +196,12 @@ class RunFolder:
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""
-        # Unlike `Path.resolve`, this does not raise for links in a circle, which are refused where they are read.
+        # Unlike `Path.resolve`, `realpath` does not raise for links in a circle; `verify` refuses these later.
         parent, own = (os.path.realpath(path) for path in (chosen.parent, self.checkpoints))
         return parent == own
 
     def _own_paths(self) -> tuple[Path, ...]:
-        """All that a run leaves in its folder, but for the marker."""
+        """All files and folders of a run, except for the marker."""
         return (
             self.checkpoints,
             self.tokenizer,
@@ -215,10 +219,10 @@ class RunFolder:
         return self.prepared, *(partial_path(path) for path in (self.marker, *self._own_paths()))
 
     def check_ours(self) -> None:
-        """Refuses a file, and a folder with foreign content.
+        """Refuses an output that is a file, or a folder with content that is not a run's.
 
         Raises:
-            UserError: there is one.
+            UserError: it is one of these.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output={self.path} is a file; give a folder")

@@ -21,15 +21,15 @@ from ...common.token_streams import IGNORE_INDEX
 
 @dataclass
 class Throughput:
-    """Sums up what all processes compute from one report to the next.
+    """Counts tokens, FLOPs and seconds from one report to the next.
 
-    Model FLOPs utilization (MFU; PaLM, arXiv 2204.02311, section 4.1) is the FLOPs that the model needs, composition
-    included and recomputation not, divided by those that matrix products would have made in the same time.
+    Model FLOPs utilization (MFU; PaLM, arXiv 2204.02311, section 4.1) is the FLOPs that the model needs (composition
+    included, recomputation not) divided by the FLOPs of large matrix products in the same time.
 
     Attributes:
-        flops: of the model; None for a model whose operations are not known, which has no MFU.
+        flops: FLOPs of the model; None for a model whose operations are not known, which has no MFU.
         gemm_rate: FLOP/s of a large matrix product in the dtype of training, all processes together.
-        tokens, seconds, operations: since the last report; `operations` are FLOPs of this process.
+        tokens, seconds, operations: counts since the last report; `operations` are the FLOPs of this process.
     """
 
     accelerator: Accelerator
@@ -41,7 +41,7 @@ class Throughput:
 
     @classmethod
     def of(cls, model: PreTrainedModel, accelerator: Accelerator) -> "Throughput":
-        """Measures the rate of matrix products, which draws random numbers."""
+        """Measures the rate of matrix products. This draws random numbers, so it comes before the seed is set."""
         if not isinstance(model, CausalLMHead | MaskedLMHead) or family_of(model.config) is None:
             return cls(accelerator, None, 0.0)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
@@ -54,7 +54,7 @@ class Throughput:
         self.seconds += seconds
         if self.flops is not None:
             for batch in batches:
-                # An encoder makes logits of targets alone.
+                # An encoder computes logits for targets only.
                 outputs = None if self.flops.is_causal else int((batch["labels"] != IGNORE_INDEX).sum())
                 self.operations += self.flops.training(positions(batch), outputs)
 
@@ -71,7 +71,7 @@ class Throughput:
 
 
 def peak_gib(device: torch.device) -> float:
-    """GiB that this process has held at most: on a GPU what tensors took there, else all of its memory."""
+    """The most GiB that this process has held: on a GPU the memory of tensors, otherwise all memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,7 +1,7 @@
-"""The tensors that a run resumes from, in files: torch's distributed checkpoints (DCP), written as safetensors.
+"""Writes and reads the tensors of a checkpoint with torch.distributed.checkpoint (DCP), as safetensors files.
 
-Each process writes the shards that it holds; of what several processes hold, one writes a copy. A file says where its
-shards belong in the whole tensor, so that any number of processes, with any engine, can read what it needs.
+Each process writes the shards that it holds; what several processes hold is written by one of them. The files say where
+a shard belongs in the whole tensor, so any number of processes can read what they need, with any engine.
 """
 
 import math
@@ -21,16 +21,15 @@ from torch.optim import Optimizer
 from ..weight_average import WeightAverage
 
 WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
-# Each file is put together in memory before it is written.
+# A file is assembled in memory before it is written, so files are not larger than about this.
 FILE_BYTES = 4 << 30
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> dict[str, Tensor]:
-    """Weights and buffers as `model.NAME`, and what the optimizer keeps of a weight as `optimizer.NAME.WHAT`.
+    """All tensors of a checkpoint by name: those that training changes, whole or as shards (`DTensor`).
 
-    Averages of weights, if they are kept, are `average.NAME`.
-
-    Weights that are tied appear once. The tensors are those that training changes, whole or as shards (`DTensor`).
+    Weights and buffers are `model.NAME`, the optimizer's states of a weight are `optimizer.NAME.STATE`, and averages of
+    weights, if they are kept, are `average.NAME`. Tied weights appear once.
     """
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
@@ -40,10 +39,10 @@ def training_tensors(model: nn.Module, optimizer: Optimizer, average: WeightAver
 
 
 def storage_writer(folder: Path, sizes: Mapping[str, int], processes: int) -> HuggingFaceStorageWriter:
-    """Writes tensors into `folder`, in files of about `FILE_BYTES` for each process.
+    """DCP's writer into `folder`, with files of at most about `FILE_BYTES` for each process.
 
     Args:
-        sizes: bytes of all tensors that any process writes, in one piece.
+        sizes: bytes of each tensor in one piece, of the tensors of all processes.
     """
     files, written = {}, 0
     for name, size in sizes.items():
@@ -53,7 +52,7 @@ def storage_writer(folder: Path, sizes: Mapping[str, int], processes: int) -> Hu
 
 
 def whole_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The bytes of tensors in one piece, which `storage_writer` wants to know."""
+    """The bytes of each tensor in one piece, for `storage_writer`."""
     return {name: math.prod(tensor.shape) * tensor.element_size() for name, tensor in tensors.items()}
 
 
@@ -65,10 +64,10 @@ def files_of(process: int, folder: Path) -> list[Path]:
 def load_tensors(
     folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None, *, alone: bool
 ) -> None:
-    """Reads what `training_tensors` named into model, optimizer and average, however they are sharded now.
+    """Reads the `training_tensors` in `folder` into model, optimizer and average, however these are sharded now.
 
     Args:
-        alone: whether this process has no others to plan the reading with.
+        alone: whether this is the only process.
 
     Raises:
         SafetensorError, RuntimeError: a file holds something else.
@@ -90,16 +89,16 @@ def load_tensors(
 
 
 def stored_sizes(reader: HuggingFaceStorageReader) -> dict[str, torch.Size]:
-    """The sizes of the whole tensors in a folder, by name."""
+    """The shapes of the whole tensors in a folder, by name."""
     entries = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
     return {name: entry.size for name, entry in entries.items()}
 
 
 def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
-    """Reads the weights and buffers of a checkpoint into a model in one piece, in a process by itself.
+    """Reads the weights and buffers of a checkpoint into a model that is not sharded, in a single process.
 
     Args:
-        averaged: take the averages of the weights; the buffers have none.
+        averaged: read the averages of the weights; buffers, which have none, are read as they are.
     """
     tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
     if averaged:
@@ -121,12 +120,12 @@ def averages_of(average: WeightAverage | None) -> dict[str, Tensor]:
 
 
 def empty_state(weight: Tensor, size: torch.Size) -> Tensor:
-    """A tensor for what an optimizer keeps of `weight`: sharded like it if it has its shape, else in one piece."""
+    """Zeros for a state of the optimizer for `weight`: sharded like it if `size` is its shape, else in one piece."""
     return torch.zeros_like(weight.detach()) if size == weight.shape else torch.zeros(size)
 
 
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Makes an optimizer continue from the states of some of its weights; its settings stay."""
+    """Sets the optimizer's states of the weights in `states`; its settings, such as learning rates, stay."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     groups = optimizer.state_dict()["param_groups"]
     numbered = {index: dict(states[weight]) for index, weight in enumerate(weights) if weight in states}
@@ -135,7 +134,7 @@ def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tenso
 
 @contextmanager
 def failures_as_raised() -> Iterator[None]:
-    """Raises what went wrong on a process, where DCP raises its collection of what went wrong on all of them."""
+    """In the block, raises the first error of a process instead of DCP's exception, which collects those of all."""
     try:
         yield
     except CheckpointException as collected:

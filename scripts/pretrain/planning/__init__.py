@@ -1,1 +1,1 @@
-"""What a run would need, before it begins: operations, memory, time and cost."""
+"""Estimates what a run would need before it begins: FLOPs, memory, time and cost."""

@@ -15,13 +15,13 @@ from .hardware import Gpu, parse_cluster
 from .memory import EngineMemory, engine_memory, rehearse
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
-# What a plain model is assumed to reach of the rate of matrix products; no GPU was measured.
+# The share of a GPU's matrix products that a plain model is assumed to reach; it was not measured.
 ASSUMED_MFU = 0.40
-# A composed training step as a multiple of the plain one with the same weights: `chunked` without C code against SDPA,
-# 16 heads x 64 and 2,048 tokens: the row `chunked-stepwise` of model_cards/records/benchmark-cpu/training-2048, whose
-# steps a GPU without kernels of ours would make, too. On GPUs it may be another.
+# Time of a composed training step over that of a plain one (SDPA) with the same weights, as measured on a CPU with the
+# implementation `chunked` without C code, which makes the same steps as on a GPU without Triton kernels. It is the row
+# `chunked-stepwise` of model_cards/records/benchmark-cpu/training-2048 (16 heads x 64, 2,048 tokens).
 RECORDED_RATIO = 1.68
-# Queries of a chunk of the composed op, and maps of a chunk that a backward pass holds.
+# The composed op works on chunks of this many queries, and its backward pass holds this many maps of a chunk.
 CHUNK_QUERIES, CHUNK_MAPS = 64, 5
 HOURS_A_DAY = 24
 
@@ -31,14 +31,14 @@ class Estimate:
     """What a run would need.
 
     Attributes:
-        parameters: of the model.
-        flops: of a token in a training step, on average over a sequence of one document.
-        composition_share: of these FLOPs.
-        memory: of a process, by engine.
-        tokens_per_second: of all GPUs together, estimated.
-        tokens_per_update: of all processes.
-        updates: None if the arguments leave that to the data.
-        runs: of a sweep, one after the other.
+        parameters: parameters of the model.
+        flops: FLOPs per token of a training step, averaged over a sequence that is one document.
+        composition_share: the share of these FLOPs that composition needs.
+        memory: memory of one process, for each engine.
+        tokens_per_second: estimated speed of all GPUs together.
+        tokens_per_update: tokens of all processes in an update.
+        updates: number of updates; None if it depends on the data.
+        runs: number of runs of a sweep, which are made one after the other.
     """
 
     parameters: ParameterCounts
@@ -52,14 +52,14 @@ class Estimate:
 
     @property
     def days(self) -> float | None:
-        """Of training alone, in all runs, without validation and saving."""
+        """Days of training in all runs, without validation and saving; None if the number of updates is not known."""
         if self.updates is None:
             return None
         return self.runs * self.updates * self.tokens_per_update / self.tokens_per_second / 3600 / HOURS_A_DAY
 
 
 def dry_run(arguments: PretrainArguments) -> str:
-    """The estimate as text for the terminal; nothing is written and nothing downloaded, but for `init_from`.
+    """The estimate as text for the terminal; nothing is written, and only the configuration of `init_from` is read.
 
     Raises:
         UserError: the arguments name no model or GPU that is known.
@@ -69,7 +69,7 @@ def dry_run(arguments: PretrainArguments) -> str:
 
 
 def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
-    """Counts operations, rehearses an update for its memory, and divides by rates."""
+    """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
     config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
     model = _shapes_of(config)
     length = arguments.sequence_length
@@ -107,26 +107,27 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
     """The estimate as text."""
     lines = [
         f"model: {found.parameters.total:,} parameters, {found.parameters.non_embedding:,} of them not embeddings",
-        f"operations: {found.flops / 1e9:,.2f} GFLOPs a token and update, {found.composition_share:.1%} of them for "
-        "composition",
+        f"operations: {found.flops / 1e9:,.2f} GFLOPs for each token of an update, {found.composition_share:.1%} of "
+        "them for composition",
         f"update: {found.tokens_per_update:,} tokens on {count} x {gpu.name}",
         f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
         f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
         *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
-        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {ASSUMED_MFU:.0%} of the GPU's matrix products "
-        f"for a plain model, composition at {RECORDED_RATIO} times its time as on a CPU; not measured on a GPU)",
+        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: a plain model is assumed to reach "
+        f"{ASSUMED_MFU:.0%} of the GPU's FLOP/s, and a composed one to take {RECORDED_RATIO} times its time, as was "
+        "measured on a CPU, not on a GPU)",
         *_time_lines(found, arguments, count),
     ]
     return "\n".join(lines)
 
 
 def chunk_bytes(config: PreTrainedConfig, length: int) -> int:
-    """What the composed op holds inside itself in a backward pass, in float32."""
+    """Bytes of float32 maps that the composed op holds during its backward pass; 0 without composition."""
     return CHUNK_MAPS * config.num_attention_heads * min(CHUNK_QUERIES, length) * length * 4 if composes(config) else 0
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The same model with its first layers alone."""
+    """The configuration of the same model with only its first `layers` layers."""
     short = copy.deepcopy(config)
     short.num_hidden_layers = layers
     if "layer_types" in vars(config):
@@ -135,7 +136,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def period_of(config: PreTrainedConfig) -> int:
-    """After how many layers the kinds of layers repeat; the number of layers if they do not."""
+    """After how many layers the pattern of `layer_types` repeats; the number of layers if it does not."""
     layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * layers
     repeats = (n for n in range(1, layers) if layers % n == 0 and kinds[:n] * (layers // n) == list(kinds))
@@ -148,7 +149,7 @@ def composes(config: PreTrainedConfig) -> bool:
 
 
 def without_composing(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same model without composition."""
+    """The configuration of the same model without composition."""
     plain = copy.deepcopy(config)
     if composes(config):
         plain.compose_pre = plain.compose_post = False
@@ -167,7 +168,7 @@ def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrained
 
 
 def plain_flops(config: PreTrainedConfig, length: int) -> float:
-    """Operations of a token in a training step of the model without composition, at sequences of `length`."""
+    """FLOPs per token of a training step of the model without composition, for sequences of `length` tokens."""
     return _token_flops(_shapes_of(without_composing(config)), length)
 
 
@@ -184,7 +185,7 @@ def _memory_line(name: str, memory: EngineMemory, gpu: Gpu) -> str:
 
 def _time_lines(found: Estimate, arguments: PretrainArguments, count: int) -> list[str]:
     if found.days is None or found.updates is None:
-        return ["time: give max_steps, for without the data its length is not known"]
+        return ["time: give max_steps to estimate it; the number of updates is not known without the data"]
     tokens, hours = found.updates * found.tokens_per_update, found.days * HOURS_A_DAY
     each = f" in each of {found.runs} runs" if found.runs > 1 else ""
     lines = [f"time: {tokens:,} tokens in {found.updates:,} updates{each} take {found.days:,.2f} days (estimated)"]

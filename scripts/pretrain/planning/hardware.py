@@ -1,4 +1,4 @@
-"""GPUs that a run can be planned for, as their vendor's data sheets describe them."""
+"""The GPUs that a dry run knows, with numbers from the vendor's data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        name: for the terminal.
-        flops_per_second: of dense matrix products in bfloat16.
+        name: name for the terminal.
+        flops_per_second: peak rate of dense matrix products in bfloat16.
         gib: memory.
-        node: how many usually share a machine.
+        node: how many of them a machine usually has.
     """
 
     name: str
@@ -33,10 +33,10 @@ GPUS = {
 
 
 def parse_cluster(text: str) -> tuple[Gpu, int]:
-    """The GPU and how many of them `NAME:COUNT` means.
+    """The GPU and the number of GPUs that `NAME:COUNT` names.
 
     Raises:
-        UserError: a name that is not known, or a number that is not positive.
+        UserError: the name is not known, or the number is not positive.
     """
     match = re.fullmatch(r"(\w+):([1-9]\d{0,5})", text.lower())
     if match is None or match[1] not in GPUS:

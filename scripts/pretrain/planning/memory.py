@@ -1,4 +1,4 @@
-"""The memory of an update, from a rehearsal with tensors that have shapes and no contents."""
+"""Estimates the memory of an update by running it on fake tensors, which have shapes but no contents."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,19 +21,21 @@ FLOAT32, BFLOAT16 = 4, 2
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make while it is active.
+    """Counts the bytes of all tensors that operators return while it is active.
 
-    What an operator holds inside itself is not seen, but for the backward passes of attention ops.
+    Temporary tensors inside an operator are not seen. Those in the backward pass of this package's attention ops are
+    added as `workspace`.
 
     Attributes:
-        live, peak: bytes held now, and at most so far.
+        live, peak: bytes held now, and the most so far.
     """
 
     def __init__(self, known: Iterable[Tensor], workspace: int) -> None:
-        """Leaves out the storages of `known`, which are there already.
+        """Prepares the counts.
 
         Args:
-            workspace: bytes that an attention op of this package holds inside its backward pass.
+            known: tensors that exist before; they are not counted.
+            workspace: bytes of temporary tensors in the backward pass of an attention op of this package.
         """
         super().__init__()
         self.workspace = workspace
@@ -65,15 +67,15 @@ class StorageTracker(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Bytes of one forward and backward pass.
+    """Bytes that one forward and backward pass needs.
 
     Attributes:
-        weights: of the model in float32.
-        largest_layer: of the weights of the largest block that an engine gathers as one.
-        peak: above the weights at the worst moment, gradients included.
-        activations: above weights and gradients at the worst moment, if all gradients are there already, as with
-            gradient accumulation.
-        activations_in_shards: the same where weights are gathered in bf16, so that autocast keeps no copies.
+        weights: weights of the model in float32.
+        largest_layer: weights of the largest block that an engine gathers at once.
+        peak: the peak above the weights, gradients included, in a pass that creates the gradients.
+        activations: the peak above weights and gradients in a pass whose gradients exist already, as with gradient
+            accumulation.
+        activations_in_shards: `activations` for engines that gather weights in bf16, so that autocast keeps no copies.
     """
 
     weights: int
@@ -84,14 +86,14 @@ class Rehearsal:
 
 
 class Peaks(NamedTuple):
-    """Bytes above what is known, at the worst moments of a pass. Each grows linearly with the number of layers."""
+    """Peaks of memory in three phases of a pass, in bytes. Each grows linearly with the number of layers."""
 
-    layers: float  # while layers run forward and backward
-    ends: float  # behind the last layer's backward pass, which is the first layer's
-    loss: float
+    layers: float  # during the forward and backward passes of the layers
+    ends: float  # after the backward pass of the first layer, which is the last to run backward
+    loss: float  # while the loss is computed
 
     def extended(self, doubled: "Peaks", ratio: float) -> "Peaks":
-        """Those of `ratio` times as many layers, from these and those of twice as many."""
+        """Extrapolates to `ratio` times as many layers, from these peaks and those of twice as many layers."""
         pairs = zip(self, doubled, strict=True)
         return Peaks(*(one + (ratio - 1) * (two - one) for one, two in pairs))
 
@@ -106,13 +108,15 @@ def rehearse(
     workspace: int = 0,
     period: int | None = None,
 ) -> Rehearsal:
-    """Runs two passes of a model, with a batch `[batch_size, length]`, on nothing but shapes.
+    """Runs two passes of a model, with a batch `[batch_size, length]`, on fake tensors.
 
     Args:
-        build: makes a model of so many layers.
-        workspace: bytes that the attention op holds inside itself in a backward pass.
-        period: layers repeat after so many. Then models of one and of two periods are run, and all else is
-            arithmetic; if it is not given, all layers are.
+        build: makes a model with the given number of layers.
+        layers: number of layers of the model.
+        bf16: whether to run under autocast.
+        workspace: bytes of temporary tensors in the backward pass of the attention op.
+        period: the kinds of layers repeat after so many. If it is given, models of one and of two periods are run, and
+            the result is extrapolated; otherwise the whole model is run.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(batch_size, length, dtype=torch.long)
@@ -123,7 +127,7 @@ def rehearse(
 
 
 def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> "Passes":
-    """A first and an accumulating pass over `ids` `[B, T]`."""
+    """Two passes over `ids` `[B, T]`: one that creates the gradients, and one that adds to them."""
     model.train()
     known = [*model.parameters(), *model.buffers(), ids]
     first = _pass_peaks(model, ids, StorageTracker(known, workspace), bf16)
@@ -131,24 +135,24 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
     second = _pass_peaks(model, ids, StorageTracker([*known, *gradients], workspace), bf16)
     weights = sum(weight.untyped_storage().nbytes() for weight in set(model.parameters()))
     largest = max(sum(w.numel() * FLOAT32 for w in layer.parameters()) for layer in _blocks(model))
-    # Without recomputation, the backward pass needs these copies anyway. Transformers warns of the older name of its
-    # property for this, and its older versions lack the newer name.
+    # Autocast keeps bf16 copies of weights. Without recomputation they are counted already, as the backward pass needs
+    # them. Modules are asked because the name of the model's property depends on the version of Transformers.
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     casts = _cast_bytes(model) if bf16 and recomputes else 0
     return Passes(weights, largest, casts, first, second)
 
 
 class Passes(NamedTuple):
-    """What two passes of a model have needed, in bytes."""
+    """What two passes of a model need, in bytes."""
 
     weights: float
     largest_layer: float
-    casts: float  # of weights of layers that autocast keeps in bf16 until the loss is there
+    casts: float  # bf16 copies of the layers' weights that autocast keeps until the loss is computed
     first: Peaks
     second: Peaks
 
     def extended(self, doubled: "Passes", ratio: float) -> "Passes":
-        """Those of a model of `ratio` times as many layers, from this one and one of twice as many."""
+        """Extrapolates to `ratio` times as many layers, from this model and one of twice as many layers."""
         weights, casts = (
             one + (ratio - 1) * (two - one) for one, two in ((self[0], doubled[0]), (self[2], doubled[2]))
         )
@@ -156,26 +160,26 @@ class Passes(NamedTuple):
         return Passes(weights, self.largest_layer, casts, *peaks)
 
     def summary(self) -> Rehearsal:
-        """The worst moments."""
+        """The peak of each pass over its phases."""
         first, second = (round(max((*found[:2], found.loss + self.casts))) for found in (self.first, self.second))
         return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
 
 
 def _cast_bytes(model: PreTrainedModel) -> int:
-    """The matrices of all layers in bf16."""
+    """Bytes of the matrices of all layers in bf16."""
     layers = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
     return BFLOAT16 * sum(w.numel() for layer in layers for w in layer.parameters() if w.ndim >= 2)
 
 
 def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:
-    """The worst moments of a forward and backward pass over `ids` `[B, T]`, as `tracker` counts them."""
+    """The peaks of a forward and backward pass over `ids` `[B, T]`, as `tracker` counts them."""
     in_layers: list[int] = []
 
     def end_layers(_: Tensor) -> None:
         in_layers.append(tracker.peak)
         tracker.peak = tracker.live
 
-    # Its gradient is there when all layers have had their backward pass.
+    # The gradient of the embedding's output is computed right after the backward passes of all layers.
     hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].register_hook(end_layers) and None)
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -187,18 +191,18 @@ def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf
 
 
 def loss_bytes(config: PreTrainedConfig, tokens: int, *, bf16: bool) -> int:
-    """What the loss holds inside itself: two chunks in float32, logits and the logarithms of their softmax.
+    """Bytes of temporary tensors in the loss: for a chunk of tokens the logits and their log-softmax, in float32.
 
-    In bf16 there are the logits in bf16 besides, and the weight of the head.
+    With `bf16`, the logits and the weight of the head exist in bf16 as well.
     """
     logits = min(CHUNK_TOKENS, tokens) * config.vocab_size
     return 2 * FLOAT32 * logits + (BFLOAT16 * (logits + config.vocab_size * config.hidden_size) if bf16 else 0)
 
 
 def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The loss `[]` of `ids` `[B, T]` without all logits at once.
+    """The loss `[]` of `ids` `[B, T]`, computed in chunks of tokens.
 
-    The model's head does this with plain weights alone, and weights without contents are none.
+    A head of this package does so by itself only for plain tensors, and not for fake ones, so it is bypassed here.
     """
     if not isinstance(model, CausalLMHead):
         return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -219,9 +223,9 @@ class EngineMemory:
     """Bytes that one process of an engine needs.
 
     Attributes:
-        weights, gradients, optimizer: what it holds of each; averages of weights count as the optimizer's.
-        buffers: copies that the engine makes: gradients on their way, layers in one piece.
-        activations: of a forward and backward pass, with the maps that composition works on.
+        weights, gradients, optimizer: its part of each; averages of weights are counted with the optimizer.
+        buffers: copies that the engine makes, for gradients that are exchanged and for layers that are gathered.
+        activations: activations of a forward and backward pass, with the maps that composition works on.
     """
 
     weights: int
@@ -239,13 +243,13 @@ class EngineMemory:
 def engine_memory(
     name: str, rehearsal: Rehearsal, gpus: int, node: int, *, bf16: bool, moments: int, averages: int = 0
 ) -> EngineMemory:
-    """What a process of the engine `name` needs on `gpus` GPUs, `node` of them in a machine.
+    """What one process of the engine `name` needs on `gpus` GPUs, of which a machine has `node`.
 
-    Weights are float32 in all of them, also beside computation in bfloat16. HSDP shares them inside a machine.
+    Weights are float32 in all engines, even if computation is in bfloat16. HSDP shards them inside a machine.
 
     Args:
-        moments: bytes that the optimizer keeps of all weights.
-        averages: bytes of their moving averages, if they are kept.
+        moments: bytes of the optimizer's state for all weights.
+        averages: bytes of the weights' moving averages, if they are kept.
     """
     whole = rehearsal.weights
     share = {"ddp": 1, "hsdp": min(gpus, node)}.get(name, gpus)
@@ -254,7 +258,7 @@ def engine_memory(
     if name == "ddp":
         copies = whole if gpus > 1 else 0
         return EngineMemory(whole, whole, moments + averages, copies, rehearsal.activations)
-    # Two layers are in one piece at a time, the second being fetched; gradients of one, too.
+    # Three times a layer: the weights of the layer that runs, of the next one, which is fetched, and one's gradients.
     pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
     return EngineMemory(
         whole // share, whole // share, (moments + averages) // share, pieces, rehearsal.activations_in_shards
@@ -262,9 +266,9 @@ def engine_memory(
 
 
 def _zero_memory(stage: int, rehearsal: Rehearsal, gpus: int, moments: int) -> EngineMemory:
-    """What a process of DeepSpeed's ZeRO needs, which computes in bf16 by autocast, and has weights in float32.
+    """What one process of DeepSpeed's ZeRO needs, with float32 weights.
 
-    Its optimizer updates a copy of the process's share of the weights, and gradients are exchanged by way of a buffer.
+    The optimizer updates a copy of the process's share of the weights, and gradients are exchanged through a buffer.
     """
     whole, share = rehearsal.weights, rehearsal.weights // gpus
     buffers = min(BUCKET_ELEMENTS * FLOAT32, whole) + (3 * rehearsal.largest_layer if stage == 3 else 0)
