@@ -14,6 +14,7 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from shlex import join
 from types import NoneType, UnionType
@@ -26,11 +27,27 @@ from .errors import UserError
 Arguments = TypeVar("Arguments")
 
 TRUE, FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", "n", "0")
+EPILOG = """\
+FILE.yaml sets options in lines `NAME: VALUE`; options of the command line override it. On the command line, names may
+have dashes instead of underscores."""
 TAG = "tag:yaml.org,2002:"
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Adds each option's default to its help, and keeps the line breaks of the description."""
+    """Shows each option once, with its default or that it is required, and keeps the line breaks of descriptions."""
+
+    def _format_action_invocation(self, action: Action) -> str:
+        """Leaves out the spelling with dashes, which would make the help twice as long; `EPILOG` mentions it."""
+        shown = copy(action)
+        shown.option_strings = [spelling for spelling in action.option_strings if "-" not in spelling[2:]]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: Action) -> str | None:
+        """The help text of an option; a default of None or [] is not shown, because the text says what it means."""
+        if action.required:
+            return f"{action.help or ''} (required)"
+        has_default = action.nargs != 0 and action.default not in (None, [])
+        return super()._get_help_string(action) if has_default else action.help
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -140,16 +157,17 @@ def make_parser(cls: type[Any], *, prog: str, description: str | None = None) ->
     Raises:
         TypeError: a field is a union of several types other than `str`.
     """
-    usage = "%(prog)s [FILE.yaml] [--option value ...]"
+    options = dataclasses.fields(cls)
     parser = ArgumentParser(
         prog=prog,
         description=description,
-        usage=usage,
+        usage="%(prog)s [FILE.yaml] [--option value ...]" if options else "%(prog)s",
+        epilog=EPILOG if options else None,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in options:
         _add_option(parser, field, hints[field.name])
     return parser
 
@@ -159,7 +177,8 @@ def _add_option(parser: ArgumentParser, field: dataclasses.Field[Any], hint: Any
     parser.add_argument(*names, **_default_of(field), **_conversion(field, hint), **field.metadata)
     if hint is bool and field.default is True:
         opposites = [f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]
-        parser.add_argument(*opposites, dest=field.name, action="store_false", default=False, **field.metadata)
+        opposite = f"the opposite of --{field.name}"
+        parser.add_argument(*opposites, dest=field.name, action="store_false", default=False, help=opposite)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -172,10 +191,10 @@ def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """How an option reads its values: argparse's `type`, `nargs`, `const` and `choices`."""
+    """How an option reads its values: argparse's `type`, `nargs`, `const`, `choices` and `metavar`."""
     kind = _without_none(field.name, hint)
     if kind is bool:
-        return {"type": parse_bool, "nargs": "?", "const": True}
+        return {"type": parse_bool, "nargs": "?", "const": True, "metavar": "yes|no"}
     if get_origin(kind) is list:
         return {**_conversion(field, get_args(kind)[0]), "nargs": "+"}
     if get_origin(kind) is Literal:

@@ -80,7 +80,7 @@ class StopSignals:
             return
         self.requested, self._since = number, time.monotonic()
         if not self._finishes_updates:
-            raise StoppedError(number, "no update was interrupted, and the same command continues the run")
+            raise StoppedError(number, "no update had been interrupted, and the same command continues the run")
         if self.speaks:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())
