@@ -126,7 +126,7 @@ _MODULES = {
     **{family.config_name: family.configuration for family in FAMILIES.values()},
     **{name: family.modeling for family in FAMILIES.values() for name in family.model_names.values()},
 }
-# Folders that are attributes of the package without being imported by name.
+# Sub-packages that are imported when they are first used as attributes of the package.
 _FOLDERS = ("configuration", "modeling")
 
 

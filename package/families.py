@@ -10,7 +10,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Literal
 
-# What a family calls the class behind each Auto class, after its own prefix.
+# For each Auto class, what follows the family's prefix in the name of its class.
 HEADS = MappingProxyType(
     {
         "AutoModel": "Model",
@@ -41,7 +41,7 @@ class Family:
         prefix: what the names of the family's classes begin with.
         attention: which attention op the layers call.
         paper: arXiv identifier of the paper that introduced the architecture.
-        lora_targets: the linear layers that PEFT's LoRA adapts if it is told none.
+        lora_targets: the linear layers that PEFT's LoRA adapts if a `LoraConfig` names none.
         heads: for each Auto class, what follows `prefix` in the name of the family's class.
     """
 
@@ -74,7 +74,7 @@ class Family:
 
     @property
     def main_auto_class(self) -> str:
-        """The Auto class of the head that the family is known for: the first one of `heads` that is a head."""
+        """The Auto class of the family's main head: the first one of `heads` after `AutoModel`."""
         return next(auto for auto in self.heads if auto != "AutoModel")
 
     @property
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(config: object) -> Family | None:
-    """The family of a configuration: its own or, of a variant that somebody registered, the one that it is made of.
+    """The family of a configuration or, for a subclass that somebody else registered, the family that it derives from.
 
     None for a configuration of another package.
     """

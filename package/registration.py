@@ -1,9 +1,9 @@
 """Makes every family known to the Auto classes of Transformers, now or as soon as those are imported.
 
-Importing Transformers and the models takes seconds, which `import dynattn` and the command line's help must not. So the
-Auto classes get their entries right after the modules that define them were imported, by a finder on `sys.meta_path`,
-and an entry imports its model when it is looked up. The modules that define the Auto classes are themselves imported
-by modules that the models need, so importing the models any sooner would be a circle.
+Importing Transformers and the models takes seconds, which `import dynattn` and the command line's help must not take.
+So the Auto classes get their entries right after the modules that define them were imported, by a finder on
+`sys.meta_path`, and an entry imports its model when it is looked up. Importing the models together with the Auto
+classes would be circular, because modules that the models need import the Auto classes.
 """
 
 import sys
@@ -32,7 +32,7 @@ class ModelEntries(dict[type, Any]):
         value = super().__getitem__(config_class)
         return value.load_model_class(self._auto_class) if isinstance(value, Family) else value
 
-    def __iter__(self) -> Iterator[type]:  # makes `dict(self)` ask `__getitem__`, which it would pass by otherwise
+    def __iter__(self) -> Iterator[type]:  # a subclass with `__iter__` makes `dict(self)` call `__getitem__`
         return super().__iter__()
 
     def values(self) -> list[Any]:  # type: ignore[override]
@@ -59,14 +59,14 @@ def register_models(modeling_auto: ModuleType) -> None:
 
 
 def name_lora_targets(constants: ModuleType) -> None:
-    """Tells PEFT which layers to adapt where a `LoraConfig` names none, as it knows for Transformers' own families."""
+    """Adds the layers that LoRA adapts to PEFT's table, which has them for Transformers' own families."""
     for family in FAMILIES.values():
         targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         targets.setdefault(family.model_type, list(family.lora_targets))
 
 
 def keep_code(portable_config: ModuleType) -> None:
-    """Lets a configuration that was loaded from a folder with code be saved with code."""
+    """Makes configurations write the code of their classes beside them when they are saved (see `remote_code`)."""
     portable_config.PortableConfig.code_writer = _write_code
 
 
@@ -87,7 +87,7 @@ ACTIONS: dict[str, Callable[[ModuleType], None]] = {
 class ActionFinder(MetaPathFinder):
     """Finds the modules of `pending` as the other finders do, but with a loader that does their actions.
 
-    It leaves `sys.meta_path` after the last of them.
+    After the last action it removes itself from `sys.meta_path`.
     """
 
     def __init__(self, pending: set[str]):
@@ -119,7 +119,7 @@ class ActionLoader(Loader):
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        """Whoever asks for the specification without importing the module finds all methods of its loader."""
+        """All other methods are those of the module's own loader, for code that uses the spec without an import."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -134,7 +134,7 @@ class ActionLoader(Loader):
 
 
 def register_with_transformers() -> None:
-    """Does the actions of all modules that are imported already, and lets a finder wait for the others."""
+    """Does the actions of modules that are imported already, and installs a finder that does the others."""
     finder = ActionFinder({name for name in ACTIONS if name not in sys.modules})
     sys.meta_path[:] = [other for other in sys.meta_path if not isinstance(other, ActionFinder)]
     if finder.pending:

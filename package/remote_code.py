@@ -1,8 +1,8 @@
 """The code that travels with a checkpoint: flat files, made from this package, for places where it is not installed.
 
-Transformers loads such code from one folder without sub-packages, so the modules that the classes need are found by
-following their imports, and every import is rewritten to a module of the same folder. The classes may be variants that
-somebody else registered, whose modules import this package by name.
+Transformers loads such code from one folder without sub-packages. So the modules that the classes need are found by
+following their imports, and every import is rewritten to a module of the same folder. The classes may also be variants
+that somebody else registered, whose modules import this package by name.
 """
 
 import ast
@@ -20,8 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dynattn import __version__
 
 PACKAGE = __name__.partition(".")[0]
-# What Transformers calls the package of code that it loaded from a folder.
+# The package in which Transformers puts code that it loads from a checkpoint's folder.
 REMOTE = "transformers_modules"
+# A module that defines this name is replaced by its constants (see `constants_instead`).
 FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
 IMPORT_SOURCE = re.compile(r"from\s+[\w.]+")
 
@@ -48,10 +49,10 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
 
 
 def travels(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether the code of a configuration goes along: one of this package, or a variant that is registered.
+    """Whether a configuration's code is written: it is of this package, or a registered variant.
 
-    A variant is a subclass from elsewhere that `AutoConfig` makes for its model type. Transformers itself copies the
-    files of remote code.
+    A variant is a subclass from elsewhere that `AutoConfig` returns for its model type. Code that Transformers loaded
+    from a checkpoint is not written here, because Transformers copies such files itself.
     """
     if root_of(config_class) in (PACKAGE, REMOTE):
         return root_of(config_class) == PACKAGE
@@ -66,7 +67,7 @@ def root_of(cls: type) -> str:
 
 
 def registered_classes(config_class: type[PreTrainedConfig]) -> dict[str, type]:
-    """The classes that travel, and that each Auto class makes for `config_class`; `AutoConfig` first."""
+    """The classes whose code travels, by the Auto class that returns them for `config_class`; `AutoConfig` first."""
     classes: dict[str, type] = {"AutoConfig": config_class}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
@@ -122,10 +123,10 @@ def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
 
 
 def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
-    """What a statement of `module` imports from modules that travel: names by module. Empty for all other statements.
+    """The names that a statement of `module` imports from modules that travel, by module; empty for other statements.
 
     Raises:
-        ValueError: it names a package, or a module without names.
+        ValueError: the statement imports a package, or a whole module (`import MODULE`).
     """
     roots = (PACKAGE, module.partition(".")[0])
     if isinstance(node, ast.Import):
@@ -155,7 +156,7 @@ def _behind_the_front_door(node: ast.ImportFrom) -> dict[str, list[ast.alias]]:
 
 
 def _rewrite(lines: list[str], node: ast.ImportFrom, targets: dict[str, list[ast.alias]]) -> None:
-    """Changes the lines of an import to one import from each of `targets`, and the number of lines never."""
+    """Replaces the lines of an import by one import from each of `targets`; the length of `lines` stays the same."""
     first, last = node.lineno - 1, node.end_lineno or node.lineno
     head, tail = lines[first][: node.col_offset], lines[first][node.col_offset :]
     if len(targets) == 1:
@@ -170,9 +171,10 @@ def _rewrite(lines: list[str], node: ast.ImportFrom, targets: dict[str, list[ast
 
 
 def constants_instead(source: str, module: str) -> str:
-    """Returns `source`, or what travels in place of a module that reads other files: the values of its constants.
+    """Returns `source`, or for a module that reads other files the values of its constants, as Python source.
 
-    Transformers fetches Python files only. Such a module names the constants, which are texts, in `FLAT_CONSTANTS`.
+    Transformers fetches Python files only, so the other files could not be read. Such a module lists the names of its
+    constants, which are strings, in `FLAT_CONSTANTS`.
     """
     if not FLAT_CONSTANTS.search(source):
         return source
@@ -186,7 +188,10 @@ def _assignment(name: str, text: str) -> str:
 
 
 def _check_what_transformers_sees(path: Path) -> None:
-    """Transformers finds imports by pattern and not by syntax: a docstring that shows one would break loading."""
+    """Raises ValueError if Transformers would find other imports in a file than Python does.
+
+    Transformers searches by regular expression, so an import in a docstring would break loading.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     real = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
     if unreal := set(get_relative_imports(path)) ^ real:
@@ -208,6 +213,9 @@ def _source(module: str) -> str:
 
 
 def flat_name(module: str) -> str:
-    """A module's file without folders: `dynattn.modeling.ops.masking` is `ops_masking`, of others all words count."""
+    """A module's name in the flat folder: `ops_masking` for `dynattn.modeling.ops.masking`.
+
+    The names of modules of other packages keep all their words.
+    """
     words = module.split(".")
     return "_".join(words[2:] if words[0] == PACKAGE else words)

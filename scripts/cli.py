@@ -24,14 +24,14 @@ JOBS = CommandTable(
             "train a model from scratch, or continue one, with Accelerate",
         ),
         "compare": ("dynattn.scripts.compare.main", "train variants from the same seeds, and compare them in pairs"),
-        "report": ("dynattn.scripts.report.main", "the curves of one or several runs as one HTML page"),
+        "report": ("dynattn.scripts.report.main", "draw the curves of one or several runs on one HTML page"),
         "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
-        "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "the lm_eval command with our model types registered"),
-        "serve": ("dynattn.scripts.serve.main", "the transformers serve command with our model types registered"),
-        "convert": ("dynattn.scripts.convert.main", "turn released checkpoints of other code into ours, and back"),
+        "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "run lm_eval with this package's model types and tasks"),
+        "serve": ("dynattn.scripts.serve.main", "run transformers serve with this package's model types"),
+        "convert": ("dynattn.scripts.convert.main", "turn checkpoints of other code into this package's, and back"),
         "benchmark": (
             "dynattn.scripts.benchmark.main",
-            "time, memory and error of attention beside the strongest baselines",
+            "measure time, memory and error of attention beside the strongest baselines",
         ),
         "inspect": ("dynattn.scripts.inspect.main", "show how a model composes its heads on a text"),
         "publish": (
@@ -41,45 +41,45 @@ JOBS = CommandTable(
         "kernel": ("dynattn.scripts.publish.kernel", "write the attention op for Hugging Face's kernels package"),
         "export": (
             "dynattn.scripts.export.main",
-            "write graphs for another runtime, and prove that it generates the same tokens",
+            "write graphs for another runtime (ONNX ...), and prove that it generates the same tokens",
         ),
         "reproduce": ("dynattn.scripts.reproduce.main", "repeat a study: runs, table, plot and record"),
         "quickstart": ("dynattn.scripts.reproduce.quickstart", "pretrain, evaluate, save and reload a small DCFormer"),
-        "doctor": ("dynattn.scripts.doctor.main", "what is installed, what will serve, and what is missing"),
-        "completion": ("dynattn.scripts.completion", "print what completes these commands in bash, zsh or fish"),
+        "doctor": ("dynattn.scripts.doctor.main", "show what is installed, what attention runs with, what is missing"),
+        "completion": ("dynattn.scripts.completion", "print a function that completes these commands in your shell"),
     },
 )
-# Names of modules, with commas between them. A process that a job starts imports them too.
+# The environment variable with the modules of `--import`, separated by commas, so that processes of a job import them.
 IMPORTS = "DYNATTN_IMPORT"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job and returns its exit status.
 
-    A user's mistake prints one line and returns 2; what a signal or Ctrl-C ends prints one line, too, and returns 128
-    and the signal's number. A job whose output nothing reads any more, as after `| head`, ends without a word as
-    SIGPIPE would end it. Of several processes under torchrun only the first prints.
+    A user's mistake prints one line and returns 2. A job that a signal or Ctrl-C ends prints one line, too, and returns
+    128 plus the signal's number. If nothing reads the output any more, as after `| head`, a job ends silently with the
+    status of SIGPIPE. Of several processes under torchrun only the first prints.
 
-    Every job takes `--import MODULE`, which is imported before it starts: a module of the user's that registers models
-    or attention functions.
+    Every job takes `--import MODULE`: a module of the user's, which registers models or attention functions and is
+    imported before the job starts.
     """
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # Notices here, and not when the interpreter ends, that nothing reads any more. Without a standard output
-            # there is nothing to flush, and `print` knows that.
+            # Raises BrokenPipeError here, and not when the interpreter ends, if nothing reads the output any more.
+            # Unlike `sys.stdout.flush`, `print` also works without a standard output.
             print(end="", flush=True)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        # What is still to be written goes nowhere: the interpreter would complain of it at its end.
+        # Discards the output that is left. Otherwise the interpreter reports at its end that it could not write it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _run(argv: list[str]) -> int:
-    """What `main` does while its output is read."""
+    """Runs the job that `argv` names, and turns its errors into messages and exit statuses."""
     if argv[:1] == ["--version"]:
         print(f"dynattn {__version__}")
         return 0
@@ -88,7 +88,7 @@ def _run(argv: list[str]) -> int:
         return JOBS.run(argv)
     except UserError as error:
         prog = f"dynattn {argv[0]}" if argv and argv[0] in JOBS.commands else "dynattn"
-        # Whatever a message quotes, it stays one line.
+        # One line, even if the message quotes a text of several lines.
         _tell(f"{prog}: error: {' '.join(str(error).split())}")
         return 2
     except StoppedError as stopped:
@@ -102,7 +102,7 @@ def _run(argv: list[str]) -> int:
 def _reader_is_gone() -> bool:
     """Whether standard output is a pipe that nothing reads any more."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors are always told
+    poll.register(sys.stdout, 0)  # no events are asked for; errors are always reported
     return bool(poll.poll(0))
 
 
@@ -112,7 +112,9 @@ def _tell(message: str) -> None:
 
 
 def import_modules(argv: Sequence[str]) -> list[str]:
-    """Imports what `--import` and the environment name, from the current folder too, and returns the other words.
+    """Imports the modules of `--import` and of the environment, and returns the other words.
+
+    They may be installed, or be in the current folder.
 
     Raises:
         UserError: a module cannot be imported.

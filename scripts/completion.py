@@ -1,9 +1,9 @@
-"""Prints a shell's function that completes `dynattn` commands and their options.
+"""Prints a function with which a shell completes `dynattn` commands and their options.
 
-Run: `eval "$(dynattn completion bash)"` in a start-up file of bash; `zsh` and `fish` (with `| source`) likewise
+Run: `eval "$(dynattn completion bash)"` in ~/.bashrc, the same with `zsh` in ~/.zshrc, and in the configuration of fish
+`dynattn completion fish | source`
 
-The function asks this module for the words that can follow. They are read from the help texts, so that there is no
-list of options to keep.
+The function asks this module for the words that can follow, which are read from the help texts of the commands.
 """
 
 import io
@@ -31,7 +31,7 @@ compdef _dynattn dynattn""",
 complete -c dynattn -a "(dynattn completion --words (commandline -opc)[2..])\"""",
 }
 
-# Commands of other packages, whose help takes seconds.
+# Commands of other packages: their help takes seconds, so they are not completed.
 OTHERS = ("lm-eval", "serve")
 
 
@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def following(words: Sequence[str]) -> list[str]:
-    """The names of commands, or else of options, that the help of the command in `words` lists."""
+    """The options in the help of the command that `words` begin with or, if it has none, its sub-commands."""
     command = [word for word in words if not word.startswith("-")]
     if command and command[0] in OTHERS:
         return []
-    for length in (2, 1, 0):  # of the words that may name the command; the others are arguments
+    for length in (2, 1, 0):  # how many words name the command; the others are arguments
         text = help_text(command[:length]) if length <= len(command) else None
         if text is not None:
             options = re.findall(r"^ {2}(?:-\w, )?(--[\w-]+)", text, re.MULTILINE)

@@ -15,6 +15,7 @@ from .errors import UserError, first_line
 from .offline import offline_if_unreachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+NAN_LOGITS = "the model's logits are NaN: its weights are damaged, or overflow in this dtype; try float32"
 
 
 def load_checkpoint(
@@ -81,7 +82,7 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
 def refuse_nan(logits: torch.Tensor) -> None:
     """Raises UserError if any of the logits `[B, T, V]` is NaN."""
     if logits.isnan().any():
-        raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype; try float32")
+        raise UserError(NAN_LOGITS)
 
 
 def _check_place(place: str) -> None:

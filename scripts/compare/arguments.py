@@ -17,23 +17,25 @@ class CompareArguments:
     """
 
     variants: list[str] = field(
-        metadata={"help": "files of arguments of dynattn pretrain, or names of shipped ones; the first is the baseline"}
+        metadata={"help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline"}
     )
     output: str = field(default="runs/compare", metadata={"help": "folder of all runs, the record, table and plot"})
     seeds: int = field(default=5, metadata={"help": "runs of each variant; their seeds count from 0"})
     common: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "arguments of dynattn pretrain for all: a mapping in YAML, JSON on the command line"},
+        metadata={"help": "arguments of dynattn pretrain for all variants: a mapping (YAML), or JSON as an option"},
     )
     learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "peaks from which each variant gets its best one; if not given, those it has"}
+        default=None, metadata={"help": "rates to try; each variant is compared at its best one; by default at its own"}
     )
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    tuning_seed: int = field(
+        default=100, metadata={"help": "seed of the runs that choose learning rates, which are not compared"}
+    )
     max_seconds: float | None = field(
         default=None,
-        metadata={"help": "start no run after this time; seeds that all variants have finished are compared"},
+        metadata={"help": "start no run after so many seconds; seeds that all variants have finished are compared"},
     )
-    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
+    redraw: bool = field(default=False, metadata={"help": "train nothing; make table and plot again from the record"})
 
     def __post_init__(self) -> None:
         if len(self.variants) < 2:
@@ -52,6 +54,6 @@ def check_seeds(seeds: list[int], tuning_seed: int) -> None:
 
 
 def check_rates(learning_rates: list[float]) -> None:
-    """Raises UserError unless all are positive, none is infinite, and there is one."""
+    """Raises UserError unless there is at least one rate, and all are positive and finite."""
     if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
         raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")

@@ -23,9 +23,11 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     """Draws the validation losses of the arms of a study, and their differences from the first arm, paired by seed.
 
     Lines are means over seeds, and bands one standard deviation to each side. Arms that continue parents begin at the
-    parents' last losses. Where the operations of a token are known, losses are drawn against operations and against
-    seconds of training, too, and below them how many times its operations the baseline needs for the same loss, beside
-    what others report of it if the record quotes them.
+    parents' last losses.
+
+    If the FLOPs of a token are known, there are three more panels: losses over FLOPs, losses over seconds of training,
+    and for each arm the ratio of FLOPs that the baseline needs for the same loss, beside a published ratio that the
+    record may quote.
     """
     arms = record["arms"]
     runs = [run for arm in arms.values() for run in arm["runs"]]
@@ -66,7 +68,7 @@ def _losses(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
 
 
 def _tokens(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
-    """The tokens of the same validations."""
+    """The tokens `[seeds, validations]` that had been read at these validations."""
     tokens = np.array([[line["tokens"] for line in run["validation"]] for run in runs], dtype=float)
     return np.column_stack([np.zeros(len(runs)), tokens]) if start else tokens
 
@@ -79,7 +81,7 @@ def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label
 
 
 def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
-    """Draws the ratio of operations of each arm with its interval, the best one on top."""
+    """Draws the ratio of FLOPs of each arm with its 95 % interval, the best one on top."""
     ratios = {name: comparison.get("operations_ratio") for name, comparison in record["comparison"].items()}
     known = sorted(((ratio["mean"], name) for name, ratio in ratios.items() if ratio), reverse=True)
     for place, (mean, name) in enumerate(known):

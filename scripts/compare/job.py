@@ -24,7 +24,7 @@ from .texts import check_same_texts
 from .variants import Variant, read_variants
 
 Rates = dict[str, float | None]
-# The last validation loss by learning rate; None for a run that diverged.
+# The last validation loss for each learning rate; None for a run that diverged.
 Losses = dict[str, float | None]
 DIVERGED = "diverged.txt"
 
@@ -43,11 +43,11 @@ def run_comparison(arguments: CompareArguments) -> str:
 def compare_variants(
     arguments: CompareArguments, variants: Sequence[Variant], command: str, quoted: Mapping[str, Any] | None = None
 ) -> str:
-    """`run_comparison` of variants that are read already.
+    """Does the work of `run_comparison` for variants that were read already.
 
     Args:
-        command: the command line that repeats it, for the record.
-        quoted: what others report of the ratio of operations, drawn beside ours: `label`, `source` and `interval`.
+        command: the command line that repeats the comparison, for the record.
+        quoted: a published ratio of FLOPs, which is drawn beside the measured ones: `label`, `source` and `interval`.
     """
     output = Path(arguments.output)
     if not arguments.redraw:
@@ -60,11 +60,11 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     """Trains what is missing and returns the record of the seeds that all variants have finished.
 
     Raises:
-        UserError: a rate is refused, the folder holds something else or runs that have read other texts, or time was
-            over before there were two of them.
+        UserError: a learning rate is not valid, the folder holds something else or runs on other texts, or time was
+            over before two seeds were complete.
     """
     runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
-    # Refuses a rate before the runs with others, and not after them.
+    # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
     cells = product(variants, (arguments.tuning_seed, *range(arguments.seeds)), arguments.learning_rates or (None,))
     planned = [runs.arguments(*cell) for cell in cells]
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
@@ -87,7 +87,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
 def choose_rates(
     runs: "Runs", variants: Sequence[Variant], arguments: CompareArguments
 ) -> tuple[Rates, dict[str, Losses]]:
-    """The learning rate of each variant, None for the one that it names itself, and the losses they are chosen by."""
+    """The learning rate of each variant, None for that in its file, and the losses by which they were chosen."""
     rates: Rates = {variant.name: None for variant in variants}
     losses: dict[str, Losses] = {}
     for variant in variants if arguments.learning_rates else ():
@@ -97,10 +97,10 @@ def choose_rates(
 
 
 def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple[float, Losses]:
-    """The learning rate with the lowest last validation loss, and the losses of all; a single one needs no run.
+    """The learning rate with the lowest final validation loss, and the losses of all; a single rate needs no run.
 
     Args:
-        train: returns the folder of the run with a learning rate.
+        train: makes the run with a learning rate, and returns its folder.
 
     Raises:
         UserError: the runs with all rates diverged.
@@ -120,15 +120,15 @@ def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run of a folder is finished or has diverged; `pretrain` completes the model by a rename."""
+    """Whether the run of a folder is finished or has diverged; the folder `model` appears only when it is complete."""
     return (folder / "model").exists() or (folder / DIVERGED).exists()
 
 
 def train_once(arguments: PretrainArguments) -> Path:
-    """The folder of a run, which is made, or goes on, unless it is finished or has diverged.
+    """Makes a run, or resumes it, unless it has ended, and returns its folder.
 
     Raises:
-        DivergedError: it has diverged, now or before.
+        DivergedError: the run has diverged, now or before.
     """
     folder = Path(arguments.output)
     if (told := folder / DIVERGED).exists():
@@ -155,11 +155,11 @@ class Runs:
     deadline: float = math.inf
 
     def trained(self, variant: Variant, seed: int, rate: float | None) -> Path:
-        """The folder of a finished run.
+        """The folder of a run, which is made first if it has not ended.
 
         Raises:
-            OutOfTimeError: it would have to be trained.
-            DivergedError: it has diverged, now or before.
+            OutOfTimeError: the run has not ended, and the deadline is over.
+            DivergedError: the run has diverged, now or before.
         """
         arguments = self.arguments(variant, seed, rate)
         if time.monotonic() > self.deadline and not has_ended(Path(arguments.output)):
@@ -170,7 +170,7 @@ class Runs:
         """The arguments of a run, whose folder is named after variant, seed and rate.
 
         Raises:
-            UserError: they contradict one another.
+            UserError: an argument is not valid, or two contradict each other.
         """
         name = variant.name if rate is None else f"{variant.name}-{rate:g}"
         changes = {} if rate is None else {"learning_rate": rate}

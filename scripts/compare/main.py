@@ -3,9 +3,9 @@
     dynattn compare plain.yaml composed.yaml [more.yaml ...] --seeds 5 --output runs/compare
 
 Each file holds arguments of `dynattn pretrain` for one variant, of any model type; the first is the baseline. All must
-read the same data with the same tokenizer, or their losses would not compare. With --learning_rates each variant gets
-the best of them, chosen on a seed that is not measured; one whose run diverges is the worst. Finished runs are not
-repeated: an interrupted comparison goes on where it stopped, and more seeds can be added later.
+read the same data with the same tokenizer, because other losses cannot be compared. With --learning_rates each variant
+is trained with the best of them, which is chosen on a seed that is not compared (a rate that diverges is not chosen).
+Finished runs are not repeated: the same command continues an interrupted comparison, and more seeds can be added later.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def name_variants(argv: Sequence[str]) -> list[str]:
-    """Lets the words before the first option be the values of `--variants`."""
+    """Puts `--variants` in front of the words before the first option."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     return ["--variants", *words, *argv[len(words) :]] if words else list(argv)

@@ -1,4 +1,4 @@
-"""The record of a study that compares trained arms, the statistics of its runs, and the table."""
+"""The record of a study that compares trained arms: its runs and their statistics."""
 
 import json
 import math
@@ -22,7 +22,7 @@ OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_
 
 
 def read_run(folder: Path) -> Run:
-    """A finished run: its options, its measurements, and its losses by tokens."""
+    """Reads a finished run: its options, its measurements, and its losses after each number of tokens."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     lines = read_metrics(folder / "metrics.jsonl")
     flops = result["flops_per_second"]
@@ -48,9 +48,9 @@ def make_record(
 
     Args:
         settings: the settings of the study.
-        arms: by name, one run for each seed in the same order; the others are compared with the first.
+        arms: for each arm one run per seed, in the same order of seeds; the first arm is the baseline of the others.
         labels: the names of the arms in table and plot.
-        parents: what all arms continue, one run for each seed; none if they start from scratch.
+        parents: the runs that all arms continue, one per seed; empty if they start from scratch.
     """
     runs = [*parents, *(run for runs in arms.values() for run in runs)]
     common = ("objective", "dataset", "hardware", "versions", "validation_targets")
@@ -69,13 +69,13 @@ def make_record(
 
 
 def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
-    """`runs` beside those of `baseline`, paired by seed.
+    """Compares `runs` with those of `baseline`, paired by seed.
 
     Returns:
-        The difference of the last validation losses with a two-sided paired t-test, by itself; under `equal_seconds`
-        the difference when the faster of the two was done; under `token_ratio` how many times the tokens of `runs` the
-        baseline needs for the same loss (above 1, `runs` learn faster): the geometric mean and its 95 % interval; and
-        under `operations_ratio` the same of operations, None where those of a token are not known.
+        The `paired_difference` of the last validation losses, with three further entries. `equal_seconds` is the
+        difference of the losses at the time when the faster of the two had ended. `token_ratio` says how many times the
+        tokens of `runs` the baseline needs for the same loss (above 1, `runs` learn faster): geometric mean and 95 %
+        interval. `operations_ratio` is the same for FLOPs, None if the FLOPs of a token are not known.
     """
     pairs = list(zip(runs, baseline, strict=True))
     ratios = [token_ratio(run, other) for run, other in pairs]
@@ -88,7 +88,7 @@ def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _operations_ratio(pairs: Sequence[tuple[Run, Run]], ratios: Sequence[float]) -> dict[str, Any] | None:
-    """Ratios of tokens as ratios of operations, where those of a token are known of both sides."""
+    """Turns `ratios` of tokens into ratios of FLOPs, or returns None if the FLOPs of a token are not known."""
     if not all(one.get("flops_per_token") for pair in pairs for one in pair):
         return None
     costs = [baseline["flops_per_token"] / run["flops_per_token"] for run, baseline in pairs]
@@ -107,23 +107,20 @@ def geometric_mean(ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def losses_at_equal_seconds(run: Run, other: Run) -> tuple[float, float]:
-    """The losses of both when the first of them has ended, by their median speed of training."""
+    """The losses of both runs at the time when the faster one had ended, by their median speed of training."""
     seconds = min(one["tokens"] / one["tokens_per_second"] for one in (run, other))
     first, second = (loss_at(one, seconds * one["tokens_per_second"]) for one in (run, other))
     return first, second
 
 
 def token_ratio(run: Run, baseline: Run) -> float:
-    """How many times the tokens of `run` the baseline needs for the worse of their last losses.
-
-    It is counted at the worse of the two because that is the one that both reach.
-    """
+    """How many times the tokens of `run` the baseline needs for the higher of their last losses, which both reach."""
     loss = max(one["validation"][-1]["loss"] for one in (run, baseline))
     return tokens_to(baseline, loss) / tokens_to(run, loss)
 
 
 def loss_at(run: Run, tokens: float) -> float:
-    """The validation loss after so many tokens, on straight lines between validations."""
+    """The validation loss after `tokens` tokens, interpolated linearly between validations."""
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
     for (before, high), (after, low) in pairwise(points):
         if tokens <= after:
@@ -132,7 +129,7 @@ def loss_at(run: Run, tokens: float) -> float:
 
 
 def tokens_to(run: Run, loss: float) -> float:
-    """The tokens after which the validation loss is first as low as `loss`, on straight lines between validations."""
+    """The tokens after which the validation loss is first as low as `loss`, interpolated linearly."""
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
     if points[0][1] <= loss:
         return points[0][0]
@@ -143,7 +140,7 @@ def tokens_to(run: Run, loss: float) -> float:
 
 
 def loss_unit(record: Mapping[str, Any]) -> str:
-    """What the losses of a study are measured in; records of earlier versions do not name the objective."""
+    """The unit of the losses of a study; records of earlier versions, which name no objective, are of causal models."""
     (objective,) = record.get("objective", ["causal_lm"])
     return LOSS_UNITS[objective]
 
@@ -158,7 +155,7 @@ def _curve(lines: Sequence[Run], split: str, names: Sequence[str]) -> list[dict[
 
 
 def _count_targets(folder: Path) -> int:
-    """The held-out targets of a run whose result does not say their number, as those of earlier versions."""
+    """The number of held-out targets of a run of an earlier version, whose result does not have it."""
     held_out = TokenStream.open(folder / "data" / "validation")
     return len(held_out.tokens) - len(held_out.starts)
 

@@ -1,4 +1,4 @@
-"""The folder of a study: whose it is, and the files that its record is drawn into."""
+"""The folder of a study: which study it belongs to, and the table and the plot that are made from its record."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
-    """Reserves the folder for a study with these settings; what is not among them may differ when it is continued.
+    """Reserves the folder for a study with these settings. To continue the study they must be the same.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds a study with other settings, or something else; the message calls it a `study`.
     """
     marker = output / SETTINGS
     if marker.exists():

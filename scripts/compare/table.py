@@ -11,9 +11,9 @@ METRICS = {"loss": "validation loss", "bits_per_byte": "bits per byte"}
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on reading them.
+    """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on how to read it.
 
-    Bits per byte, losses at equal time, and the ratios of tokens and operations have columns where they were measured.
+    There are columns for bits per byte, losses at equal time, and ratios of tokens and FLOPs if they were measured.
     """
     compared = record["comparison"]
     timed = all("equal_seconds" in comparison for comparison in compared.values())

@@ -1,4 +1,4 @@
-"""Whether the runs of a study read the same texts, by the fingerprints that each keeps beside its tokens."""
+"""Checks that the runs of a study read the same texts, by the fingerprints that each run stores with its tokens."""
 
 import json
 from collections.abc import Iterable
@@ -11,15 +11,16 @@ from ..pretrain.outputs.run_folder import RunFolder
 
 
 def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
-    """Refuses to continue a study with other texts than its runs have read, which may have the same names.
+    """Refuses to continue a study if the content of its texts has changed since its runs began.
 
     Args:
-        planned: the runs of the study, which name the same texts; those that have not begun are passed by.
+        planned: all runs of the study, which name the same texts; those that have not begun are passed over.
 
     Raises:
         UserError: a run has read other texts than there are now.
     """
-    now: dict[bool, Fingerprints] = {}  # a stream is recognized by its beginning, and other texts by all of them
+    # By `streaming`: the fingerprint of a stream is of its first documents only, that of other data of all.
+    now: dict[bool, Fingerprints] = {}
     for arguments in planned:
         read = read_texts(Path(arguments.output))
         if read is None:
@@ -34,6 +35,6 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
 
 
 def read_texts(run: Path) -> Fingerprints | None:
-    """What the run of a folder has read, as far as its version says; None if it has not begun."""
+    """The fingerprints of the texts of a run, as far as its version stored them; None if it has not begun."""
     file = RunFolder(run).data / SOURCE_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

@@ -1,4 +1,4 @@
-"""The variants of a comparison: what each trains, read from its file."""
+"""The variants of a comparison: the arguments of each, read from its file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -11,7 +11,7 @@ from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
 from ..pretrain.mappings import parse_mapping
 
-# Where losses come from: variants that differ here were asked different questions.
+# Arguments that all variants must have in common, because losses on other data or tokens cannot be compared.
 SAME = (
     *("objective", "dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
@@ -32,14 +32,14 @@ def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) 
     """Reads the files; `common` holds arguments that replace those of every file.
 
     Raises:
-        UserError: a file or `common` holds what is no argument, two variants have one name, or they read different
+        UserError: a file or `common` has an unknown argument, two variants have the same name, or they read different
             data.
     """
     for_all = parse_mapping("common", common) or {}  # type: ignore[arg-type]
     variants = [Variant(Path(file).stem, _options(file, for_all)) for file in files]
     names = [variant.name for variant in variants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"variants are called as their files are, and {repeated} occurs twice; rename a file")
+        raise UserError(f"variants are named after their files, and {repeated} occurs twice; rename a file")
     _check_same_data(variants)
     return variants
 

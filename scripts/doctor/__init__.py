@@ -1,1 +1,1 @@
-"""`dynattn doctor`: what is installed here, what will serve, and what is missing."""
+"""`dynattn doctor`: what is installed, which attention implementation is the default, and what is missing."""

@@ -1,4 +1,4 @@
-"""What `dynattn doctor` looks at."""
+"""The checks of `dynattn doctor`."""
 
 import os
 import platform
@@ -23,9 +23,9 @@ from ..common.errors import first_line
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: whether something is as it should be, what it is, and how to get it where it is not."""
+    """A line of the report: the state of something, its name, and what was found or how to get it."""
 
-    state: Literal["ok", "missing", "fails"]  # missing: an option that one may do without
+    state: Literal["ok", "missing", "fails"]  # what is missing is optional; what fails keeps the package from working
     subject: str
     text: str
 
@@ -72,7 +72,7 @@ def _package(requirement: Requirement, extra: str | None) -> Finding:
 
 
 def _brought_by_extras(requirement: Requirement) -> Iterator[str]:
-    """What the extras of a requirement ask for, such as the web server of `transformers[serving]`."""
+    """The packages that the extras of a requirement need, such as the web server of `transformers[serving]`."""
     for line in (requires(requirement.name) or ()) if requirement.extras else ():
         part = Requirement(line)
         if part.marker and any(part.marker.evaluate({"extra": extra}) for extra in requirement.extras):
@@ -98,7 +98,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _native_code() -> Finding:
-    """Composes heads once, for which C code is compiled or found compiled; what goes wrong then is a warning."""
+    """Calls the composed op once, which compiles its C code or finds it compiled; a failure to do so is a warning."""
     compiler = find_compiler()
     if compiler is None:
         return Finding("missing", "C compiler", "attention on a CPU is slower without; install gcc or clang, or set CC")

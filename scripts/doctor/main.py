@@ -1,8 +1,8 @@
-"""Says what is installed here, which attention implementation will serve, what is missing, and how to get it.
+"""Shows what is installed, which attention implementation is the default here, what is missing, and how to get it.
 
 Run: `dynattn doctor`
 
-Exits with 1 if something is missing or too old that every user needs.
+The exit status is 1 if something that every user needs is missing or too old.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Everything that `dynattn evaluate` can be told."""
+"""The options of `dynattn evaluate`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,64 +19,84 @@ UNREAD = {
 
 @dataclass
 class EvaluateArguments:
-    """What `dynattn evaluate` takes, from options or a YAML file."""
+    """Arguments of one evaluation, from options or a YAML file.
+
+    Raises:
+        UserError: a value is not valid, or an option would have no effect beside the others.
+    """
 
     model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
-    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name (the model's)."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name; by default MODEL."})
     suite: Literal["builtin", "dcformer", "pythia", "long"] = field(
         default="builtin",
         metadata={
-            "help": "builtin and dcformer (the DCFormer paper's 74 forms of in-context question): need no download. "
-            "pythia: the papers' downstream tasks, from the Hub. long: loss by position and pass keys up to 8 times "
-            "--max_length, offline."
+            "help": "builtin: held-out text and synthetic questions. dcformer: the DCFormer paper's 74 forms of "
+            "in-context question. pythia: the papers' downstream tasks, whose data comes from the Hub. long: loss by "
+            "position and pass keys in texts of up to 8 times --max_length. Only pythia needs a network."
         },
     )
     rope_parameters: str | None = field(
         default=None,
-        metadata={"help": "Rotary parameters for --suite long instead of the checkpoint's, as JSON."},
+        metadata={"help": "--suite long: rotary parameters that replace the checkpoint's, as JSON."},
     )
     tasks: list[str] | None = field(
-        default=None, metadata={"help": "lm-eval task names or patterns, instead of a suite's."}
+        default=None, metadata={"help": "Names or patterns of lm-eval tasks to score instead of a suite."}
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "A .txt, .jsonl or .parquet file: bits per byte of its documents, instead of any task."},
+        metadata={
+            "help": "A .txt, .jsonl or .parquet file whose documents are scored in bits per byte, instead of tasks; "
+            "with --suite long, the text to read."
+        },
     )
     text_column: str = field(default="text", metadata={"help": "Column of --dataset that holds the text."})
     others: list[str] = field(
         default_factory=list,
-        metadata={"help": "Further checkpoints to score on --dataset and to compare with the first."},
+        metadata={"help": "Further checkpoints to compare with the first, on --dataset or with --suite long."},
     )
     quoted: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Pythia models, such as pythia-410m, whose published scores are shown beside these, marked as "
-            "quoted (pythia: nearest, the one of the nearest size)."
+            "help": "Pythia models, such as pythia-410m, whose published scores are shown too, marked as quoted; "
+            "nearest is the one of the nearest size, which is the default of --suite pythia."
         },
     )
     include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
     num_fewshot: list[int] | None = field(
         default=None,
-        metadata={"help": "Examples in the prompt, one number or several (each task's own; pythia: 0 5)."},
+        metadata={
+            "help": "Few-shot examples in the prompt; with several numbers tasks are scored with each. By default each "
+            "task's own number, for --suite pythia 0 5."
+        },
     )
-    limit: int | None = field(default=None, metadata={"help": "Score only the first so many documents of each task."})
-    batch_size: int = field(default=8, metadata={"help": "Sequences a forward pass; scores do not depend on it."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens of context (the model's limit)."})
+    limit: int | None = field(
+        default=None,
+        metadata={"help": "Score only the first so many documents of each task (--suite long: windows and pass keys)."},
+    )
+    batch_size: int = field(default=8, metadata={"help": "Sequences in a forward pass; scores do not depend on it."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Tokens of context; the model's max_position_embeddings by default."}
+    )
     truncate: bool = field(
         default=False, metadata={"help": "Cut prompts that are too long from the left instead of refusing them."}
     )
     carry_memory: bool = field(
         default=False,
-        metadata={"help": "Carry memory over each whole document whose perplexity is asked for (rcmha)."},
+        metadata={
+            "help": "For perplexities, read each document in segments and carry the model's memory along (rcmha)."
+        },
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Number format of the weights; auto: as saved."}
+        default="auto", metadata={"help": "dtype of the weights; auto: as saved."}
     )
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1 ... (a GPU if there is one)."})
-    seed: int = field(default=1234, metadata={"help": "Seed for choosing the examples."})
+    device: str | None = field(
+        default=None, metadata={"help": "cpu, cuda, cuda:1 ...; by default a GPU if there is one."}
+    )
+    seed: int = field(default=1234, metadata={"help": "Seed for the choice of few-shot examples and of pass keys."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
     output: str | None = field(
-        default=None, metadata={"help": "Folder for results.json, results.md and samples.jsonl (only prints)."}
+        default=None,
+        metadata={"help": "Folder for results.json, results.md and samples.jsonl; by default only a table is printed."},
     )
     log_samples: bool = field(default=False, metadata={"help": "Write every document with its scores; needs --output."})
     overwrite: bool = field(default=False, metadata={"help": "Replace the results that are in --output."})
@@ -102,7 +122,7 @@ class EvaluateArguments:
 
     @property
     def kind(self) -> str:
-        """What is evaluated: lm-eval's tasks, a text of the user's, or the suite long."""
+        """The kind of evaluation, as messages call it: "tasks" (of lm-eval), "--dataset" or "--suite long"."""
         if self.suite == "long":
             return "--suite long"
         return "tasks" if self.dataset is None else "--dataset"
@@ -116,7 +136,7 @@ class EvaluateArguments:
             raise UserError(f"text_column={self.text_column} is of --dataset FILE; give one, or leave it out")
 
     def _check_rope(self) -> None:
-        """Refuses rotary parameters where they would not be read, or for several checkpoints."""
+        """Refuses rotary parameters without --suite long, or for several checkpoints."""
         if self.rope_parameters is not None and self.suite != "long":
             raise UserError(f"rope_parameters={self.rope_parameters} is for --suite long; save others in config.json")
         if self.rope_parameters is not None and self.others:
@@ -135,6 +155,6 @@ class EvaluateArguments:
         return self.quoted
 
     def shots(self) -> Sequence[int] | None:
-        """Numbers of examples; None leaves each task its own."""
+        """Numbers of few-shot examples; None leaves each task its own."""
         paper_suite = self.suite == "pythia" and self.tasks is None
         return PYTHIA_SHOTS if self.num_fewshot is None and paper_suite else self.num_fewshot

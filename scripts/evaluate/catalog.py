@@ -49,7 +49,7 @@ class TaskCatalog:
         """Loads every task, with its data.
 
         Returns:
-            The tasks and groups that could be had, and for each other name the reason why not, in one line.
+            The tasks and groups that could be loaded, and for each other name the reason in one line.
 
         Raises:
             UserError: a task is asked for twice, under two names.
@@ -61,7 +61,7 @@ class TaskCatalog:
             for name in self.names:
                 try:
                     loaded[name] = self._load(name)
-                except Exception as error:  # whatever stops one task must not stop the others
+                except Exception as error:  # a task that cannot be loaded, for any reason, must not stop the others
                     missing[name] = _reason(error, reachable)
         return self._distinct(loaded), missing
 

@@ -28,16 +28,16 @@ from .suites import HELDOUT, SUITES
 from .windows import check_context, encode_document
 
 DIRECT = f"{HELDOUT} (direct)"
-AGREEMENT = 0.01
-BOOTSTRAPS = 1000
+AGREEMENT = 0.01  # relative difference up to which two measurements of bits per byte agree
+BOOTSTRAPS = 1000  # resamplings for lm-eval's standard errors
 
 
 class StrictHFLM(HFLM):
-    """lm-eval's model wrapper, which neither cuts contexts silently nor makes scores from NaN.
+    """lm-eval's model wrapper, except that it refuses prompts that are too long, and logits that are NaN.
 
-    Log-probabilities are computed in float32, whatever the dtype of the model. With `carry_memory` a text whose
-    perplexity is asked for is read in segments, with the model's memory from one to the next, and not in windows.
-    Such a text begins with one `bos`, whether or not the tokenizer adds one itself.
+    Log-probabilities are computed in float32, whatever the dtype of the model. With `carry_memory`, texts whose
+    perplexity is measured are read in segments, and the model's memory is carried from one to the next; otherwise in
+    windows. In both cases a text begins with one `bos`, whether or not the tokenizer adds one itself.
     """
 
     add_bos_token: bool | None
@@ -59,7 +59,7 @@ class StrictHFLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         if self.segment is None:
-            # lm-eval puts `prefix_token_id` before every text, and would score a `bos` that a tokenizer adds to it.
+            # lm-eval itself puts `prefix_token_id` before every text. It would score a `bos` that the tokenizer adds.
             own, self.add_bos_token = self.add_bos_token, False
             try:
                 return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -80,7 +80,7 @@ class StrictHFLM(HFLM):
                 f"the longest prompt has {longest - 1} tokens but the model takes {self.max_length}; "
                 "lower --num_fewshot, leave the task out, or pass --truncate to cut prompts from the left"
             )
-        # Rolling perplexity calls this once a batch: a progress bar each would bury the terminal.
+        # Rolling perplexity calls this once for each batch, and so many progress bars would flood the terminal.
         hide = disable_tqdm or override_bs is not None
         try:
             return super()._loglikelihood_tokens(requests, disable_tqdm=hide, override_bs=override_bs)
@@ -115,9 +115,10 @@ def evaluate_model(
         model: the model.
         tokenizer: its tokenizer.
         tasks: names of lm-eval tasks, ours or lm-eval's.
-        num_fewshot: examples in the prompt; several numbers score each task at each; None leaves it to the task.
+        num_fewshot: examples in the prompt; with several numbers each task is scored with each of them; with None each
+            task has its own number.
         limit: score only the first so many documents of each task.
-        batch_size: sequences a forward pass; scores do not depend on it.
+        batch_size: sequences in a forward pass; scores do not depend on it.
         max_length: tokens of context, at most and by default the model's `max_position_embeddings`.
         truncate: cut longer prompts from the left instead of refusing them.
         carry_memory: measure perplexities over whole documents, read in segments of as many tokens as `max_length` and
@@ -180,7 +181,7 @@ def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_s
 
 
 def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any]) -> None:
-    """Adds what lm-eval returned to `results`, but no task again at the same number of examples."""
+    """Adds what lm-eval returned to `results`, except for tasks that are there already with as many examples."""
     known = {(result.task, result.num_fewshot) for result in results.tasks}
     for result in read_lm_eval(raw, _chances(items)):
         if (result.task, result.num_fewshot) not in known:
@@ -194,7 +195,7 @@ def _groups(items: Sequence[Task | Group]) -> list[Group]:
 
 
 def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
-    """Chance level by name, for the tasks and groups whose files tell it."""
+    """The chance level of each task or group whose file has it, by name."""
     metadata = {task.task_name: task.config.metadata for task in leaf_tasks(items)}
     metadata |= {group.name: group.metadata for group in _groups(items)}
     return {name: fields["chance"] for name, fields in metadata.items() if fields and "chance" in fields}
@@ -203,7 +204,7 @@ def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
 def _score_directly(
     lm: StrictHFLM, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, limit: int | None
 ) -> None:
-    """Adds the held-out scores without padding, and a warning if lm-eval's differ."""
+    """Adds scores of the held-out text that were computed without padding, and a warning if lm-eval's differ."""
     documents = builtin_documents("validation")[:limit]
     carries = lm.segment is not None
     scores = score_documents(model, tokenizer, documents, max_length=lm.segment or lm.max_length, carry_memory=carries)
@@ -230,7 +231,7 @@ def _evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Keeps these libraries' advice, which is about their own options, off the terminal."""
+    """Silences the warnings of these libraries in the block; they give advice on options that a user here has not."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """The held-out part of the built-in corpus: as a dataset for lm-eval, and scored directly as a check on lm-eval.
 
 lm-eval scores windows of different lengths in one batch, padded on the right without an attention mask. The function
-`score_documents` does the same sum with no padding and no code in common. When the two disagree, the model lets padding
-or later tokens reach earlier ones, and its lm-eval scores mean nothing.
+`score_documents` computes the same scores without padding and shares no code with it. If the two disagree, padding or
+later tokens influence earlier ones in the model, and its lm-eval scores mean nothing.
 """
 
 import tempfile
@@ -37,8 +37,8 @@ def score_documents(
     """Next-token accuracy, token perplexity and bits per byte of `documents`, in windows of up to `max_length` tokens.
 
     Every token is predicted once; from a document's second window on, it is predicted from more than
-    `max_length - stride` tokens. The default stride, `max_length`, is lm-eval's; smaller ones cost more, score better.
-    With `carry_memory` the windows are segments that lie side by side, and the model's cache carries what came before.
+    `max_length - stride` tokens. The default stride, `max_length`, is lm-eval's; smaller strides take longer and give
+    better scores. With `carry_memory` the windows do not overlap, and the model's cache carries its memory along.
 
     Raises:
         ValueError: `stride` is not in 1 ... `max_length`, or is given with `carry_memory`.

@@ -1,12 +1,13 @@
-"""The 74 forms of in-context question on which the DCFormer paper looks into composed heads, by family.
+"""In-context questions of the 74 forms of the DCFormer paper, grouped into families.
 
 The forms are those of `data/synthetic_dataset.jsonl` in github.com/Caiyun-AI/DCFormer, which the paper's section on
-synthetic tasks evaluates: a form fixes what is stated, in which order, and what is asked. Items are drawn anew with
-words of our own, so no line of that file is repeated; the number of a form is that of its task there. Three facts about
-three things stand between angle brackets, or three things in a row. The question names a person or a thing, says or
-denies ("does not have"), and asks for the person, the thing, or what the thing is related to: its kind, its country,
-what it can do, its opposite, what comes after it. Few-shot examples are always of the same form, so that a model can
-tell from the context what is asked.
+synthetic tasks evaluates: a form fixes what is stated, in which order, and what is asked. The number of a form is that
+of its task in that file. The items are drawn from other words, so no line of that file is repeated.
+
+An item states three facts about three things between angle brackets, or lists three things. Its question names a
+person or a thing, affirms or denies ("does not have"), and asks for the person, the thing, or what the thing is related
+to: its kind, its country, what it can do, its opposite, what comes after it. Few-shot examples are always of the same
+form, so that a model can tell from the context what is asked.
 """
 
 import random
@@ -36,7 +37,7 @@ ABILITIES = {
     "clean": ("broom", "mop", "sponge"), "measure": ("ruler", "scale", "thermometer"),
     "shine": ("lamp", "candle", "torch"), "float": ("boat", "raft", "buoy"),
 }
-# Times in their order, with the preposition in front of them; the first and the last are only asked for.
+# Times in their order, and their preposition. The first and the last are answers only, as they lack a neighbour.
 TIMES: Mapping[str, tuple[str, Sequence[str]]] = {
     "day": ("on", ("Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Monday")),
     "month": ("in", ("December", "January", "February", "March", "April", "May", "June", "July", "August", "September",
@@ -50,12 +51,12 @@ TIMES: Mapping[str, tuple[str, Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class Thing:
-    """What facts are about.
+    """A thing that facts are about.
 
     Attributes:
-        related: what a question asks for beside the thing: its kind, country, use, opposite, or the next time.
-        before: the time before it; empty for what is no time.
-        unit: what kind of time it is, which replaces `{unit}` in a wording; empty for what is no time.
+        related: what a question may ask for instead of the thing: its kind, country, use, opposite, or the next time.
+        before: the time before it; empty for a thing that is not a time.
+        unit: the kind of time, which replaces `{unit}` in a wording; empty for a thing that is not a time.
         preposition: replaces `{at}` in a wording.
     """
 
@@ -68,15 +69,16 @@ class Thing:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a family states and asks.
+    """The wording of statements and questions of a family.
 
     Attributes:
         facts: the statement with the person first, and with the thing first.
-        says, denies: what stands between the person and the thing in a question; each item takes one.
-        relation: what stands in front of `Thing.related`.
+        says, denies: verbs between person and thing in a question that affirms or denies; each item has one of them.
+        relation: the words in front of `Thing.related`.
         by_name: whether there are also questions about the thing itself.
-        listed: a thing in a row of things.
-        odd, odd_relation: what asks for the odd thing itself, None if nothing does, and for what it is related to.
+        listed: a thing in a list of things.
+        odd: the words that ask for the odd one of three things; None if no form does.
+        odd_relation: the words that ask for what the odd one is related to.
     """
 
     facts: tuple[str, str]
@@ -124,13 +126,14 @@ class Form:
     """One way to state and ask.
 
     Attributes:
-        family: what items are grouped by.
-        words: the family whose wording and things it takes.
+        family: the family, and so the lm-eval task, to which its items belong.
+        words: the family whose wording and things it uses.
         by_relation: whether the question is about what a thing is related to, not the thing itself.
         who: whether it asks for the person, not the thing.
-        denied: whether it denies; an odd one out is then told as "not" the other thing, instead of "different".
+        denied: whether the question denies. For an odd one out it then asks "Which is not ...?" instead of "Which is
+            different?".
         thing_first: whether facts begin with the thing.
-        after: whether the odd time is asked for as the one after another.
+        after: whether the odd time is described as the one after another time, instead of before.
     """
 
     family: str
@@ -180,7 +183,7 @@ FORMS = list_forms()
 class SameForm(ContextSampler):
     """Draws the few-shot examples of a question from the other questions of its form.
 
-    lm-eval tells a sampler the question only where examples come from the split that is scored, so there is one split.
+    lm-eval passes the question to a sampler only if examples come from the split that is scored, so there is one split.
     """
 
     def sample(
@@ -208,7 +211,7 @@ def load_dataset(family: str, **_: object) -> DatasetDict:
 def generate(number: int) -> list[Item]:
     """Returns `ITEMS_OF_A_FORM` different items of a form, the same ones on every machine.
 
-    What is asked for stands at each of the three places equally often.
+    The answer is at each of the three places equally often.
     """
     rng, form = random.Random(f"{SEED} {number}"), FORMS[number]
     draw = draw_odd_one if form.family == ODD_ONE_OUT else draw_stated
@@ -226,7 +229,7 @@ def draw_stated(rng: random.Random, form: Form, place: int) -> tuple[str, list[s
     pattern = wording.facts[form.thing_first]
     facts = " ".join(_fill(pattern, thing, person) for person, thing in zip(people, things, strict=True))
     verb = rng.choice(wording.denies if form.denied else wording.says)
-    # A denied question names what the others have, or one who has all but this.
+    # A question that denies names what the two others have, or the person who has all but the thing at `place`.
     named = (place + 1) % THREE if form.denied else place
     asked = " ".join([verb, *([_fill(wording.relation, things[named])] if form.by_relation else [])])
     answers = [thing.related if form.by_relation else thing.name for thing in things]
@@ -236,10 +239,10 @@ def draw_stated(rng: random.Random, form: Form, place: int) -> tuple[str, list[s
 
 
 def _draw_facts(rng: random.Random, form: Form, place: int) -> tuple[list[str], list[Thing]]:
-    """People and things of three facts; in a denied question the fact at `place` differs from the two others.
+    """People and things of three facts; for a question that denies, the fact at `place` differs from the two others.
 
-    "Who does not" is asked of three people, two of whom have the same, or the same kind of, thing. "Does not have" is
-    asked of a person who has two of the things.
+    For "Who does not have ...?" two of three people have the same thing, or things of the same kind. For "... does not
+    have" a person has two of the three things.
     """
     people, things = rng.sample(PEOPLE, THREE), draw_things(rng, form.words, THREE)
     if not form.denied:
@@ -253,13 +256,13 @@ def _draw_facts(rng: random.Random, form: Form, place: int) -> tuple[list[str], 
 
 
 def _alike(rng: random.Random, form: Form, thing: Thing) -> Thing:
-    """Another thing of the same kind where the family has some and the question is about them; else the same."""
+    """Another thing of the same kind if the question is about kinds and the family has another; else the same thing."""
     same = [other for other in _all_things(form.words, thing.unit) if other.related == thing.related]
     return rng.choice([other for other in same if other != thing] or same) if form.by_relation else thing
 
 
 def draw_odd_one(rng: random.Random, form: Form, place: int) -> tuple[str, list[str], int]:
-    """Three things, two of them the same, and a question about the one at `place`: text, choices, the right one."""
+    """Three things, two of them the same, and a question about the one at `place`: text, choices, label."""
     wording = FAMILIES[form.words]
     odd, other = draw_things(rng, form.words, 2)
     row = [odd if index == place else other for index in range(THREE)]
@@ -276,7 +279,7 @@ def draw_odd_one(rng: random.Random, form: Form, place: int) -> tuple[str, list[
 
 
 def draw_things(rng: random.Random, words: str, number: int) -> list[Thing]:
-    """Draws things of which no two are related to the same."""
+    """Draws `number` things that are all related to something different."""
     unit = rng.choice(sorted(TIMES)) if words == "time" else ""
     things: list[Thing] = []
     for thing in rng.sample(pool := _all_things(words, unit), len(pool)):

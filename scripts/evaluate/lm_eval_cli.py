@@ -1,9 +1,9 @@
-"""The `lm_eval` command with our model types registered and our tasks known.
+"""The `lm_eval` command with this package's model types registered and its tasks known.
 
 Run: `dynattn lm-eval run --model hf --model_args pretrained=CHECKPOINT --tasks builtin_heldout`
 
-The plain `lm_eval` command does not import this package, whose import registers the model types. lm_eval's command
-line is itself light: it imports torch and Transformers when it runs a model.
+The plain `lm_eval` command does not import this package, and so does not know its model types. The import of lm_eval's
+command line is light: it imports torch and Transformers only when it runs a model.
 """
 
 import sys
@@ -17,7 +17,7 @@ from .suites import TASKS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs lm_eval with its own arguments; `--include_path` adds to our tasks instead of replacing them.
+    """Runs lm_eval with its own arguments; `--include_path` adds tasks to those of this package.
 
     Raises:
         UserError: lm_eval refused the arguments or could not read something.

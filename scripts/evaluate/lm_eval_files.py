@@ -1,4 +1,4 @@
-"""The results in the files that lm-eval itself writes, so that its tools, and those of others, read them."""
+"""Writes results in the files that lm-eval itself writes, so that tools for such files can read them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ def write_lm_eval_files(
     """Writes `lm-eval/MODEL/results_TIME.json`, one for each number of examples, and samples if they were logged.
 
     Args:
-        raw: what `lm_eval.evaluate` returned, by number of examples.
-        folder: what the folder `lm-eval` is made in.
+        raw: what `lm_eval.evaluate` returned for each number of examples.
+        folder: the folder in which the folder `lm-eval` is created.
         model, settings, environment: as in `Results`.
 
     Raises:
@@ -36,16 +36,17 @@ def write_lm_eval_files(
         tracker.save_results_aggregated({**told, **_circumstances(model, settings, environment)}, samples)
         for task, lines in samples.items():
             tracker.save_results_samples(task, [dict(line) for line in lines])
-    # The tracker only logs what goes wrong.
+    # The tracker logs errors instead of raising them, so the files are counted.
     written = list((folder / FOLDER).rglob("results_*.json"))
     if len(written) != len(raw):
-        raise UserError(f"lm-eval wrote {len(written)} of {len(raw)} result files into {folder / FOLDER}; is it full?")
+        place = folder / FOLDER
+        raise UserError(f"lm-eval wrote {len(written)} of {len(raw)} result files into {place}; is the disk full?")
 
 
 def _circumstances(
     model: Mapping[str, Any], settings: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` adds to the results."""
+    """The fields that `lm_eval.simple_evaluate` adds to the results of `lm_eval.evaluate`."""
     seeds = dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed"), settings["seed"])
     return {
         "config": {

@@ -1,4 +1,4 @@
-"""The checkpoints that a command line names."""
+"""Loads the checkpoints that the arguments name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a model makes of texts longer than those it was trained on: loss by position, and a pass key found again."""
+"""Measures a model on texts longer than its training sequences: loss by position, and retrieval of a pass key."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
 from .windows import encode_document, first_token, predict
 
-# Lengths as multiples of the trained one.
+# Lengths of texts as multiples of the trained length.
 MULTIPLES = (1, 2, 4, 8)
-# Where the key stands, as a part of the text before the question.
+# Places of the key, as a fraction of the filler text.
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DIGITS = 5
 # After the task of Mohtashami and Jaggi (arXiv 2305.16300).
@@ -26,14 +27,14 @@ QUESTION = "The pass key is "
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with a key in it that ends where the key is to be said again, and the key, as tokens."""
+    """A text with a key in it that ends with the question for the key, and the answer, both as tokens."""
 
     tokens: list[int]
     answer: list[int]
 
 
 def make_prompt(tokenizer: PreTrainedTokenizerBase, key: str, length: int, depth: float) -> Prompt:
-    """A prompt that has, with its answer, `length` tokens; filler stands before and behind the key.
+    """A prompt that has, with its answer, `length` tokens; the fraction `depth` of its filler stands before the key.
 
     Raises:
         UserError: `length` has no room for the key and the question.
@@ -52,17 +53,17 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, key: str, length: int, depth
 def find_keys(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], prompts: int, seed: int
 ) -> list[dict[str, Any]]:
-    """How often the model says the key again, for each length and depth.
+    """How well the model repeats the key, for each length and depth.
 
     Returns:
-        A mapping for each: `exact`, the part of keys whose tokens are all the likeliest ones, which greedy decoding
-        would say; and `nats`, minus the mean log-probability of a key. A model that only knows that digits come has
-        `DIGITS * log(10)`.
+        A mapping for each: `exact`, the share of keys whose tokens are all the likeliest ones, so that greedy decoding
+        would give the key; and `nats`, the mean negative log-probability of a key. A model that only knows that digits
+        follow has `DIGITS * log(10)`.
     """
     cells = []
     for length in lengths:
         for depth in DEPTHS:
-            # Keys depend on the cell alone, so that checkpoints and lengths of other runs have the same ones.
+            # Keys depend only on seed, length and depth, so all checkpoints and all runs have the same ones.
             keys = random.Random(f"{seed} {length} {depth}")
             found = [
                 _ask(model, make_prompt(tokenizer, f"{keys.randrange(10**DIGITS):0{DIGITS}d}", length, depth))
@@ -74,7 +75,7 @@ def find_keys(
 
 
 def _ask(model: PreTrainedModel, prompt: Prompt) -> tuple[bool, float]:
-    """Whether the likeliest tokens are the answer, and minus the answer's log-probability."""
+    """Whether the likeliest tokens are the answer, and the negative log-probability of the answer."""
     inputs = prompt.tokens + prompt.answer[:-1]
     likeliest, log_probs = predict(model, inputs, prompt.answer, logits_to_keep=len(prompt.answer))
     return likeliest == prompt.answer, -sum(log_probs)
@@ -83,21 +84,21 @@ def _ask(model: PreTrainedModel, prompt: Prompt) -> tuple[bool, float]:
 def cut_windows(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], length: int, most: int | None
 ) -> list[list[int]]:
-    """Up to `most` windows of `length` tokens and one more, side by side, of all documents end to end."""
+    """Cuts all documents, end to end, into up to `most` windows of `length + 1` tokens that overlap by one."""
     tokens = [token for text in documents for token in encode_document(tokenizer, text)]
     count = (len(tokens) - 1) // length
     return [tokens[index * length : (index + 1) * length + 1] for index in range(min(count, most or count))]
 
 
 def score_windows(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Minus the log-probability of each token, `[windows, length]`, all of its window before it.
+    """The negative log-probability of each token `[windows, length]`, given all tokens of its window before it.
 
     Raises:
         UserError: the scores are NaN.
     """
     nats = np.array([predict(model, list(tokens[:-1]), list(tokens[1:]))[1] for tokens in windows])
     if np.isnan(nats).any():
-        raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+        raise UserError(NAN_LOGITS)
     return -nats
 
 
@@ -121,7 +122,7 @@ def loss_by_position(nats: NDArray[np.float64], trained: int) -> list[dict[str, 
 
 
 def longest_readable(model: PreTrainedModel) -> int | None:
-    """The tokens that a model can read at most; None where nothing but memory limits them."""
+    """The most tokens that a model can read; None if its position scheme sets no limit."""
     config: Any = model.config
     scheme = getattr(config, "position_scheme", None)
     unlimited = scheme != "learned" if scheme is not None else getattr(config, "rope_parameters", None) is not None

@@ -69,7 +69,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
 def longest_windows(
     tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], arguments: EvaluateArguments
 ) -> list[list[int]]:
-    """Windows of the greatest of these lengths of which the text has any; none if it is shorter than all."""
+    """Windows of the greatest of these `lengths` that the text can fill; none if it is shorter than all of them."""
     documents = builtin_documents("validation")
     if arguments.dataset is not None:
         documents = read_documents(arguments.dataset, arguments.text_column)
@@ -78,7 +78,10 @@ def longest_windows(
 
 
 def compare(one: Mapping[str, Any], first: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Losses by position minus the first checkpoint's, paired by window; both have to have read the same windows."""
+    """Losses by position minus the first checkpoint's, paired by window.
+
+    Ranges of positions for which the two did not read the same number of windows are left out.
+    """
     differences = []
     for ours, theirs in zip(one["by_position"], first["by_position"], strict=False):
         if (ours["from"], ours["to"], len(ours["windows"])) == (theirs["from"], theirs["to"], len(theirs["windows"])):
@@ -124,9 +127,9 @@ def _note(results: Mapping[str, Any]) -> str:
     first = results["checkpoints"][0]
     return (
         f"Text: {Path(results['text']).name}, {len(first['by_position'][0]['windows'])} windows, each read whole. "
-        f"Trained length of the first checkpoint: {first['trained_length']:,} tokens. Below: part of the pass keys "
-        f"that are said again, {first['pass_key'][0]['prompts']} for each cell, and in brackets nats per key (11.51 "
-        "for one who only knows that five digits come)."
+        f"Trained length of the first checkpoint: {first['trained_length']:,} tokens. Below: share of the pass keys "
+        f"that are repeated, {first['pass_key'][0]['prompts']} for each cell, and in brackets nats per key (11.51 "
+        "for a model that only knows that five digits come)."
     )
 
 
@@ -134,12 +137,14 @@ def parse_rope(text: str) -> dict[str, Any]:
     """Rotary parameters that an option gives as JSON.
 
     Raises:
-        UserError: it is no mapping.
+        UserError: the text is not JSON, or not a mapping.
     """
     try:
         rope = json.loads(text)
     except ValueError as error:
-        raise UserError(f"rope_parameters={text!r} is no JSON: {error}") from error
+        raise UserError(
+            f"rope_parameters={text!r} is no JSON: {error}; give a mapping such as " + '{"rope_type": "linear"}'
+        ) from error
     if not isinstance(rope, dict):
         raise UserError(f"rope_parameters={text!r} must be a mapping such as " + '{"rope_type": "linear", "factor": 4}')
     return rope

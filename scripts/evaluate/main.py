@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: EvaluateArguments) -> int:
-    """Does what `main` is told; torch, Transformers and lm-eval are imported here, once the arguments are sound."""
+    """Scores lm-eval tasks; torch, Transformers and lm-eval are imported only here, after the arguments are checked."""
     from .catalog import TaskCatalog
     from .harness import evaluate_model
     from .loading import load_named

@@ -1,4 +1,4 @@
-"""How well checkpoints predict texts of the user's: bits per byte in all, for each document, and by position."""
+"""Scores checkpoints on texts of the user's: bits per byte of all text and of each document, and loss by position."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from datasets import load_dataset
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError, first_line
 from ..common.paired import paired_difference
 from ..common.segment_memory import check_memory, longest_segment
@@ -27,11 +28,11 @@ WINDOW = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of documents.
+    """The scores of a model on documents.
 
     Attributes:
-        nats: minus the log-probability of each token, for each document.
-        depths: how many tokens each of them was predicted from.
+        nats: for each document, the negative log-probability of each token.
+        depths: for each document, how many tokens each token was predicted from.
     """
 
     nats: Sequence[NDArray[np.float64]]
@@ -42,8 +43,8 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     """Scores the checkpoints on the documents, writes the results if asked to, and returns the table.
 
     Raises:
-        UserError: the documents or a checkpoint cannot be read, or a checkpoint has not the context or memory that is
-            asked for.
+        UserError: the documents or a checkpoint cannot be read, or a checkpoint does not have the context or the memory
+            that the arguments ask for.
     """
     if arguments.output is not None:
         check_output(arguments.output, arguments.overwrite)
@@ -79,7 +80,7 @@ def read_documents(path: str, column: str) -> list[str]:
     options = {"sample_by": "document"} if kind == "text" else {}
     try:
         rows = load_dataset(kind, data_files=escape(path), split="train", **options)
-    except Exception as error:  # the readers of these formats raise whatever they meet
+    except Exception as error:  # the readers of these formats raise errors of many types
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
     if column not in rows.column_names:
         raise UserError(f"{path} has no column {column!r} but {rows.column_names}; name it with --text_column")
@@ -113,7 +114,7 @@ def score_texts(
     """Scores every token of the documents once, in windows of up to `max_length` tokens.
 
     Windows overlap by half, so that from a document's second window on a token is predicted from half a window at
-    least. With `carry_memory` they lie side by side, and the model's cache carries what came before.
+    least. With `carry_memory` they do not overlap, and the model's cache carries its memory along.
 
     Raises:
         UserError: the scores are NaN.
@@ -134,7 +135,7 @@ def score_texts(
         nats.append(np.array(scores))
         depths.append(np.array(seen))
         if np.isnan(nats[-1]).any():
-            raise UserError("the model's logits are NaN: its weights are damaged, or overflow in this dtype (--dtype)")
+            raise UserError(NAN_LOGITS)
     return Scores(nats, depths)
 
 
@@ -195,7 +196,7 @@ def _note(results: Mapping[str, Any]) -> str:
 
 
 def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of the mean loss of tokens that were predicted from so many others."""
+    """A table of the mean loss of tokens, by the number of tokens that they were predicted from."""
     ranges = {(line["from"], line["to"]) for one in checkpoints for line in one["by_position"]}
     head = ["predicted from", *(str(one["model"]["path"]) for one in checkpoints)]
     rows = [head, ["---"] * len(head)]

@@ -1,4 +1,4 @@
-"""Published scores of Pythia models, shown beside one's own as reference rows that say that they are quoted."""
+"""Published scores of Pythia models, which are shown beside measured ones in rows that are marked as quoted."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ def quoted_scores(names: Sequence[str], parameters: int) -> list[Quoted]:
     """The published scores of the models that are named; "nearest" stands for the one with the nearest size.
 
     Args:
-        parameters: of the model that was scored.
+        parameters: number of parameters of the model that was scored.
 
     Raises:
         UserError: no scores of a name are known.
@@ -59,7 +59,7 @@ def quoted_source() -> str:
 
 
 def _nearest(models: Sequence[str], parameters: int) -> str:
-    """The model whose size, which its name rounds, has the nearest ratio to `parameters`."""
+    """The model whose size, as its name gives it, is nearest to `parameters` by ratio."""
     units = {"m": 1e6, "b": 1e9}
 
     def distance(model: str) -> float:

@@ -1,4 +1,4 @@
-"""What an evaluation found: a JSON file that carries its own circumstances, and a table to read."""
+"""The results of an evaluation: a JSON file that also describes model, settings and environment, and a table."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ RESULTS, TABLE, SAMPLES, PLOT = "results.json", "results.md", "samples.jsonl", "
 
 @dataclass(frozen=True)
 class Metric:
-    """One number; `stderr` is None where lm-eval gives none."""
+    """One score; `stderr` is its standard error, None if lm-eval gives none."""
 
     value: float
     stderr: float | None = None
@@ -55,12 +55,12 @@ class TaskResult:
 
 @dataclass
 class Results:
-    """All of one evaluation.
+    """All results of one evaluation.
 
     Attributes:
-        unavailable: the reason why a task could not be had, by its name.
-        quoted: scores that others measured, for comparison.
-        raw: what lm-eval returned, by number of examples.
+        unavailable: for each task that could not be loaded, the reason.
+        quoted: published scores, for comparison.
+        raw: what lm-eval returned for each number of examples.
     """
 
     model: dict[str, Any]
@@ -74,7 +74,7 @@ class Results:
     raw: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def value(self, task: str, metric: str, num_fewshot: int | None = None) -> float:
-        """The first value of `metric` of `task`, at `num_fewshot` examples if given.
+        """The first value of `metric` of `task`, with `num_fewshot` examples if given.
 
         Raises:
             KeyError: there is no such value.
@@ -104,7 +104,7 @@ def read_lm_eval(raw: Mapping[str, Any], chances: Mapping[str, float]) -> list[T
 
 
 def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Metric]:
-    """lm-eval's keys are "metric,filter", and "metric_stderr,filter" for the standard error."""
+    """The metrics in lm-eval's scores, whose keys are "METRIC,FILTER", and "METRIC_stderr,FILTER" for errors."""
     metrics = {}
     for key, value in scores.items():
         name, comma, task_filter = key.partition(",")
@@ -143,7 +143,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def format_table(results: Results) -> str:
-    """A Markdown table, aligned for reading in a terminal, followed by what could not be had."""
+    """A Markdown table, aligned for a terminal, with notes on tasks that could not be loaded, and warnings."""
     head = ("Task", "Shots", "n", "Metric", "", "Value", "±", "Chance")
     rows = [
         row
@@ -198,8 +198,9 @@ def check_output(folder: str | Path, overwrite: bool) -> None:
 
 
 def write_results(results: Results, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Writes results.json, results.md and, if samples were logged, samples.jsonl; and the same in lm-eval's own files,
-    in the folder lm-eval.
+    """Writes results.json, results.md and, if samples were logged, samples.jsonl.
+
+    The same results are also written as lm-eval writes them, into the folder lm-eval.
 
     Returns:
         The path of results.json.
@@ -217,7 +218,7 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
 
 
 def _write_details(results: Results, folder: Path) -> None:
-    """Samples, if they were logged, and lm-eval's files."""
+    """Writes the samples, if they were logged, and lm-eval's own files."""
     lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
     if lines:
         write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
@@ -227,9 +228,10 @@ def _write_details(results: Results, folder: Path) -> None:
 def write_files(
     folder: Path, results: Mapping[str, Any], table: str, write_details: Callable[[Path], None] = lambda _: None
 ) -> None:
-    """Writes the files of an evaluation of any kind, each whole or not at all, and `results.json` last.
+    """Writes the files of an evaluation of any kind, each completely or not at all, and `results.json` last.
 
-    What `write_details` may have written of an evaluation that is overwritten goes first: it would pass for this one's.
+    Files that `write_details` wrote for an earlier evaluation are deleted first, so that none seems to belong to this
+    one.
     """
     for name in (SAMPLES, PLOT):
         (folder / name).unlink(missing_ok=True)
@@ -240,5 +242,5 @@ def write_files(
 
 
 def is_finite(results: Sequence[TaskResult]) -> bool:
-    """Whether every value is a number."""
+    """Whether every value is finite."""
     return all(math.isfinite(metric.value) for result in results for metric in result.metrics.values())

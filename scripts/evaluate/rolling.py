@@ -1,4 +1,4 @@
-"""Log-likelihoods of whole texts, which a model with memory reads segment by segment."""
+"""Log-likelihoods of whole texts that a model with memory reads segment by segment."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from ..common.token_streams import IGNORE_INDEX, TokenStreams
 
 
 def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: int, batch_size: int) -> list[float]:
-    """Log-likelihoods of all tokens but the first of each text, each token scored once, after all that stand before it.
+    """The log-likelihood of each text but its first token; each token is scored once, given those before it.
 
     Args:
         model: one whose cache is a memory.
@@ -35,7 +35,7 @@ def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: i
 
 @torch.no_grad()
 def _roll_batch(model: PreTrainedModel, texts: Sequence[Tensor], segment: int) -> Tensor:
-    """Log-likelihoods [B]. Padding stands after the end of a text, so that nothing which is scored remembers it."""
+    """Log-likelihoods `[B]`. Padding is at the end of texts, so that no token that is scored has it in its memory."""
     inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
     targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORE_INDEX)
     memory = DynamicCache(config=model.config)

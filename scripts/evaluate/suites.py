@@ -1,4 +1,4 @@
-"""Names of tasks: those of this package, and the suites that `--suite` stands for. Light to import."""
+"""The names of tasks that each `--suite` stands for. This module is light to import."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
 """A seeded multiple-choice suite on composing relations in context, after the synthetic tasks of the DCFormer paper.
 
 Every item states two to four facts between angle brackets and asks about one of them; the candidates are drawn from the
-facts. Answering needs one lookup or several relations composed: whose, the kind of a thing, "does not", opposites, a
-chain of two facts. Item `i` has `2 + i % 3` facts a relation, as many candidates, and its answer is mentioned at each
-position equally often in every 36 items. Any constant position thus scores `CHANCE`, and so does, on average, any
-preference between words. In the two negation kinds the asked person owns every thing but one, which is the answer: a
-strategy of picking the odd one out solves them.
+facts. Answering needs one lookup, or several relations composed: the owner of a thing, its kind, "does not have",
+opposites, a chain of two facts. Item `i` has `2 + i % 3` facts for each relation and as many candidates, and in every
+36 items the answer is mentioned at each position equally often. So a model that always chooses the same position scores
+`CHANCE`, and so does, on average, one that prefers certain words. In the two kinds with negation a person owns all
+things but one, which is the answer, so picking the odd one out solves them.
 """
 
 import random
@@ -54,7 +54,7 @@ OPPOSITES = (
 
 @dataclass(frozen=True)
 class Item:
-    """One question: `choices[label]` continues `text`; `facts` is the number of facts a relation, and of choices."""
+    """One question: `choices[label]` continues `text`; `facts` is the number of choices, and of facts per relation."""
 
     text: str
     choices: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Everything that `dynattn export` can be told."""
+"""The options of `dynattn export`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +11,7 @@ class ExportArguments:
     """Arguments of one export; a YAML file holds the same names.
 
     Raises:
-        UserError: there would be nothing to compare.
+        UserError: no tokens would be generated for the proof.
     """
 
     format: Literal["torch", "onnx", "openvino", "executorch"] = field(
@@ -22,7 +22,7 @@ class ExportArguments:
     tokens: int = field(
         default=64, metadata={"help": "tokens that the runtime generates for the proof, after each of two prompts"}
     )
-    seed: int = field(default=0, metadata={"help": "of the random prompts of the proof"})
+    seed: int = field(default=0, metadata={"help": "seed of the random prompts of the proof"})
     overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a model"})
 
     def __post_init__(self) -> None:

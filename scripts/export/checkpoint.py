@@ -1,4 +1,4 @@
-"""Loads the checkpoint that is to be exported, in float32, and refuses one that could not be."""
+"""Loads the checkpoint to export, in float32, and refuses one that cannot be exported."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     """Returns the causal language model in `folder`, in evaluation mode on the CPU.
 
     Raises:
-        UserError: it is none of ours, is quantised, or is damaged.
+        UserError: it is not of this package, has no causal language model or a memory that cannot be exported, is
+            quantised, or is damaged.
     """
     config = read_config(folder)
     model_type = config.get("model_type")
@@ -29,7 +30,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-    except Exception as error:  # a damaged file, or a bad value in one, ends in any exception
+    except Exception as error:  # damaged files and bad values in them raise errors of many types
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
     if misfits := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):

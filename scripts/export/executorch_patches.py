@@ -1,15 +1,15 @@
-"""Patches for ExecuTorch that composed heads need, beside those that Transformers' exporter has.
+"""Patches for ExecuTorch that composed heads need, beside those of Transformers' exporter.
 
-They hold while that exporter runs.
+Transformers applies registered patches while its exporter runs, and removes them afterwards.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from transformers.exporters import exporter_executorch  # noqa: F401 (ours are to come after Transformers' patches)
+from transformers.exporters import exporter_executorch  # noqa: F401 (registers Transformers' patches before these)
 from transformers.exporters.utils import register_patch
 
-# What XNNPACK computes: products with weights, whose shapes follow from those of their inputs.
+# The operators that XNNPACK computes: products with weights.
 DELEGATED = ("linear.default", "addmm.default", "mm.default")
 
 
@@ -17,9 +17,9 @@ DELEGATED = ("linear.default", "addmm.default", "mm.default")
     "executorch", "executorch.exir.passes.prune_empty_tensors_pass.PruneEmptyTensorsPass.remove_empty_tensors_from_cat"
 )
 def keep_joined_empty_tensors(original: Callable[..., None]) -> Callable[..., None]:
-    """Leaves a join of tensors without channels, as are the values beside cached factors, as it is.
+    """Keeps concatenations of tensors whose last dimension is 0, such as the empty values beside cached factors.
 
-    ExecuTorch would make a tensor of a constant shape in its place, which fails if the number of tokens varies.
+    ExecuTorch would replace them by a tensor of constant shape, which fails if the number of tokens varies.
     """
 
     def prune(self: Any, graph_module: Any, node: Any) -> None:
@@ -34,7 +34,10 @@ def keep_joined_empty_tensors(original: Callable[..., None]) -> Callable[..., No
     "executorch.backends.xnnpack.partition.config.xnnpack_config.XNNPartitionerConfig.check_common_constraints",
 )
 def delegate_products_with_weights(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Leaves all else to ExecuTorch's own operators: in XNNPACK composition has too many dimensions that vary."""
+    """Lets XNNPACK compute only products with weights, and ExecuTorch's own operators everything else.
+
+    The tensors of composition have more varying dimensions than XNNPACK can handle.
+    """
 
     def check(self: Any, node: Any, program: Any) -> bool:
         return self.target_name in DELEGATED and original(self, node, program)

@@ -1,4 +1,4 @@
-"""The formats: which exporter of Transformers writes each one, and how its runtime is asked for float32."""
+"""The formats: which exporter of Transformers writes each one, and the options of its runtime."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,11 +21,11 @@ class Format:
 
     Attributes:
         exporter, config: names of the classes in `transformers.exporters`.
-        extra: what of this package's extras installs its packages; None where PyTorch is all that it needs.
-        options: fields of the configuration.
-        runtime_options: what the proof loads the graphs with, beside the device.
+        extra: the extra of this package that installs what the format needs; None if PyTorch is all.
+        options: fields of the exporter's configuration.
+        runtime_options: further arguments with which the proof loads the graphs.
         patches: a module of this folder whose patches the exporter needs.
-        most_rows: the largest batch size, where memory is planned for the largest inputs; None without a limit.
+        most_rows: the largest batch size, for a format that plans memory for the largest inputs; None without a limit.
     """
 
     exporter: str
@@ -37,7 +37,7 @@ class Format:
     most_rows: int | None = None
 
     def make_exporter(self) -> "HfExporter":
-        """The exporter, ready to be used.
+        """The exporter of Transformers for this format.
 
         Raises:
             UserError: this version of Transformers has none, or a package that it needs is missing.
@@ -61,8 +61,8 @@ FORMATS = MappingProxyType(
     {
         "torch": Format("DynamoExporter", "DynamoConfig"),
         "onnx": Format("OnnxExporter", "OnnxConfig", extra="export"),
-        # With state inside the decoding graph, the cache that the prefill graph returns could not be handed to it.
-        # OpenVINO computes in bfloat16 by itself on processors that can, which the proof would take for a fault.
+        # Not stateful, so that the decoding graph can take the cache that the prefill graph returns.
+        # On processors with bfloat16, OpenVINO computes in it by default, and the proof would reject its logits.
         "openvino": Format(
             "OpenVINOExporter",
             "OpenVINOConfig",
@@ -70,7 +70,7 @@ FORMATS = MappingProxyType(
             options=MappingProxyType({"stateful": False}),
             runtime_options=MappingProxyType({"config": {"INFERENCE_PRECISION_HINT": "f32"}}),
         ),
-        # Two rows are what the proof has, one of them padded.
+        # The proof has two rows.
         "executorch": Format(
             "ExecutorchExporter", "ExecutorchConfig", extra="executorch", patches="executorch_patches", most_rows=2
         ),
@@ -82,7 +82,7 @@ def _transformers_exporters() -> Any:
     """The module `transformers.exporters`.
 
     Raises:
-        UserError: it is missing, or cannot yet load what it wrote.
+        UserError: this version of Transformers has no such module, or one that cannot load what it wrote.
     """
     exporters: Any = None
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The two graphs of an export: what they are called with, what varies from call to call, and how they are traced."""
+"""The two graphs of an export: their inputs, which of their dimensions vary, and how they are traced."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +15,17 @@ from .formats import Format
 if TYPE_CHECKING:  # older versions of Transformers do not have it
     from transformers.exporters import ExportedModel
 
-# Rows and tokens of the prompt that is traced. Two or more of each: PyTorch takes a size of 1 for a constant.
+# Rows and tokens of the prompt for tracing. Both are at least two, because PyTorch treats a size of 1 as constant.
 SAMPLE_ROWS, SAMPLE_TOKENS = 2, 8
-# The axes that vary, by the number of dimensions: `[B, T]`, a convolution's context `[B, T, H * D]`, keys, values and
-# factors `[B, heads or terms, S, width]`.
+# The axes that vary, by a tensor's number of dimensions: `[B, T]`, a convolution's context `[B, T, H * D]`, and keys,
+# values and factors `[B, heads or terms, S, width]`.
 VARYING_AXES = {2: (0, 1), 3: (0, 1), 4: (0, 2)}
-# Implementations that consist of PyTorch's operators; the others are operators of their own, which no exporter knows.
+# Implementations made of PyTorch's operators; the others are custom operators, which exporters do not know.
 EXPORTABLE = ("eager", "sdpa")
 
 
 def graph_inputs(tokens: Tensor, mask: Tensor, cache: Cache) -> dict[str, Any]:
-    """The inputs of either graph.
+    """The inputs of the prefill and the decoding graph.
 
     Args:
         tokens: `[B, T]`, those that the cache does not hold; a single one for the decoding graph.
@@ -60,7 +60,7 @@ def export_graphs(model: PreTrainedModel, target: Format) -> "ExportedModel":
 
 @contextmanager
 def exportable_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run with an attention implementation that can be exported, and gives it its own back at the end."""
+    """In the block, the model runs with an attention implementation that can be exported."""
     before = model.config._attn_implementation
     if before not in EXPORTABLE:
         model.set_attn_implementation("eager")
@@ -71,10 +71,10 @@ def exportable_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def dynamic_shapes(inputs: dict[str, Any], largest: Sequence[int | None] = (None, None)) -> dict[str, Any]:
-    """For each input of a graph the axes that vary; for a cache a list, in the order of its tensors.
+    """The axes that vary, for each input of a graph; for a cache it is a list, in the order of its tensors.
 
     Args:
-        largest: the largest number of rows, and that of tokens; None without a limit.
+        largest: the largest number of rows and the largest number of tokens; None without a limit.
     """
     from transformers.exporters.utils import get_leaf_tensors
 
@@ -101,6 +101,6 @@ def _export(exporter: Any, model: PreTrainedModel, target: Format, inputs: dict[
     exported = exporter.export(model, inputs, target.make_config(dynamic_shapes(inputs, largest)))
     component = exported.components["model"]
     if isinstance(component.program, torch.export.ExportedProgram):
-        # Sample inputs are saved by pickling, so that loading the file could run code of whoever wrote it.
+        # Sample inputs would be pickled into the file, and loading a pickle can run code.
         component.program.example_inputs = None
     return component

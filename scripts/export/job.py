@@ -1,4 +1,4 @@
-"""The job: load the checkpoint, trace its graphs aside, prove them, then move the folder in place."""
+"""The job: loads the checkpoint, writes its graphs into a staging folder, proves them, and renames the folder."""
 
 import logging
 import sys
@@ -25,7 +25,7 @@ from .proof import Proof, make_prompt, prove
 
 @dataclass(frozen=True)
 class Export:
-    """What was read, written and proved."""
+    """A finished export: what was read, written and proved."""
 
     folder: Path
     model: str
@@ -42,17 +42,18 @@ class Export:
 
 
 def export_checkpoint(arguments: ExportArguments) -> Export:
-    """Exports one checkpoint; the destination appears when everything went well, and else stays as it was.
+    """Exports one checkpoint; unless everything succeeds, the destination stays as it was.
 
     Raises:
-        UserError: the checkpoint or the destination does not allow it, a package is missing, or the graphs are wrong.
+        UserError: the checkpoint cannot be exported, the destination cannot be written, a package is missing, or the
+            graphs do not generate the same tokens.
     """
     source, destination = resolve_folder(arguments.source), resolve_destination(arguments.destination)
     target = FORMATS[arguments.format]
     recover(destination)
     check_destination(destination, source, arguments.overwrite)
     with quiet(), staged_folder(destination) as staging:
-        target.make_exporter()  # refuses what is missing before any work is done
+        target.make_exporter()  # reports missing packages before any work is done
         model = load_checkpoint(source)
         description = f"{type(model).__name__}, {model.num_parameters():,} parameters"
         prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
@@ -74,13 +75,13 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
             export_graphs(model, target).save_pretrained(folder)
     except (UserError, OSError):
         raise
-    except Exception as error:  # exporters raise what the step that fails raises
+    except Exception as error:  # exporters raise errors of many types
         raise UserError(f"the exporter fails on this model: {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Sends what exporters print to standard error, and silences their remarks about versions and code to come."""
+    """In the block, what exporters print goes to standard error, and their warnings are silenced."""
     verbosity, disabled = transformers_logging.get_verbosity(), logging.root.manager.disable
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -13,9 +13,9 @@ from ..common.errors import UserError
 from .formats import Format
 from .graphs import exportable_attention, graph_inputs
 
-# Logits may differ from those in float64 by so many times the float32 rounding error of the model in PyTorch.
+# Logits may differ from exact ones (float64) by so many times the float32 rounding error that the model has in PyTorch.
 NOISE_MULTIPLE = 16
-# Tokens of a prompt: beyond the sliding window, so that it hides something, but no more than is bearable.
+# Tokens of a prompt: more than the sliding window has, so that it matters, but no more than `LONGEST_PROMPT`.
 SHORTEST_PROMPT, LONGEST_PROMPT, BEYOND_WINDOW = 32, 512, 8
 ROWS = 2
 
@@ -23,7 +23,7 @@ Call = Callable[..., Any]
 
 
 class Generated(NamedTuple):
-    """What one side generated: `tokens` `[B, N]` and the logits `[B, N, V]` that they were taken from."""
+    """Generated `tokens` `[B, N]`, and the logits `[B, N, V]` from which they were chosen."""
 
     tokens: Tensor
     logits: Tensor
@@ -31,7 +31,14 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the runtime's logits are from the exact ones, and what rounding explains."""
+    """How far the runtime's logits are from exact ones, and how far those of PyTorch are, which is rounding.
+
+    Attributes:
+        tokens: number of tokens that were generated after each prompt.
+        prompt: number of tokens of a prompt.
+        difference: largest difference of the runtime's logits from the exact ones.
+        noise: largest difference of PyTorch's float32 logits from the exact ones.
+    """
 
     tokens: int
     prompt: int
@@ -53,7 +60,7 @@ class Proof:
 
 @torch.no_grad()
 def prove(folder: Path, target: Format, model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: int) -> Proof:
-    """Loads the graphs in `folder` as a user would, generates with them, and compares. Leaves `model` in float64.
+    """Loads the graphs in `folder` as a user would, generates with them, and compares. Converts `model` to float64.
 
     Args:
         prompt, mask: `[B, T]`, as `make_prompt` makes them.
@@ -108,7 +115,7 @@ def generate_greedily(prefill: Call, decode: Call, prompt: Tensor, mask: Tensor,
 
 
 def exact_logits(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-    """Logits `[B, N, V]` in float64, by one pass without a cache, from which `tokens` `[B, N]` are to be chosen."""
+    """Logits `[B, N, V]` in float64 at the places where `tokens` `[B, N]` were chosen, in one pass without a cache."""
     sequence = torch.cat([prompt, tokens[:, :-1]], dim=1)
     mask = torch.cat([mask, torch.ones_like(tokens[:, :-1])], dim=1)
     inputs = graph_inputs(sequence, mask, DynamicCache())
@@ -117,7 +124,11 @@ def exact_logits(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: T
 
 
 def compare(observed: Generated, expected: Generated, exact: Tensor, prompt: int) -> Proof:
-    """Compares what the runtime and PyTorch generated, given the exact logits `[B, N, V]` for PyTorch's tokens.
+    """Compares what the runtime (`observed`) and PyTorch (`expected`) generated.
+
+    Args:
+        exact: exact logits `[B, N, V]` for PyTorch's tokens.
+        prompt: number of tokens of a prompt.
 
     Raises:
         UserError: a token differs, or logits do by more than rounding.

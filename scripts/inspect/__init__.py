@@ -1,1 +1,1 @@
-"""`dynattn inspect`: what composing does to the heads of a model on a text."""
+"""`dynattn inspect`: shows how a model composes its heads on a text."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..common.errors import UserError
 
-# A page with the maps of more tokens than this is unreadable, and its pairs do not fit into memory.
+# Maps of more tokens than this cannot be read on a page, and the matrices of their pairs do not fit into memory.
 MOST_TOKENS = 512
 
 
@@ -18,7 +18,7 @@ class InspectArguments:
     text: str | None = field(default=None, metadata={"help": "the text; by default, a page of the built-in corpus"})
     file: str | None = field(default=None, metadata={"help": "a file with the text"})
     max_tokens: int = field(default=128, metadata={"help": f"tokens of the text that are read, at most {MOST_TOKENS}"})
-    layer: int | None = field(default=None, metadata={"help": "the layer whose maps are drawn; the middle one"})
+    layer: int | None = field(default=None, metadata={"help": "layer whose maps are drawn; by default the middle one"})
     overwrite: bool = field(default=False, metadata={"help": "replace what the output folder holds"})
 
     def __post_init__(self) -> None:
@@ -27,4 +27,4 @@ class InspectArguments:
         if not 2 <= self.max_tokens <= MOST_TOKENS:
             raise UserError(f"max_tokens={self.max_tokens} must be from 2 to {MOST_TOKENS}")
         if self.file is not None and not Path(self.file).is_file():
-            raise UserError(f"file={self.file} is not there")
+            raise UserError(f"file={self.file} does not exist; give a text file")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from .observation import LayerObservation
 
-# Maps and matrices have both signs, so that zero is white.
+# Maps can be negative, so the colors diverge from white at zero.
 COLORS = "RdBu_r"
 HEADS_IN_A_ROW = 8
 
@@ -53,7 +53,7 @@ def _finish(axes: Axes, title: str, layers: int) -> None:
 
 
 def draw_flow(flow: Tensor, title: str) -> Figure:
-    """Sizes `[H, H]`, indexed [in, out], with the diagonal left white to show what comes from other heads."""
+    """Sizes `[H, H]`, indexed [in, out]. The diagonal is left white, so that the scale shows what other heads add."""
     figure, axes = plt.subplots(figsize=(3.6, 3.2))
     others = flow.masked_fill(torch.eye(len(flow), dtype=torch.bool), 0.0)
     image = axes.imshow(others.numpy(), cmap="Blues")
@@ -66,7 +66,7 @@ def draw_flow(flow: Tensor, title: str) -> Figure:
 
 
 def draw_maps(layer: LayerObservation, stage: str) -> Figure:
-    """The maps of all heads before (upper rows) and after a stage (lower rows), each pair of one head in one scale."""
+    """The maps of all heads before a stage (upper rows) and after it (lower rows), each head's in one scale."""
     before, after = (maps[0].masked_fill(~layer.visible[0], 0.0) for maps in layer.around(stage))
     heads = len(before)
     columns = min(heads, HEADS_IN_A_ROW)

@@ -1,4 +1,4 @@
-"""The job: read a text, observe the model, measure, draw, and write one page with everything that it shows."""
+"""The job: reads a text, runs the model on it, measures its compositions, and writes a page of numbers and pictures."""
 
 import time
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ RESULT = "measures.json"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is shown of a model on a text."""
+    """What was measured of a model on a text."""
 
-    record: dict[str, Any]  # everything that is numbers
+    record: dict[str, Any]  # all numbers, for `measures.json`
     layers: list[LayerObservation]
     flows: dict[str, list[Tensor]]  # `[H, H]` for each layer, by stage
 
@@ -52,7 +52,7 @@ def inspect(arguments: InspectArguments) -> Path:
 
 
 def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Inspection:
-    """Runs the model on `tokens` `[1, T]`, whole and without each term."""
+    """Runs the model on `tokens` `[1, T]`, as it is and without each of its terms, and measures both."""
     started = time.perf_counter()
     layers, loss = observe(model, tokens)
     refuse_nan(layers[-1].around("post")[1])
@@ -71,7 +71,7 @@ def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Insp
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raises UserError where writing would lose something that an inspection has not written."""
+    """Raises UserError if the folder is not empty, unless `overwrite` is given and it holds an earlier inspection."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output} is a file; give a folder")
     if output.is_dir() and any(output.iterdir()):

@@ -1,9 +1,10 @@
-"""Shows what composing does to the heads of a model on a text: one page that needs nothing else, pictures and numbers.
+"""Shows how a model composes its heads on a text, with numbers and pictures on one self-contained HTML page.
 
 Run: `dynattn inspect MODEL --output FOLDER [--text TEXT]`
 
-The page tells for each layer how large each term is, how alike heads are before and after composing, which head's maps
-go into which head's, and how much worse the model gets without a term.
+The page shows for each layer how large each term of the composition is, and how alike heads are before and after it.
+For one layer it draws the maps, and how much of each head's map goes into each other one's. It also has the loss of
+the model without each term.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Numbers from what the layers of a model computed."""
+"""Measures compositions: size, rank, similarity of heads, flow between heads, and the loss without a term."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from .observation import STAGES, Change, LayerObservation, loss_with
 
 
 def measure_layer(layer: LayerObservation) -> dict[str, Any]:
-    """For each stage: the size of its terms, the mean rank of its matrices, and how alike heads are around it."""
+    """For each stage: size of its terms, distance from the identity, effective rank, similarity of heads around it."""
     return {stage: _measure_stage(layer, stage) for stage in layer.stages}
 
 
@@ -40,9 +40,9 @@ def _measure_stage(layer: LayerObservation, stage: str) -> dict[str, Any]:
 
 
 def head_flow(layer: LayerObservation, stage: str) -> Tensor:
-    """How much of each head's maps goes into each head's: `[H, H]`, indexed [in, out], mean size over visible pairs.
+    """How much each head's map contributes to each head's: `[H, H]`, indexed [in, out], a mean over visible pairs.
 
-    Off the diagonal of `post` are virtual heads: one head's probabilities that weigh another head's values.
+    What is off the diagonal of `post` are virtual heads: the probabilities of one head weigh the values of another.
     """
     maps, _ = layer.around(stage)
     mixing = pair_matrices(layer.stages[stage])[0]  # [T, S, H, H]
@@ -65,7 +65,7 @@ def ablate(
 
 
 def leave_out(stage: str, term: str) -> Change:
-    """A change of compositions: without a term of a stage, or without the stage where `term` is "all"."""
+    """A change of compositions that leaves out a term of a stage, or the whole stage if `term` is "all"."""
 
     def change(layer: int, stages: dict[str, Composition]) -> dict[str, Composition]:
         kept = dict(stages)

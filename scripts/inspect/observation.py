@@ -77,10 +77,15 @@ def attention_through(
     change: Change = lambda layer, stages: stages,
     keep: Callable[[int, LayerObservation], None] = lambda layer, observed: None,
 ) -> Iterator[None]:
-    """Lets the layers of `model` attend by the reference implementation, with changed compositions, and keeps maps."""
+    """In the block, the layers of `model` attend by the reference implementation.
+
+    Args:
+        change: returns the compositions that a layer computes with, in place of its own.
+        keep: called with the number of each layer and what it computed.
+    """
 
     def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
-        """A function of Transformers' attention interface; see `attention_function`."""
+        """The attention function, with the interface of Transformers (see `attention_function`)."""
         given = {stage: options.pop(stage, None) for stage in STAGES}
         stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one is not None})
         maps: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The page of an inspection, and its pictures as files."""
+"""Writes the page of an inspection, and its pictures as files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +68,7 @@ def stage_figures(
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """What was looked at."""
+    """The model, the text and the loss in one sentence."""
     return (
         f"{record['model_type']}, {len(record['layers'])} layers; {record['tokens']} tokens of {record['text']}; "
         f"loss {record['loss']:.4f} nats per token."

@@ -1,4 +1,4 @@
-"""Everything that `dynattn publish` can be told."""
+"""The options of `dynattn publish`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ class PublishArguments:
 
     checkpoint: str = field(metadata={"help": "checkpoint folder; may be given without the option's name"})
     output: str | None = field(
-        default=None, metadata={"help": "folder to write; beside the checkpoint, with '-hub' appended, when not given"}
+        default=None, metadata={"help": "folder to write; by default beside the checkpoint, with '-hub' appended"}
     )
     overwrite: bool = field(default=False, metadata={"help": "replace the output folder if it holds a checkpoint"})
     verify: bool = field(
@@ -36,7 +36,9 @@ class PublishArguments:
     repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
     dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})
     private: bool = field(default=False, metadata={"help": "make the repository private if it does not exist yet"})
-    revision: str | None = field(default=None, metadata={"help": "branch to push to, made if it does not exist; main"})
+    revision: str | None = field(
+        default=None, metadata={"help": "branch to push to (default: main), created if needed"}
+    )
     commit_message: str | None = field(default=None, metadata={"help": "message of the commit on the Hub"})
 
     def __post_init__(self) -> None:

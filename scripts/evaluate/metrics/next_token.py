@@ -8,7 +8,7 @@ import evaluate
 DESCRIPTION = "Next-token accuracy, token perplexity and bits per byte of a scored text."
 INPUTS = """
 Args:
-    predictions: the most probable token ids, one a position.
+    predictions: the most probable token id at each position.
     references: the true token ids.
     log_probs: natural logarithms of the probabilities that the true tokens got.
     bytes: length of the whole text in UTF-8 bytes.

@@ -113,9 +113,8 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
         f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
         f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
         *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
-        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: a plain model is assumed to reach "
-        f"{ASSUMED_MFU:.0%} of the GPU's FLOP/s, and a composed one to take {RECORDED_RATIO} times its time, as was "
-        "measured on a CPU, not on a GPU)",
+        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {ASSUMED_MFU:.0%} of the GPU's FLOP/s for a "
+        f"plain model, {RECORDED_RATIO} times its time for a composed one, as on a CPU; not measured on a GPU)",
         *_time_lines(found, arguments, count),
     ]
     return "\n".join(lines)
