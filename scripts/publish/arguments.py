@@ -15,7 +15,7 @@ class PublishArguments:
     """Arguments of one publication; a YAML file holds the same names.
 
     Raises:
-        UserError: the Hub cannot have a repository or branch of that name, or an argument has no effect without it.
+        UserError: the Hub cannot have a repository or branch of that name, or an option has no effect without `repo`.
     """
 
     checkpoint: str = field(metadata={"help": "checkpoint folder; may be given without the option's name"})
@@ -24,14 +24,14 @@ class PublishArguments:
     )
     overwrite: bool = field(default=False, metadata={"help": "replace the output folder if it holds a checkpoint"})
     verify: bool = field(
-        default=True, metadata={"help": "load the folder in a process without the package and compare what it answers"}
+        default=True, metadata={"help": "load the folder in a process without this package, and compare its outputs"}
     )
     license: str | None = field(
         default=None, metadata={"help": "license of the weights for the model card, such as apache-2.0"}
     )
     evaluation: str | None = field(
         default=None,
-        metadata={"help": "results.json of dynattn evaluate, whose scores the model card then tells the Hub"},
+        metadata={"help": "results.json of dynattn evaluate, whose scores are added to the model card's metadata"},
     )
     repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
     dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})

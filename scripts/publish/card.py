@@ -59,7 +59,7 @@ not know the training data.
 {citation}
 """
 
-# By what a model reads.
+# The section on limits, by the main input of the model.
 LIMITS = {
     "input_ids": """\
 - Positions beyond `max_position_embeddings` were not seen in training.
@@ -94,16 +94,16 @@ from transformers import {imports}
 
 
 def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None, evaluation: str | None = None) -> str:
-    """Returns the text of README.md; a YAML library writes its metadata.
+    """Returns the text of README.md.
 
     Args:
-        checkpoint: its README.md is kept, and completed where metadata or a way to load it are missing.
-        name: what users pass to `from_pretrained`, the title of a rendered card.
-        license_name: license of the weights; None leaves what the card says, if anything.
-        evaluation: results of `dynattn evaluate` to add to what the card tells the Hub.
+        checkpoint: if it has a README.md, that is kept, and metadata or instructions for loading are added if missing.
+        name: what users pass to `from_pretrained`; also the title of a rendered card.
+        license_name: license of the weights; None keeps the license of the card, if it has one.
+        evaluation: results of `dynattn evaluate` to add to the metadata of the card.
 
     Raises:
-        UserError: the checkpoint's README.md is no valid model card, or the results are no results of this checkpoint.
+        UserError: the checkpoint's README.md is not a valid model card, or the results are of another model.
     """
     readme = checkpoint.folder / "README.md"
     card = _read_card(readme) if readme.is_file() else ModelCard(_render(checkpoint, name))
@@ -127,7 +127,7 @@ def _read_card(path: Path) -> ModelCard:
 
 
 def _check_metadata(data: Any, path: Path) -> None:
-    """Raises UserError where the Hub, or `_complete_metadata`, would make nothing of a field."""
+    """Raises UserError if a field has a type that the Hub, or `_complete_metadata`, cannot use."""
     for name in ("license", "pipeline_tag"):
         if not isinstance(data.get(name), str | None):
             raise UserError(f"{name} in {path} is {data.get(name)!r}; it must be text")
@@ -168,7 +168,7 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _architecture(config: PreTrainedConfig) -> list[tuple[str, str]]:
-    """The fields that the configuration adds to those of every Transformers model, without absent ones."""
+    """The fields of the configuration that not every Transformers model has, and their values unless None."""
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [field.name for field in dataclasses.fields(config) if field.name not in common]
     values = {name: getattr(config, name) for name in names}
@@ -192,7 +192,7 @@ def _bibtex(paper: str) -> str:
 
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
-    quoted = json.dumps(name, ensure_ascii=False)  # also Python's way to write a text
+    quoted = json.dumps(name, ensure_ascii=False)  # a JSON string is a Python string as well
     classes = [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
     if "preprocessor_config.json" in checkpoint.files_to_copy:
         classes.append("AutoImageProcessor")

@@ -1,4 +1,4 @@
-"""Reads the checkpoint that is to be published, and refuses one that could not work anywhere else."""
+"""Reads the checkpoint to publish, and refuses one that would not work elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ PICTURES = ("*.png", "*.svg")  # of the card
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder of one of our families, whose configuration, weight files and tokenizer were found sound."""
+    """A checkpoint of one of this package's families, whose configuration, weights and tokenizer were checked."""
 
     folder: Path
     config: PreTrainedConfig
@@ -34,7 +34,7 @@ class Checkpoint:
     model_class: type
     weights: Weights
     tokenizer: PreTrainedTokenizerBase | None
-    files_to_copy: list[str]  # what is published as it is: weights, tokenizer, license, pictures of the card and so on
+    files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
 
     @property
     def reads(self) -> str:
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def family(self) -> Family:
-        """The family of its configuration or, of a variant that somebody registered, the family that it is made of."""
+        """The family of its configuration or, for a registered variant, the family that it derives from."""
         family = family_of(self.config)
         if family is None:
             made_of = ", ".join(FAMILIES)
@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Reads everything but the weights themselves.
+    """Reads everything but the contents of the weights.
 
     Raises:
         UserError: something is missing, damaged, or not of this package.
@@ -64,7 +64,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     check_sizes(raw, weights.shapes)
     try:
         config = config_class.from_pretrained(folder)
-    except Exception as error:  # Transformers checks few fields, so that a bad value ends in any exception
+    except Exception as error:  # Transformers checks few fields, so bad values raise errors of many types
         raise UserError(
             f"{folder / 'config.json'} is not a valid {config_class.__name__}: {refusal_of(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""Pushing a finished folder to the Hugging Face Hub, and saying in one line why that did not work."""
+"""Pushes a finished folder to the Hugging Face Hub, and explains in one line why that failed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..common.errors import UserError, last_line
 
-# What an earlier push may have left behind and Transformers would prefer to, or mix with, the files of this one.
+# Files of an earlier push that Transformers would prefer to those of this one, or mix with them.
 STALE = ["*.safetensors", "*.safetensors.index.json", "*.py", "pytorch_model*.bin*"]
 ADVICE = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write permission",
@@ -19,7 +19,7 @@ ADVICE = {
 
 
 def check_token_and_network() -> None:
-    """Raises UserError where a push is bound to fail, before any work is done."""
+    """Raises UserError if a push is bound to fail: there is no token, or the Hub's client is set to offline."""
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or leave out --repo")
     if get_token() is None:
@@ -34,16 +34,16 @@ def push(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Makes the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
+    """Creates the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
 
     Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit.
 
     Raises:
-        UserError: the Hub cannot be reached or refuses; `folder` is complete and stays.
+        UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
     """
     api = HfApi()
     with one_line_errors(repo, folder, api.endpoint):
-        # A repository that exists keeps its visibility, hence None instead of False.
+        # None instead of False, so that a repository that exists keeps its visibility.
         full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(full_name, branch=revision, exist_ok=True)
@@ -59,7 +59,7 @@ def push(
 
 @contextmanager
 def one_line_errors(repo: str, folder: Path, endpoint: str) -> Iterator[None]:
-    """Turns what the Hub's client raises into a UserError that says what to do."""
+    """Turns errors of the Hub's client into a UserError that says what to do."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, HTTPError) as error:

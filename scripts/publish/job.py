@@ -1,4 +1,4 @@
-"""The job: check the checkpoint, write a temporary folder, verify it, move it into place, push it."""
+"""The job: checks the checkpoint, writes a temporary folder, verifies it, moves it into place, and pushes it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .verify import PublishedCheck, answers_with_package, verify_folder
 
 @dataclass(frozen=True)
 class Publication:
-    """What was written, what its check compared (None: it was not checked), and where it was pushed (None: nowhere)."""
+    """A finished publication; `check` is None if it was not verified, and `url` if it was not pushed."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -31,8 +31,8 @@ def publish(arguments: PublishArguments) -> Publication:
     """Makes a self-contained folder from a checkpoint, verifies it, and pushes it if a repository is named.
 
     Raises:
-        UserError: the checkpoint, the destination or the Hub does not allow it. The destination is then as it was
-            before, except when only the push failed.
+        UserError: the checkpoint cannot be published, the destination cannot be written, the folder does not work on
+            its own, or the push fails. Unless it was the push, the destination is as it was before.
     """
     destination = arguments.destination
     checkpoint = read_checkpoint(arguments.checkpoint)

@@ -1,4 +1,4 @@
-"""Writes the attention op as a repository for Hugging Face's `kernels` package, which needs nothing of this one.
+"""Writes the attention op as a repository for Hugging Face's `kernels` package; it works without this package.
 
 Run: `dynattn kernel FOLDER`, then `kernels.get_local_kernel(Path("FOLDER"))`, or `LOCAL_KERNELS=NAME/dynattn=FOLDER` in
 front of a program that calls `kernels.get_kernel("NAME/dynattn", version=1)`.
@@ -17,11 +17,11 @@ from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 
 NAME, VERSION = "dynattn", 1
-# What the kernel offers: names of the package's front door, and builders of compositions. To take one away or to change
-# its meaning takes a new `VERSION`.
+# What the kernel offers: names of `import dynattn`, and builders of compositions. If one of them is removed or changes
+# its meaning, `VERSION` must be increased.
 OFFERED = ("AttentionMaps", "Composition", "dcmha_attention")
 MIXERS = ("differential_heads", "head_convolution", "one_term_of_the_query", "talking_heads")
-# Code for all processors is the same; `kernels` looks for it under the name of each.
+# The code is the same for all backends, but `kernels` looks for a folder for each.
 BACKENDS = ("cpu", "cuda")
 # The first version of `kernels` that this layout was loaded with.
 KERNELS_MINVER = "0.17.2"
@@ -29,7 +29,7 @@ KERNELS_MINVER = "0.17.2"
 
 @dataclass
 class KernelArguments:
-    """Where to write."""
+    """Arguments of `dynattn kernel`."""
 
     output: str = field(metadata={"help": "folder to write, new or empty; may be given without the option's name"})
 
@@ -52,7 +52,7 @@ def write_kernel(folder: Path) -> None:
     """Writes the repository into `folder`.
 
     Raises:
-        UserError: the folder holds something, or cannot be written.
+        UserError: the folder is not empty, or cannot be written.
     """
     recover(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -80,7 +80,8 @@ def kernel_files() -> dict[str, str]:
 def _write_variant(folder: Path, files: Mapping[str, str], backend: str) -> None:
     """Writes the code for one backend, and `metadata.json`.
 
-    Operators get the kernel's own name in the place of the package's, so that both can be loaded into one process.
+    Custom operators are registered under the kernel's identifier instead of the package's name, so that a process can
+    load both.
     """
     content = hashlib.sha256("".join(f"{name}{text}" for name, text in sorted(files.items())).encode())
     identifier = f"_{NAME}_{backend}_{content.hexdigest()[:7]}"

@@ -1,4 +1,4 @@
-"""Makes a checkpoint loadable anywhere: a folder with its own code, verified, and pushed to the Hub on request.
+"""Makes a checkpoint loadable anywhere: writes a folder with the model's code, verifies it, and can push it to the Hub.
 
 Run: `dynattn publish CHECKPOINT [--output FOLDER] [--repo NAME/MODEL] [--dry_run]`
 """

@@ -1,7 +1,7 @@
-"""What a checkpoint answers, measured in the same way with the package and without it.
+"""Measures the answers of a checkpoint (outputs for fixed inputs) in the same way with the package and without it.
 
-Run by path (`python -I probe.py JOB.json`) this loads a folder with `trust_remote_code=True`, in a process that cannot
-import the package, and writes its answers. It therefore imports nothing of the package.
+Run by path (`python -I probe.py JOB.json`), it loads a folder with `trust_remote_code=True`, in a process that cannot
+import the package, and writes the answers. So this module must not import anything of the package.
 """
 
 import importlib
@@ -35,10 +35,13 @@ class PackageBlocker(MetaPathFinder):
 
 @torch.no_grad()
 def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
-    """Returns what a model in eval mode answers to a fixed batch, by the way of asking.
+    """Returns a model's outputs for fixed inputs, by the way in which it is called ("plain", "left-padded" ...).
 
-    An answer is the model's first output: logits `[B, T, V]`, hidden states `[B, T, E]` where it has no head, or class
-    scores `[B, C]`. Outputs at padding mean nothing and are set to zero. "generated" and "tokenizer" are token ids.
+    An answer is the model's first output: logits `[B, T, V]`, hidden states `[B, T, E]` without a head, or class scores
+    `[B, C]`. Outputs at padding mean nothing and are set to zero. "generated" and "tokenizer" are token ids.
+
+    Args:
+        model: a model in evaluation mode.
     """
     if model.main_input_name == "pixel_values":
         return _measure_images(model)
@@ -62,7 +65,11 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
 
 
 def load_remote(folder: str, job: dict[str, Any]) -> tuple[Any, Any]:
-    """Loads the model of `folder` and its tokenizer, if it has one, by the folder's own code."""
+    """Loads the model of `folder` with the code in the folder, and its tokenizer if it has one.
+
+    Raises:
+        RuntimeError: Transformers took the model class from elsewhere.
+    """
     auto = getattr(transformers, job["auto_class"])
     model = auto.from_pretrained(folder, dtype="auto", trust_remote_code=True)
     if not type(model).__module__.startswith("transformers_modules."):
@@ -76,7 +83,7 @@ def load_remote(folder: str, job: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def refuse_package(roots: Sequence[str]) -> None:
-    """Raises RuntimeError where this process can import the package, or has loaded a file from its folders `roots`."""
+    """Raises RuntimeError if this process can import the package, or has loaded a file from its folders `roots`."""
     try:
         importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
@@ -90,7 +97,7 @@ def refuse_package(roots: Sequence[str]) -> None:
 
 
 def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns what `measure` gets from the folder, and from a copy that the loaded model and tokenizer were saved to.
+    """The answers of the model in the folder, and those of a copy into which the loaded model was saved.
 
     Raises:
         RuntimeError: the classes are not those of the folder, or the saved copy lacks code.
@@ -108,7 +115,7 @@ def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 def main(job_file: str) -> None:
-    """Does the job that a JSON file describes, which `verify_folder` writes."""
+    """Does the job in a JSON file that `verify_folder` has written."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     sys.meta_path.insert(0, PackageBlocker())
     refuse_package(job["roots"])
@@ -121,14 +128,17 @@ def main(job_file: str) -> None:
 
 
 def _probe_tokens(model: Any) -> Tensor:
-    """Random tokens `[B, T]`; one row for models that may have no padding token to find the ends of rows by."""
+    """Random tokens `[B, T]`; one row if the model does not generate.
+
+    A classifier without a padding token could not find the ends of several rows.
+    """
     config = model.config.get_text_config()
     shape = (ROWS if model.can_generate() else 1, min(LENGTH, config.max_position_embeddings))
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """What the decoder of an encoder-decoder reads beside source `tokens` `[B, S]`: fewer tokens; else nothing."""
+    """The decoder's inputs of an encoder-decoder, fewer than its source `tokens` `[B, S]`; empty for other models."""
     if not model.config.is_encoder_decoder:
         return {}
     return {"decoder_input_ids": tokens.flip(1)[:, : tokens.shape[1] // 2]}
@@ -145,9 +155,9 @@ def _measure_images(model: Any) -> dict[str, Tensor]:
 
 
 def _decode(model: Any, tokens: Tensor) -> Tensor:
-    """First outputs `[B, T, V]`: of a prompt at once, then of one token at a time with the cache.
+    """First outputs `[B, T, V]` with the cache: a prompt is read at once, the rest token by token.
 
-    A decoder reads `tokens` `[B, T]`, an encoder-decoder its target beside them.
+    A decoder reads `tokens` `[B, T]`; for an encoder-decoder they are the source, and its decoder reads `_target`.
     """
     target = _target(model, tokens)
     source = {"input_ids": tokens} if target else {}

@@ -1,4 +1,4 @@
-"""What `dynattn publish` prints about a finished publication."""
+"""The lines that `dynattn publish` prints about a finished publication."""
 
 from collections.abc import Iterator
 

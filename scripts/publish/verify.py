@@ -20,14 +20,14 @@ from ..common.errors import UserError, last_line
 from . import probe
 from .checkpoint import Checkpoint
 
-# The same code on the same machine usually gives the same bits; this allows for kernels that sum in another order.
+# Largest difference in roundings of the largest element. Usually there is none, but kernels may sum in another order.
 ROUNDINGS = 8
 NOT_PASSED_ON = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
 
 
 @dataclass(frozen=True)
 class PublishedCheck:
-    """What was compared, and the largest difference between the answers with and without the package."""
+    """The names of the answers that were compared, and their largest difference with and without the package."""
 
     compared: tuple[str, ...]
     max_difference: float
@@ -37,7 +37,7 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Loads the checkpoint with the package's classes and returns its answers, as `probe.measure` does.
 
     Raises:
-        UserError: it does not load, its weights do not fit its configuration, or it answers something not finite.
+        UserError: it does not load, its weights do not fit its configuration, or its outputs are not finite.
     """
     auto = getattr(transformers, checkpoint.auto_class)
     try:
@@ -53,7 +53,7 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     answers = probe.measure(model.eval(), checkpoint.tokenizer)
     for name, answer in answers.items():
         if not torch.isfinite(answer).all():
-            raise UserError(f"the model in {checkpoint.folder} answers NaN or infinity ({name}); repair its weights")
+            raise UserError(f"the model in {checkpoint.folder} outputs NaN or infinity ({name}); repair its weights")
     return answers
 
 

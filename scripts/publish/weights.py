@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which they are, and whether they are whole."""
+"""Finds the safetensors files of a checkpoint, and checks that they are complete."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold the weights, with the index if there are several, and what their headers say."""
+    """The files with the weights, with the index if there are several, and the contents of their headers."""
 
     files: list[str]
     elements: Counter[str] = field(default_factory=Counter)  # by dtype as safetensors spells it, such as "BF16"
@@ -33,8 +33,8 @@ def read_weights(folder: Path) -> Weights:
     """Finds the weights in `folder` as Transformers does and reads all headers, but no weights.
 
     Raises:
-        UserError: there are none, a shard is missing, damaged or a link to elsewhere, the index names what a shard
-            lacks, or two shards have the same tensor.
+        UserError: there are no weights, a shard is missing, damaged or a link to elsewhere, a shard lacks a tensor that
+            the index places in it, or two shards have the same tensor.
     """
     shards = _find_shards(folder)
     weights = Weights([*shards, *([] if (folder / SINGLE).is_file() else [INDEX])])
@@ -50,7 +50,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def _find_shards(folder: Path) -> dict[str, set[str]]:
-    """The weight files with the tensors that each must have."""
+    """The weight files, and the names of the tensors that each must have according to the index."""
     if (folder / SINGLE).is_file():
         return {require_inside(folder / SINGLE).name: set()}
     if not (folder / INDEX).is_file():

@@ -1,1 +1,1 @@
-"""The curves of runs on a page that needs nothing else."""
+"""`dynattn report`: the curves of runs on a self-contained HTML page."""

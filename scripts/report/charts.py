@@ -1,4 +1,4 @@
-"""Curves as SVG that stands in an HTML page by itself."""
+"""Draws curves as SVG elements for an HTML page."""
 
 import io
 import math
@@ -15,9 +15,9 @@ from .run import Run
 WIDTH, HEIGHT = 6.2, 3.2
 # Colours that readers with any colour vision can tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# A curve of more points is drawn by so many, evenly spread; the eye sees no difference.
+# Of a curve with more points, only so many are drawn, evenly spread, which looks the same.
 MOST_POINTS = 2000
-# What comes before the drawing itself names a document type on another machine.
+# The XML declaration and document type before the drawing, which name an address on another machine.
 PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 STYLES = {"train": "-", "validation": "--"}
@@ -62,7 +62,7 @@ def draw_layers(values: Mapping[str, Sequence[float]], label: str) -> str:
 
 
 def to_svg(figure: Figure) -> str:
-    """A figure as an `svg` element with text that can be selected, and with nothing from elsewhere."""
+    """A figure as an `svg` element with selectable text, and without references to other files."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dynattn"}):
         figure.savefig(buffer, format="svg")
@@ -79,5 +79,5 @@ def _figure(label: str) -> tuple[Figure, matplotlib.axes.Axes]:
 
 
 def _spread(count: int) -> np.ndarray:
-    """The indices of the points that are drawn."""
+    """The indices of up to `MOST_POINTS` of `count` points, evenly spread."""
     return np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).astype(int))

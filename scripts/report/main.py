@@ -2,8 +2,8 @@
 
     dynattn report RUN [RUN ...] [--output FILE.html]
 
-RUN is the output folder of `dynattn pretrain`, finished or not. The page holds everything it shows, and opens without a
-network. Without --output it is report.html in the folder of the first run.
+RUN is the output folder of `dynattn pretrain`, finished or not. The page is one file and opens without a network. By
+default it is report.html in the folder of the first run.
 """
 
 from argparse import ArgumentParser
@@ -19,7 +19,9 @@ def main(argv: Sequence[str]) -> int:
     """Writes the page and returns the exit status."""
     parser = ArgumentParser(prog="dynattn report", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--output", type=Path, default=None, help="the page; report.html in the first run if not given")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="file to write (default: report.html in the first run)"
+    )
     options = parser.parse_args(argv)
     from .page import write_page  # here, because it imports Matplotlib, and help needs to be fast
 

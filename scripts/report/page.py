@@ -54,7 +54,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def draw_health(run: Run) -> list[str]:
-    """What composition does in each layer at the last measurement, and how the largest terms have grown."""
+    """Charts of composition in each layer at the last measurement: sizes of terms, similarities of heads, gates."""
     last = [record for record in run.records if record["split"] == HEALTH][-1]
     charts = []
     for stage, maps in STAGES.items():

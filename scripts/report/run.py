@@ -1,4 +1,4 @@
-"""What a run has left for a report."""
+"""Reads the files of a run that a report shows."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ METRICS, ARGUMENTS, RESULT = "metrics.jsonl", "run.json", "result.json"
 
 @dataclass(frozen=True)
 class Run:
-    """A run's name, records, arguments and, once it is finished, result."""
+    """A run: its name, the records of its metrics, its arguments and, once it is finished, its result."""
 
     name: str
     records: Sequence[Record]
@@ -46,14 +46,14 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads all runs; each is called as its folder is, or as its path is where folders have the same name."""
+    """Reads all runs. A run has the name of its folder or, if two folders have the same name, its path."""
     names = [folder.resolve().name for folder in folders]
     distinct = len(set(names)) == len(names)
     return [Run.read(f, name if distinct else str(f)) for f, name in zip(folders, names, strict=True)]
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The arguments, but for the output folder, in which some runs differ; all that a single run was given."""
+    """The names of the arguments, other than the output folder, in which runs differ; for a single run, all it has."""
     names = dict.fromkeys(name for run in runs for name in run.arguments if name != "output")
     if len(runs) == 1:
         return [name for name in names if runs[0].arguments[name] is not None]

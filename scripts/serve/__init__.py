@@ -1,1 +1,1 @@
-"""`dynattn serve`: Transformers' HTTP server with our models."""
+"""`dynattn serve`: Transformers' HTTP server with the models of this package."""

@@ -1,9 +1,9 @@
-"""The `transformers serve` command with our model types registered: an HTTP server of chat completions, with streaming.
+"""Runs `transformers serve` with this package's models: an HTTP server of chat completions, with streaming.
 
 Run: `dynattn serve CHECKPOINT --continuous-batching --port 8000`
 
-All options are those of `transformers serve`, whose `--help` tells them; by itself it cannot load our models. With
-`--continuous-batching` requests are computed together, and without it one after the other.
+The options are those of `transformers serve`, which `transformers serve --help` lists. With `--continuous-batching`
+requests are computed together, without it one after the other.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from ..common.errors import UserError
 
-# What Transformers' server needs beside what this package needs.
+# Packages that Transformers' server needs, and that this package does not.
 PACKAGES = ("fastapi", "uvicorn", "openai")
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Serves until it is interrupted.
 
     Raises:
-        UserError: packages of the server are missing, or this version of Transformers is not served.
+        UserError: packages of the server are missing, or this version of Transformers is not supported.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: dynattn serve CHECKPOINT [options]\n\n{__doc__}")

@@ -1,4 +1,4 @@
-"""Transformers' own server, able to load our models and to tell what was wrong with a request."""
+"""Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,10 +21,10 @@ build_server = server.build_server
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs `transformers serve` with these words until it is interrupted, and returns its exit status.
+    """Runs `transformers serve` with these arguments until it is interrupted, and returns its exit status.
 
     Raises:
-        UserError: this version of Transformers is not served, or refuses the options or the model.
+        UserError: this version of Transformers is not supported, or it refuses the options or the model.
     """
     try:
         check_engine("transformers", *TRANSFORMERS)
@@ -41,18 +41,18 @@ def run(argv: Sequence[str]) -> int:
 def show_models_to_server() -> None:
     """Makes registered language models attributes of the module `transformers`, in this process alone.
 
-    There its server looks for the class that a configuration names. It does not ask the Auto classes, which know ours
-    and those of modules that `--import` names.
+    The server looks there for the class that a configuration names. It does not use the Auto classes, which know the
+    models of this package and those of modules that `--import` names.
     """
     for model_class in AutoModelForCausalLM._model_mapping._extra_content.values():
         setattr(transformers, model_class.__name__, model_class)
 
 
 def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
-    """Transformers' application, which tells a client what it serves, and why it cannot serve a request.
+    """Transformers' application, changed so that clients learn which model it serves, and why a request failed.
 
-    Without this a client would get an internal error without a message, and the message would be in the log. The first
-    argument is Transformers' `ModelManager`.
+    Otherwise a client would get an internal error without a message, which would only be in the log. The first argument
+    is Transformers' `ModelManager`.
     """
     args[0].get_gen_models = partial(list_models, args[0])
     application = build_server(*args, **kwargs)
@@ -62,7 +62,7 @@ def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
 
 
 def list_models(manager: Any) -> list[dict[str, Any]]:
-    """The model that the server was started with, or else those of the Hub's cache, which need not be there."""
+    """The model that the server was started with, or else those in the Hub's cache; empty if there is no cache."""
     if manager.force_model is not None:
         return [{"id": manager.force_model, "object": "model", "created": 0, "owned_by": ""}]
     try:
@@ -72,6 +72,6 @@ def list_models(manager: Any) -> list[dict[str, Any]]:
 
 
 def refusal(status: int, reason: str) -> JSONResponse:
-    """An answer in the form of OpenAI's interface, whose clients raise an error with the `message`."""
+    """An error response in the format of OpenAI's API, whose clients raise an error with the `message`."""
     error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": error}, status)

@@ -304,7 +304,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other shape": (lambda folder: set_config(folder, intermediate_size=64), "config.json|does not load"),
     "weight lost": (lose_weight, "lacks model.norm.weight"),
-    "nan": (poison, "answers NaN"),
+    "nan": (poison, "outputs NaN"),
     "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{"), "does not load"),
     "tokenizer too big": (lambda folder: save_tokenizer(folder, 400), "but the model embeds 300"),
     "card damaged": (lambda folder: (folder / "README.md").write_text("---\n[: :\n---\n"), "no model card"),
