@@ -114,7 +114,7 @@ def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pyt
         (["--max_tokens", "1000"], "max_tokens=1000 must be from 2 to 512"),
         (["--text", ""], "the text has 0 tokens; give at least 2"),
         (["--text", "a", "--file", "b"], "text and file exclude each other"),
-        (["--file", "nowhere.txt"], "file=nowhere.txt is not there"),
+        (["--file", "nowhere.txt"], "file=nowhere.txt does not exist"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(
