@@ -48,6 +48,8 @@ JOBS = CommandTable(
         "doctor": ("dynattn.scripts.doctor.main", "show what is installed, what attention runs with, what is missing"),
         "completion": ("dynattn.scripts.completion", "print a function that completes these commands in your shell"),
     },
+    notes="Every job takes --import MODULE, a module of yours that registers models or attention functions.\n"
+    "`dynattn --version` prints the version.",
 )
 # The environment variable with the modules of `--import`, separated by commas, so that processes of a job import them.
 IMPORTS = "DYNATTN_IMPORT"

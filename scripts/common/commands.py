@@ -16,12 +16,14 @@ class CommandTable:
         noun: what messages call one of the commands, such as "command" or "direction".
         usage: what a user types after `prog`, such as "COMMAND".
         commands: for each name its module and one line of help.
+        notes: lines at the end of the help.
     """
 
     prog: str
     noun: str
     usage: str
     commands: Mapping[str, tuple[str, str]]
+    notes: str = ""
 
     def run(self, argv: Sequence[str]) -> int:
         """Runs the command that the first word names with the other words, and returns its exit status.
@@ -43,4 +45,5 @@ class CommandTable:
         width = max(map(len, self.commands)) + 2
         lines = [f"  {name:<{width}}{text}" for name, (_, text) in self.commands.items()]
         hint = f"({self.prog} {self.usage.split()[0]} --help lists the options)"
-        return "\n".join([f"usage: {self.prog} {self.usage} [options]    {hint}", "", *lines])
+        notes = ["", self.notes] if self.notes else []
+        return "\n".join([f"usage: {self.prog} {self.usage} [options]    {hint}", "", *lines, *notes])

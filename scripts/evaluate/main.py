@@ -15,7 +15,7 @@ from .arguments import EvaluateArguments
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
     argv = name_first(argv, "model")
-    arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate", description=__doc__)
+    arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate CHECKPOINT", description=__doc__)
     if arguments.kind == "tasks":
         return run(arguments)
     if arguments.kind == "--suite long":

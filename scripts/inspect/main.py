@@ -16,7 +16,7 @@ from .arguments import InspectArguments
 def main(argv: Sequence[str]) -> int:
     """Inspects a model and prints where the page is."""
     argv = name_first(argv, "model")
-    arguments = parse_arguments(InspectArguments, argv, prog="dynattn inspect", description=__doc__)
+    arguments = parse_arguments(InspectArguments, argv, prog="dynattn inspect MODEL", description=__doc__)
     # This imports torch and Transformers, which help and a mistyped option need not wait for.
     from .job import inspect
 

@@ -36,7 +36,9 @@ class KernelArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the repository and prints where it is."""
-    arguments = parse_arguments(KernelArguments, name_first(argv, "output"), prog="dynattn kernel", description=__doc__)
+    arguments = parse_arguments(
+        KernelArguments, name_first(argv, "output"), prog="dynattn kernel FOLDER", description=__doc__
+    )
     folder = resolve_destination(arguments.output)
     write_kernel(folder)
     print(f"wrote {folder}: build/{', build/'.join(map(variant, BACKENDS))}")

@@ -13,7 +13,7 @@ from .arguments import PublishArguments
 def main(argv: Sequence[str]) -> int:
     """Publishes and prints what was written, verified and pushed."""
     argv = name_first(argv, "checkpoint")
-    arguments = parse_arguments(PublishArguments, argv, prog="dynattn publish", description=__doc__)
+    arguments = parse_arguments(PublishArguments, argv, prog="dynattn publish CHECKPOINT", description=__doc__)
     # These import torch and Transformers, which help and a mistyped option need not wait for.
     from .job import publish
     from .report import describe, warnings

@@ -34,6 +34,7 @@ def test_jobs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {job} " in shown for job in cli.JOBS.commands)
+    assert "--import MODULE" in shown
     assert cli.main([]) == 2
     assert cli.main(["train"]) == 2
     assert "unknown job 'train'; choose from pretrain," in capsys.readouterr().err
