@@ -46,6 +46,8 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
         """The help text of an option; a default of None or [] is not shown, because the text says what it means."""
         if action.required:
             return f"{action.help or ''} (required)"
+        if action.default and isinstance(action.default, list):
+            return f"{action.help or ''} (default: {' '.join(map(str, action.default))})"  # as one would type it
         has_default = action.nargs != 0 and action.default not in (None, [])
         return super()._get_help_string(action) if has_default else action.help
 

@@ -261,7 +261,7 @@ def test_help_shows_each_option_once_with_its_default_or_that_it_is_required() -
     assert "--names NAMES [NAMES ...] which FILE.yaml" in shown
     shown = " ".join(make_parser(EveryKind, prog="x").format_help().split())
     assert "--switched_on [yes|no] --no_switched_on the opposite of --switched_on --switched_off [yes|no]" in shown
-    assert "--sizes SIZES [SIZES ...] which (default: [1, 2])" in shown
+    assert "--sizes SIZES [SIZES ...] which (default: 1 2)" in shown
 
 
 @dataclass
