@@ -98,7 +98,7 @@ def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
         areas = run_tests(inside, row, folder)
         seconds = round(time.monotonic() - began)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return {
         "versions": json.loads(shown),
         "hardware": processor(),
