@@ -56,7 +56,6 @@ def describe_segment(
     document_positions = None
     if document_starts is not None:
         document_positions = torch.arange(length, device=inputs_embeds.device) - document_starts
-    check_batch(inputs_embeds.shape[0], cache)
     check_relative_reach(config, length, keys, document_positions)
     query_offset = first_query_offset(cache, 0, length)
     read = keys if config.memory_type == "segment" else length
@@ -88,16 +87,6 @@ def find_tokens(
     itself = queries + (mask.shape[-1] - length if query_offset is None else query_offset)
     tokens = visible[:, 0, queries, itself]  # type: ignore[index]
     return torch.cat([tokens.new_ones(tokens.shape[0], read - length), tokens], dim=1)
-
-
-def check_batch(batch: int, cache: Cache | None) -> None:
-    """Raises ValueError if the memory in `cache` comes from a batch with another number of rows."""
-    layer: Any = cache.layers[0] if cache is not None and cache.layers else None
-    if layer is not None and layer.is_initialized and layer.keys.shape[0] != batch:
-        raise ValueError(
-            f"the memory is of a batch of {layer.keys.shape[0]} rows and the segment of {batch}; "
-            "continue with the rows that it came from, or start without memory"
-        )
 
 
 def check_relative_reach(config: PreTrainedConfig, length: int, keys: int, document_positions: Tensor | None) -> None:

@@ -80,6 +80,7 @@ def prepare_decoder_inputs(
     if starts is not None and given.cu_seq_lens is not None:
         given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
     cache = given.past_key_values
+    check_batch(inputs_embeds.shape[0], cache)
     if given.use_cache and cache is None:
         cache = DynamicCache(config=config)
     if cache is not None:
@@ -236,3 +237,14 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cach
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:
         raise ValueError(f"attention_mask hides every token of rows {hidden_rows}; drop those rows from the batch")
+
+
+def check_batch(batch: int, cache: Cache | None) -> None:
+    """Raises ValueError if `cache` holds tokens of another number of rows; a quantized layer does not tell."""
+    layer: Any = cache.layers[0] if cache is not None and cache.layers else None
+    if layer is not None and layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[0] != batch:
+        raise ValueError(
+            f"the memory is of a batch of {layer.keys.shape[0]} rows and the segment of {batch}; "
+            "continue with the rows that it came from, repeat them for beams or several sequences "
+            "(past_key_values.batch_repeat_interleave), or start without memory"
+        )

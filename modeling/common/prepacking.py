@@ -18,7 +18,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
 
     The prompts are packed side by side into rows as long as the longest of them. `generate` then runs the last token
     of each prompt first: `model.generate(**prepack(model, prompts))` gives what it gives for the prompts padded on the
-    left.
+    left. For `n` beams or sequences of each prompt call `past_key_values.batch_repeat_interleave(n)` before.
 
     Args:
         model: a DCFormer or DCPythia with a head, composed or plain.

@@ -81,6 +81,13 @@ def test_every_kind_of_cache_can_be_filled(kind: str) -> None:
     assert torch.equal(tokens, generate(model, pad(prompts), **beams)[0])
 
 
+@pytest.mark.parametrize("fields", [{}, {"compose_pre": False, "compose_post": False}, {"position_scheme": "carope"}])
+def test_beams_need_rows_for_each_of_them(fields: dict[str, Any]) -> None:
+    model = make_model(**fields)
+    with pytest.raises(ValueError, match=r"is of a batch of \d+ rows .* \(past_key_values.batch_repeat_interleave\)"):
+        generate(model, prepack(model, make_prompts()), num_beams=3)
+
+
 def test_prompts_of_one_token_need_no_pass() -> None:
     model = make_model().double()
     inputs = prepack(model, [torch.tensor([5]), torch.tensor([9])])
