@@ -149,7 +149,7 @@ class ComposedAttention(nn.Module):
             **kwargs,
         )
         if self.differential is not None:
-            output = self.differential(output)
+            output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights
 
     def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
@@ -159,7 +159,7 @@ class ComposedAttention(nn.Module):
         """
         assert self.composition is not None
         pre, post = self.composition.assemble(factors)
-        return pre, post if self.differential is None else self.differential.subtract(post)
+        return pre, post if self.differential is None else self.differential(post)
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

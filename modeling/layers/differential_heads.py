@@ -34,13 +34,13 @@ class DifferentialHeads(nn.Module):
         )
         self.norm = RMSNorm(2 * config.head_dim, config.head_norm_eps)
 
-    def subtract(self, post: Composition | None) -> Composition:
+    def forward(self, post: Composition | None) -> Composition:
         """Returns `post` with a static term that subtracts lambda times the probabilities of a pair's second head."""
         difference = difference_of_pairs(self._weight(), self.num_heads)
         post = Composition() if post is None else post
         return replace(post, static=difference if post.static is None else post.static + difference)
 
-    def forward(self, output: Tensor) -> Tensor:
+    def normalize(self, output: Tensor) -> Tensor:
         """Normalizes the output of each pair.
 
         Args:

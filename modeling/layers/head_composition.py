@@ -72,9 +72,13 @@ class DynamicComposition(nn.Module):
         return 2 * self.rank + int(self.has_gate)
 
     def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`."""
+        """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`.
+
+        With them, as `static`, comes `static_weight`: a module whose weights are offloaded has them only in this call.
+        """
+        static: dict[str, Tensor] = {} if self.static_weight is None else {"static": self.static_weight}
         if not self.sides:
-            return {}
+            return static
         packed = []
         if self.factor_weight is not None:
             packed += [self._low_rank_factors(hidden_states)]
@@ -84,10 +88,10 @@ class DynamicComposition(nn.Module):
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
         factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
         factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
-        return {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
+        return static | {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
 
     def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) for `dcmha_attention` from the packed factors of each side.
+        """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys.
 
         Query factors are `[B, P * terms, T, H]` and key factors `[B, P * terms, S, H]`.
         """
@@ -109,8 +113,9 @@ class DynamicComposition(nn.Module):
     def _unpack(self, stage: int, factors: dict[str, Tensor]) -> Composition:
         """The composition of one stage, from the packed factors `[B, P * terms, T or S, H]` of each side."""
         terms = slice(stage * self.num_terms, (stage + 1) * self.num_terms)
-        packed = {side: stages[:, terms].transpose(1, 2) for side, stages in factors.items()}  # [B, T or S, terms, H]
-        static = None if self.static_weight is None else torch.block_diag(*self.static_weight[stage])
+        sides = {name: packed for name, packed in factors.items() if name != "static"}
+        packed = {side: stages[:, terms].transpose(1, 2) for side, stages in sides.items()}  # [B, T or S, terms, H]
+        static = torch.block_diag(*factors["static"][stage]) if "static" in factors else None
         return unpack_factors(packed, static, self.groups)
 
 

@@ -193,7 +193,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             )
         pre, post = self.compose(query, key)
         if self.differential is not None:
-            post = self.differential.subtract(post)
+            post = self.differential(post)
         heads = self._project(query, key, value)
         options: dict[str, Any] = {
             "pre": pre,
@@ -207,7 +207,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         else:
             output = dcmha_attention(*heads, implementation=self.implementation, **options)
         if self.differential is not None:
-            output = self.differential(output)
+            output = self.differential.normalize(output)
         return self.out_proj(output.flatten(2)), probs
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

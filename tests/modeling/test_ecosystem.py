@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from cases.models import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from dynattn import mixer_fields
 from dynattn.families import FAMILIES, Family
 
 IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
@@ -67,6 +69,17 @@ def test_lora_can_target_the_whole_composition_as_saved_modules() -> None:
     adapted(input_ids=IDS, labels=IDS).loss.backward()
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is not None]
     assert any("composition" in name for name in trained)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["dcmha", "talking_heads", "differential"])
+def test_offloaded_weights_are_read_where_they_are_on_the_device(mixer: str) -> None:
+    """A module whose weights are offloaded, as with `device_map="auto"`, has them only while it is called."""
+    model = make_model(**{"num_key_value_heads": 2, **mixer_fields(mixer), "compose_init_scale": 40.0}).double()
+    expected = model(IDS).logits
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in model.parameters())
+    torch.testing.assert_close(offloaded(IDS).logits, expected, atol=1e-12, rtol=1e-9)
 
 
 def test_replacing_linear_layers_leaves_the_composition() -> None:

@@ -47,8 +47,8 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         found.setdefault(name, []).append(tensor.detach().clone())
 
     def keep_factors(module: DynamicComposition, _: Any, factors: dict[str, Tensor]) -> None:
-        for packed in factors.values():
-            terms = packed.unflatten(1, (len(module.stages), module.num_terms))
+        for side in module.sides:
+            terms = factors[side].unflatten(1, (len(module.stages), module.num_terms))
             # A sum over heads meets an up factor, so what counts is its size times their number.
             keep("up factors times heads", terms[:, :, module.rank : 2 * module.rank] * module.num_heads)
             keep("down factors", terms[:, :, : module.rank])
