@@ -74,7 +74,9 @@ class DecoderBody:
         inputs = self.prepare_inputs(given)
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)
         implementation = implementation_for(self.config, kwargs)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+        # `generate(assistant_early_exit=n)` drafts with the first layers: it changes `num_hidden_layers` for a while.
+        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        for layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=inputs.masks[layer_type],

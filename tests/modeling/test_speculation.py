@@ -51,13 +51,15 @@ def close_draft(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", ["plain draft", "composed draft", "prompt lookup"])
+@pytest.mark.parametrize("how", ["plain draft", "composed draft", "first layer", "prompt lookup"])
 def test_speculation_generates_the_tokens_of_greedy_decoding(family: str, how: str) -> None:
     model = make(family)
     prompt = torch.randint(1, VOCAB, (1, 30))
     prompt = torch.cat([prompt, prompt[:, :10]], dim=1)  # a repetition, for prompt lookup to find
     options: dict = {"prompt_lookup_num_tokens": 4}
-    if how != "prompt lookup":
+    if how == "first layer":
+        options = {"assistant_early_exit": 1}
+    elif how != "prompt lookup":
         options = {"assistant_model": plain_draft() if how == "plain draft" else close_draft(model)}
     greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
     assert torch.equal(model.generate(prompt, **greedy, **options), model.generate(prompt, **greedy))
