@@ -8,7 +8,6 @@ device.
 """
 
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -25,39 +24,17 @@ from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
 from ..common.atomic_file import write_json
 from ..common.errors import UserError, first_line
-from ..common.measuring import sample
 from .arguments import BenchmarkArguments
-from .harness.accuracy import judge
-from .harness.interruptions import check_device, end_when_hanging
+from .gpu_tuning import compile_trials, find_constants
+from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
-from .harness.settings import BenchmarkSettings, read_settings
-from .harness.shapes import parse_shape
-from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning, tune
-from .precompilation import Call, Precompilation
-from .subjects.attention import candidates, cases
+from .harness.tuning import TrialLog, Tuning, override_constants, read_tuning
 
 # No case begins after so many seconds, so that the last one ends before ten minutes are over.
 SECONDS, TUNING_SECONDS = 480.0, 170.0
-# The tuner waits so long for what is compiled ahead of it.
-COMPILING_SECONDS = 60.0
-# Shapes and windows to tune for, forward and backward: long sequences of both head widths, and a window.
-TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
-TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
 # Tokens of a batch, as in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): so many that the time of
 # kernels exceeds the time of their launches.
 TOKENS = 16384
-# (queries, keys, warps) of a tile; (queries, keys, warps, pipeline stages) in the kernels that hold all heads.
-TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
-FORWARD_TILES = (
-    (8, 32, 4, 1),
-    (8, 32, 4, 2),
-    (16, 32, 8, 1),
-    (16, 16, 4, 1),
-    (8, 16, 4, 1),
-    (8, 32, 8, 1),
-    (8, 64, 8, 1),
-)
-BACKWARD_TILES = ((16, 32, 8, 1), (16, 32, 8, 2), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 2))
 
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
@@ -122,31 +99,6 @@ GPU = (
         {"subjects": ["training"], "shapes": ["16x64@4096"], "batch_size": 4, "layers": 24, "vocabulary": 50256}
         | {"implementations": ["triton", "sdpa"], "rounds": 5},
     ),
-)
-
-# Which kernels serve: with this value the head-by-head kernels, for any number of heads; and whether a forward pass on
-# the tensor cores is fused.
-FAMILY = TunableConstant("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
-FUSED = TunableConstant("FUSES_FORWARD", (True,))
-TILING = (
-    TunableConstant("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
-    TunableConstant("ROWS", (64, 256, 512)),
-    TunableConstant("BLOCK", (32, 128)),
-    TunableConstant("WINDOW_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
-)
-HEAD_BY_HEAD_CONSTANTS = (*TILING, *(TunableConstant("TILES", TILES, name) for name in kernel_tuning.TILES))
-TENSOR_CORE_CONSTANTS = (
-    *TILING,
-    TunableConstant("TURNS", (4, 16)),
-    *(
-        TunableConstant(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
-        for name in kernel_tuning.MATRIX_TILES_16
-        for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
-    ),
-)
-FUSED_CONSTANTS = (
-    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 2), (32, 16, 8, 1)), "dcmha_fused_statistics"),
-    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)), "dcmha_fused_output"),
 )
 
 
@@ -255,76 +207,3 @@ def _tune_once(
         tuning = Tuning({}, log.made, finished=False)
     write_json(file, tuning.as_record(), indent=1)
     return tuning
-
-
-def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
-    """Begins to compile what the tuner will try if the kernels on the tensor cores are the faster ones."""
-    trials: list[dict[TunableConstant, Any]] = [{}]
-    trials += [{constant: value} for constant in (FAMILY, FUSED, *TENSOR_CORE_CONSTANTS) for value in constant.values]
-    trials += [{FUSED: True, constant: value} for constant in FUSED_CONSTANTS for value in constant.values]
-    calls = [Call(parse_shape(shape), TUNED_BATCH, window, torch.bfloat16) for shape, window in TUNED_SHAPES]
-    major, minor = torch.cuda.get_device_capability(arguments.device)
-    return Precompilation(trials, calls, 10 * major + minor)
-
-
-def find_constants(
-    arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation | None = None
-) -> Tuning:
-    """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
-    settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))
-    trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
-    if compiling is not None:
-        compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
-    return tune_the_faster(trial, lambda: time.monotonic() < end, log)
-
-
-def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog | None = None) -> Tuning:
-    """Finds the fastest kind of kernels, and the best constants of that kind."""
-    log = log or TrialLog()
-    family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time, log)
-    constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
-    if family.best[FUSED]:
-        constants = FUSED_CONSTANTS + constants
-    with override_constants(kernel_tuning, family.best):
-        rest = tune(kernel_tuning, constants, trial, has_time, log)
-    return Tuning(family.best | rest.best, log.made, rest.finished)
-
-
-def make_trial(
-    settings: BenchmarkSettings, shapes: tuple[tuple[str, int | None], ...], name: str
-) -> Callable[[], float]:
-    """A trial that returns the seconds of a candidate's forward and backward pass, as the geometric mean over `shapes`.
-
-    The trial raises ValueError if results are wrong, and DeviceLostError if it is the last one of this process.
-
-    Args:
-        shapes: shapes with their windows.
-        name: the candidate.
-    """
-    (candidate,) = (one for one in candidates(settings.device) if one.name == name)
-    calls = []
-    for shape, window in shapes:
-        *_, case = cases(parse_shape(shape), replace(settings, window=window))
-        exact, reference = (case.reference(candidate.function, dtype) for dtype in (torch.float64, settings.dtype))
-        calls.append((candidate.prepare(case.problem), exact, reference))
-
-    def trial() -> float:
-        timer = end_when_hanging(settings.budget, print)
-        try:
-            return measure()
-        except Exception as error:  # Triton raises exceptions of its own that share no base class
-            check_device(settings.device, first_line(error))
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def measure() -> float:
-        seconds = []
-        for call, exact, reference in calls:
-            if not judge(call(), exact, reference).correct:
-                raise ValueError("results are wrong")
-            seconds.append(statistics.median(sample(call, 1, settings.device) for _ in range(TRIAL_SAMPLES)))
-        return statistics.geometric_mean(seconds)
-
-    return trial

@@ -1,4 +1,4 @@
-"""The GPU preset on a machine without one: what is tuned and planned, and what is left out for lack of time."""
+"""The GPU preset on a machine without one: what is planned, and what is left out for lack of time."""
 
 import json
 from dataclasses import fields
@@ -8,72 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_preset as preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, make_trial, options_of, run_preset
+from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, options_of, run_preset
 from dynattn.scripts.benchmark.harness.process import DeviceLostError
-from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings, read_settings
+from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning, tune
+from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning
 from dynattn.scripts.benchmark.subjects.selection import select
-
-
-@pytest.mark.parametrize(
-    "constants", [preset.HEAD_BY_HEAD_CONSTANTS, preset.TENSOR_CORE_CONSTANTS, preset.FUSED_CONSTANTS]
-)
-def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableConstant, ...]) -> None:
-    for constant in (preset.FAMILY, preset.FUSED, *constants):
-        value = constant.current(kernel_tuning)
-        assert all(type(value) is type(candidate) for candidate in constant.values)
-        assert not isinstance(value, tuple) or value in constant.values or constant in preset.FUSED_CONSTANTS
-
-
-@pytest.mark.parametrize("of_fused", [0.9, 1.1])
-@pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
-def test_only_the_fastest_kernels_are_tuned(of_loops: float, of_fused: float, expected: str) -> None:
-    def trial() -> float:
-        if kernel_tuning.FEWEST_HEADS > 32:
-            return of_loops
-        return of_fused if kernel_tuning.FUSES_FORWARD else 1.0
-
-    tuning = preset.tune_the_faster(trial, lambda: True)
-    is_fused = of_fused < 1 < of_loops
-    assert tuning.finished and (tuning.best[preset.FAMILY] > 32) == (of_loops < 1)
-    assert tuning.best[preset.FUSED] is is_fused
-    tried = {one["constant"] for one in tuning.trials}
-    assert expected in tried
-    assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
-    assert ("FUSED_TILES_90[dcmha_fused_output]" in tried) is is_fused
-
-
-def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
-    trial = make_trial(settings, (("4x16@24", None), ("4x16@24", 8)), "chunked")
-    assert trial() > 0
-    monkeypatch.setattr(preset, "judge", lambda *_: SimpleNamespace(correct=False))
-    with pytest.raises(ValueError, match="results are wrong"):
-        trial()
-
-
-@pytest.mark.slow
-def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
-    monkeypatch.setattr(preset, "TRIAL_SAMPLES", 1)
-    trial = make_trial(settings, (("2x16@40", 8),), "triton")
-    tiles = TunableConstant("TILES", ((8, 16, 4),), "dcmha_probs")
-    constants = (TunableConstant("ROWS", (16,)), TunableConstant("BLOCK", (8,)), tiles)
-    tuning = tune(kernel_tuning, constants, trial, lambda: True)
-    assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
-        "as it is",
-        "ROWS",
-        "BLOCK",
-        "TILES[dcmha_probs]",
-    ]
 
 
 class Clock:

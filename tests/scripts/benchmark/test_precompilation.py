@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynattn.scripts.benchmark import gpu_preset as preset
+from dynattn.scripts.benchmark import gpu_tuning
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.precompilation import Precompilation
 
 PROGRAM = """
 import torch
-from dynattn.scripts.benchmark.gpu_preset import FAMILY, TENSOR_CORE_CONSTANTS
+from dynattn.scripts.benchmark.gpu_tuning import FAMILY, TENSOR_CORE_CONSTANTS
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.precompilation import Call, compile_trial
 
@@ -46,9 +46,9 @@ def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest
 
     monkeypatch.setattr(Precompilation, "__init__", note)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    preset.compile_trials(BenchmarkArguments(device="cuda"))
+    gpu_tuning.compile_trials(BenchmarkArguments(device="cuda"))
     ((trials, calls, capability),) = given
-    assert capability == 90 and len(calls) == len(preset.TUNED_SHAPES)
-    assert {} in trials and {preset.FUSED: True} in trials
-    for constant in (*preset.TENSOR_CORE_CONSTANTS, *preset.FUSED_CONSTANTS):
+    assert capability == 90 and len(calls) == len(gpu_tuning.TUNED_SHAPES)
+    assert {} in trials and {gpu_tuning.FUSED: True} in trials
+    for constant in (*gpu_tuning.TENSOR_CORE_CONSTANTS, *gpu_tuning.FUSED_CONSTANTS):
         assert {trial[constant] for trial in trials if constant in trial} == set(constant.values)

@@ -1,0 +1,69 @@
+"""What the GPU preset tunes, tried on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
+from dynattn.scripts.benchmark import gpu_tuning
+from dynattn.scripts.benchmark.gpu_tuning import make_trial
+from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings
+from dynattn.scripts.benchmark.harness.tuning import TunableConstant, tune
+
+
+@pytest.mark.parametrize(
+    "constants", [gpu_tuning.HEAD_BY_HEAD_CONSTANTS, gpu_tuning.TENSOR_CORE_CONSTANTS, gpu_tuning.FUSED_CONSTANTS]
+)
+def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableConstant, ...]) -> None:
+    for constant in (gpu_tuning.FAMILY, gpu_tuning.FUSED, *constants):
+        value = constant.current(kernel_tuning)
+        assert all(type(value) is type(candidate) for candidate in constant.values)
+        assert not isinstance(value, tuple) or value in constant.values or constant in gpu_tuning.FUSED_CONSTANTS
+
+
+@pytest.mark.parametrize("of_fused", [0.9, 1.1])
+@pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
+def test_only_the_fastest_kernels_are_tuned(of_loops: float, of_fused: float, expected: str) -> None:
+    def trial() -> float:
+        if kernel_tuning.FEWEST_HEADS > 32:
+            return of_loops
+        return of_fused if kernel_tuning.FUSES_FORWARD else 1.0
+
+    tuning = gpu_tuning.tune_the_faster(trial, lambda: True)
+    is_fused = of_fused < 1 < of_loops
+    assert tuning.finished and (tuning.best[gpu_tuning.FAMILY] > 32) == (of_loops < 1)
+    assert tuning.best[gpu_tuning.FUSED] is is_fused
+    tried = {one["constant"] for one in tuning.trials}
+    assert expected in tried
+    assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
+    assert ("FUSED_TILES_90[dcmha_fused_output]" in tried) is is_fused
+
+
+def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    trial = make_trial(settings, (("4x16@24", None), ("4x16@24", 8)), "chunked")
+    assert trial() > 0
+    monkeypatch.setattr(gpu_tuning, "judge", lambda *_: SimpleNamespace(correct=False))
+    with pytest.raises(ValueError, match="results are wrong"):
+        trial()
+
+
+@pytest.mark.slow
+def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    monkeypatch.setattr(gpu_tuning, "TRIAL_SAMPLES", 1)
+    trial = make_trial(settings, (("2x16@40", 8),), "triton")
+    tiles = TunableConstant("TILES", ((8, 16, 4),), "dcmha_probs")
+    constants = (TunableConstant("ROWS", (16,)), TunableConstant("BLOCK", (8,)), tiles)
+    tuning = tune(kernel_tuning, constants, trial, lambda: True)
+    assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
+        "as it is",
+        "ROWS",
+        "BLOCK",
+        "TILES[dcmha_probs]",
+    ]
