@@ -44,7 +44,7 @@ def draw_survival(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
-    others = iter(plt.get_cmap("tab20").colors)
+    others = iter(plt.get_cmap("tab20").colors[4:])  # without blues and oranges, which the question's arms have
     for name, arm in task["arms"].items():
         solved = sorted(at for at in arm["solved_at"] if at is not None)
         total = len(arm["solved_at"])
