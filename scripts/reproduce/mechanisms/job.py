@@ -76,7 +76,8 @@ class Study:
     def _settings(self) -> dict[str, Any]:
         told = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
         names = ("seeds", "tuning_seed", "learning_rates")
-        rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(self.cells).items()}
+        finished = [cell for cell in self.cells if self.runs.results(self._measured([cell]))]
+        rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(finished).items()}
         return {**told, **{name: getattr(self.arguments, name) for name in names}, "chosen": rates}
 
     def _tuning(self, cells: Sequence[Cell]) -> list[Run]:
