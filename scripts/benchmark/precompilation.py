@@ -39,12 +39,14 @@ class Call(NamedTuple):
 
 
 class AbsentDriver:
-    """What Triton's compiler asks of the driver of a GPU, for a process that does not use it."""
+    """What Triton's compiler asks of the driver of a GPU, for a process that does not use it.
 
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
+    Args:
+        target: the `GPUTarget` to compile for.
+    """
 
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, target: Any) -> None:
+        self.target = target
 
     def get_current_target(self) -> Any:
         return self.target
@@ -91,8 +93,9 @@ class Precompilation:
 def compile_trial(trial: Mapping[TunableConstant, Any], call: Call, capability: int) -> None:
     """Compiles the kernels of a call with these values of constants, for a GPU of this capability."""
     import triton
+    from triton.backends.compiler import GPUTarget
 
-    triton.runtime.driver.set_active(AbsentDriver(capability))
+    triton.runtime.driver.set_active(AbsentDriver(GPUTarget("cuda", capability, 32)))
     kernels = {name: _Compiling(kernel) for name, kernel in workspace.load_kernels(torch.device("cuda")).items()}
     with (
         override_constants(tuning, trial),

@@ -36,21 +36,11 @@ class Warming(NamedTuple):
         return partial(self.kernel.warmup, grid=grid)
 
 
-class Absent:
-    """The part of a GPU's driver that Triton's compiler asks for."""
-
-    def __init__(self, architecture: str) -> None:
-        kind, capability = ("hip", architecture) if architecture.startswith("gfx") else ("cuda", int(architecture[3:]))
-        self.target = triton.backends.compiler.GPUTarget(kind, capability, 64 if kind == "hip" else 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+def target_of(architecture: str) -> Any:
+    """Triton's target for `sm_90`, `gfx942` and the like."""
+    is_amd = architecture.startswith("gfx")
+    kind, name, threads_of_a_warp = ("hip", architecture, 64) if is_amd else ("cuda", int(architecture[3:]), 32)
+    return triton.backends.compiler.GPUTarget(kind, name, threads_of_a_warp)
 
 
 def compile_elsewhere(architecture: str, dtype: str, *cases: int) -> list[set[str]]:
@@ -156,6 +146,7 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
 
     from dynattn.modeling.ops.dcmha.triton import decode, workspace
     from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
+    from dynattn.scripts.benchmark.precompilation import AbsentDriver
 
     names: set[str] = set()
     kernels = {
@@ -163,7 +154,7 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
     }
     for module in (workspace, decode):
         module.load_kernels = lambda device: kernels
-    triton.runtime.driver.set_active(Absent(architecture))
+    triton.runtime.driver.set_active(AbsentDriver(target_of(architecture)))
     cases = [*LARGE, *LARGE_DECODING]
     if chosen == ("variants",):
         print_variants(dtype)
