@@ -178,12 +178,13 @@ def run(attend: Callable[..., Any], tensors: list[Tensor], keywords: dict[str, A
     return output, *torch.autograd.grad(output, tensors, upstream.to(output))
 
 
-def multiple_of_noise(dtype: torch.dtype) -> float:
+def multiple_of_noise(dtype: torch.dtype, device: str) -> float:
     """How much larger than the reference's an error may be.
 
-    In float32 exponents for base 2 are one more rounding, and a GPU's exponential may be wrong by four: 2^-22.
+    In float32 a GPU's exponential adds to it: the instruction may be wrong by 2^-22, four roundings, where the
+    interpreter rounds once.
     """
-    return 3.0 if dtype == torch.float32 else 1.5
+    return 3.0 if dtype == torch.float32 and device == "cuda" else 1.5
 
 
 def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -192,7 +193,7 @@ def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device:
     noise = run(dcmha_eager, tensors, keywords)
     for ours, theirs, expected in zip(run(dcmha_triton, tensors, keywords), noise, reference, strict=True):
         assert ours.dtype == dtype
-        assert (ours - expected).norm() <= multiple_of_noise(dtype) * (theirs - expected).norm()
+        assert (ours - expected).norm() <= multiple_of_noise(dtype, device) * (theirs - expected).norm()
 
 
 @torch.no_grad()
@@ -203,7 +204,7 @@ def assert_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dt
     theirs, _ = dcmha_eager(*tensors[:3], **keywords)
     ours, _ = dcmha_triton(*tensors[:3], **keywords)
     assert ours.dtype == dtype
-    assert (ours - reference).norm() <= multiple_of_noise(dtype) * (theirs - reference).norm()
+    assert (ours - reference).norm() <= multiple_of_noise(dtype, device) * (theirs - reference).norm()
 
 
 def assert_equal_to_the_reference(case: Case) -> None:
