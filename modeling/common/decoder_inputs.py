@@ -244,7 +244,7 @@ def check_batch(batch: int, cache: Cache | None) -> None:
     layer: Any = cache.layers[0] if cache is not None and cache.layers else None
     if layer is not None and layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[0] != batch:
         raise ValueError(
-            f"the memory is of a batch of {layer.keys.shape[0]} rows and the segment of {batch}; "
+            f"past_key_values is of a batch of {layer.keys.shape[0]} rows and the input of {batch}; "
             "continue with the rows that it came from, repeat them for beams or several sequences "
-            "(past_key_values.batch_repeat_interleave), or start without memory"
+            "(past_key_values.batch_repeat_interleave), or start without it"
         )

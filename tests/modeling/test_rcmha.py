@@ -244,8 +244,8 @@ def checkpointed_with_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: continue_with(3), "memory is of a batch of 2 rows and the segment of 3"),
-        (lambda: continue_with(1, memory_type="segment"), "batch of 2 rows and the segment of 1"),
+        (lambda: continue_with(3), "past_key_values is of a batch of 2 rows and the input of 3"),
+        (lambda: continue_with(1, memory_type="segment"), "batch of 2 rows and the input of 1"),
         (lambda: make(mem_len=None)(IDS.repeat(1, 3)), r"reaches over 72 keys.*max_position_embeddings \(64\)"),
         (
             lambda: make(memory_type="segment", mem_len=50)(IDS.repeat(1, 3)),
