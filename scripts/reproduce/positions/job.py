@@ -86,7 +86,8 @@ def record_of(arguments: PositionsArguments, runs: StudyRuns, seeds: list[int]) 
     rates = chosen_rates(arguments, runs)
     settings = {name: getattr(arguments, name) for name in (*COMMON, "tasks", "schemes", "wide", "learning_rates")}
     settings |= {"seeds": seeds, "tuning": tuning_of(arguments, runs), "chosen": rates, "model": MODEL}
-    measured = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "threads": torch.get_num_threads()}
+    # `StudyRuns` gives every run one thread.
+    measured = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "threads": 1}
     results = runs.results(measured_runs(arguments, rates, seeds))
     return {"command": command_of(arguments), **measured, **make_record(settings, results)}
 
