@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
+from ..common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
 from ..common.errors import UserError, last_line
 
 # Files of an earlier push that Transformers would prefer to those of this one, or mix with them.
@@ -36,7 +37,8 @@ def push(
 ) -> str:
     """Creates the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
 
-    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit.
+    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit, as are files
+    of a tokenizer, if `folder` has one: a chat template of the earlier push would be taken for the new tokenizer's.
 
     Raises:
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
@@ -52,7 +54,7 @@ def push(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Publish with dynattn",
-            delete_patterns=STALE,
+            delete_patterns=[*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())],
         )
     return commit.commit_url
 

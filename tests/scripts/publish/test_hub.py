@@ -186,6 +186,17 @@ def test_a_second_push_removes_stale_weights_and_code_and_keeps_the_rest(hub: Hu
     assert not hub.private["me/tiny"]
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_chat_template_of_another_tokenizer_does_not_stay(hub: Hub, folder: Path, has_tokenizer: bool) -> None:
+    template = {"chat_template.jinja": b"theirs", "additional_chat_templates/tools.jinja": b"theirs"}
+    push(folder, "me/tiny")
+    hub.files["me/tiny"]["main"].update(template)
+    if has_tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    push(folder, "me/tiny")
+    assert hub.files["me/tiny"]["main"] == contents(folder) | ({} if has_tokenizer else template)
+
+
 def test_a_revision_is_a_branch_of_its_own(hub: Hub, folder: Path) -> None:
     push(folder, "me/tiny", revision="step-1000")
     push(folder, "me/tiny", revision="step-1000")
