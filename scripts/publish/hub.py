@@ -37,8 +37,8 @@ def push(
 ) -> str:
     """Creates the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
 
-    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit, as are files
-    of a tokenizer, if `folder` has one: a chat template of the earlier push would be taken for the new tokenizer's.
+    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit. Where
+    `folder` has a tokenizer, so are files of an earlier one, whose chat template would be taken for the new one's.
 
     Raises:
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.

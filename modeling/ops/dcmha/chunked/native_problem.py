@@ -1,4 +1,4 @@
-"""The arguments of csrc/passes.c: fills the C struct `problem` for some items of the batch, and compiles its stages."""
+"""The arguments of csrc/passes.c: fills the C struct `problem`, and compiles its stages."""
 
 import functools
 from array import array
@@ -82,7 +82,7 @@ class Problem:
         grad_output: Tensor | None = None,
         mask_sums: Tensor | None = None,
     ) -> None:
-        """Describes `inputs` of some items.
+        """Describes `inputs`.
 
         Args:
             chunk: how many queries a chunk has.

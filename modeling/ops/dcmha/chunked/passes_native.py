@@ -1,4 +1,4 @@
-"""The passes of `dcmha_chunked` on a CPU, each in one call of C code for some items of the batch.
+"""The passes of `dcmha_chunked` on a CPU, each in one call of C code.
 
 Maps and sums are float32, whatever the dtype of the inputs. On processors that multiply bfloat16 elements, products of
 bfloat16 inputs take these as they are, and round maps and their gradients to bfloat16. Results do not depend on the
@@ -25,8 +25,6 @@ from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, sta
 # choice, and odd multiples, so that the rows of different heads fall into different sets of the processor's caches.
 CHUNK_QUERIES = (60, 36, 12)
 LARGEST_MAPS = 1 << 23
-# Items share a call while their queries and keys stay within this many elements, which bounds the copies in C code.
-LARGEST_CALL = 1 << 22
 # The functions of passes.c, with the types of their arguments and of their result.
 SIGNATURES = {
     "forward_size": ((c_void_p, c_long), c_long),
@@ -53,11 +51,9 @@ def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     assert library is not None
     batch, heads, queries, width = inputs.query.shape
     output = torch.empty(batch, queries, heads, width, **C_FLOATS)
-    chunk = _chunk_queries(inputs, settings, threads)
-    for span in _item_spans(inputs):
-        problem = Problem(_items(inputs, span), settings, chunk)
-        memory = torch.empty(library.forward_size(problem.address, threads), **C_FLOATS)
-        library.forward(output[span].data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
+    problem = Problem(inputs, settings, _chunk_queries(inputs, settings, threads))
+    memory = torch.empty(library.forward_size(problem.address, threads), **C_FLOATS)
+    library.forward(output.data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
     return output.to(inputs.query.dtype)
 
 
@@ -74,13 +70,12 @@ def attend_backward_in_c(
     # Blocks of keys may add to the same elements of the mask's gradient, so they must do that one after the other, and
     # always in the same order.
     threads = 1 if mask_needs_grad else usable_threads()
-    chunk = _chunk_queries(inputs, settings, 1)
     sums = _Sums(inputs, settings, mask_needs_grad)
-    for span in _item_spans(inputs):
-        problem = Problem(_items(inputs, span), settings, chunk, grad_output[span], sums.mask_of(span))
-        memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
-        addresses = array("l", [0 if one is None else one[span].data_ptr() for one in sums.by_item])
-        library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
+    mask_sums = sums.mask if mask_needs_grad else None
+    problem = Problem(inputs, settings, _chunk_queries(inputs, settings, 1), grad_output, mask_sums)
+    memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
+    addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.by_item])
+    library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
     return [tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()]
 
 
@@ -112,12 +107,6 @@ class _Sums:
             *self.tables.values(),
         )
 
-    def mask_of(self, span: slice) -> Tensor | None:
-        """The part of the mask's gradient for the items `span`; None if it is not needed."""
-        if self.mask is None or self.mask.numel() == 0:
-            return None
-        return self.mask[span] if len(self.mask) > 1 else self.mask
-
     def results(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients of the inputs that are present, by name and in their shapes, without `INTEGERS`."""
         keys, width = self.inputs.key.shape[2:]
@@ -140,21 +129,6 @@ class _Sums:
         for name, sums in self.tables.items():
             if sums is not None:
                 yield name, self.grid.gather(sums.sum(0)[:, None], getattr(self.inputs, name))
-
-
-def _item_spans(inputs: ChunkedInputs) -> list[slice]:
-    """The items of each call: several if sequences are short, so that there is enough work for all threads."""
-    batch = inputs.query.shape[0]
-    most = LARGEST_CALL // max(1, inputs.query[0].numel(), inputs.key[0].numel()) if batch else 1
-    count = -(-batch // max(1, min(most, batch)))  # of spans, which share the items evenly
-    return [slice(index * batch // count, (index + 1) * batch // count) for index in range(count)]
-
-
-def _items(inputs: ChunkedInputs, span: slice) -> ChunkedInputs:
-    """The inputs of the items `span`; tensors that all items share stay as they are."""
-    shared = ("pre_static", "post_static", *TABLES, "offset")
-    own = {name: one for name, one in inputs._asdict().items() if one is not None and name not in shared}
-    return inputs._replace(**{name: tensor[span] for name, tensor in own.items() if len(tensor) > 1})
 
 
 def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: int) -> int:

@@ -104,7 +104,8 @@ def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -
     assert same == [dtype != torch.bfloat16 for dtype in native_problem.TYPES]
 
 
-@pytest.mark.parametrize(("together", "items"), [(1, [1, 1, 1, 1, 1]), (2, [1, 2, 2]), (5, [5])])
+# With one thread items are worked on one by one, with two two or three at a time, with four all five.
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(
     "case",
     [
@@ -118,21 +119,10 @@ def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=str,
 )
-def test_any_number_of_items_share_a_call(
-    case: Case, together: int, items: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passes_native, "LARGEST_CALL", together * 4 * 130 * 8)
-    sizes: list[int] = []
-    slice_items = passes_native._items
-
-    def record(inputs: Any, span: slice) -> Any:
-        sizes.append(span.stop - span.start)
-        return slice_items(inputs, span)
-
-    monkeypatch.setattr(passes_native, "_items", record)
+def test_any_number_of_items_are_worked_on_at_a_time(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes_native, "usable_threads", lambda: threads)
     first_keys = {} if case.mask else {"first_keys": documents(5, 130)[0]}
     assert_as_exact_as_the_reference(case, **first_keys)
-    assert sizes[-2 * len(items) :] == 2 * items  # forward and backward
 
 
 @pytest.mark.parametrize("queries", [36, 12])

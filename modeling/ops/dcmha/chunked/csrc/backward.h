@@ -1,7 +1,6 @@
 /* The backward pass, which computes all maps of a chunk again.
 
-   Chunks of queries are worked on one after the other, in all items at a time, and a task is one block of keys of an
-   item. The gradients of keys, values and their terms are sums over chunks: only the task of their block adds to them.
+   Chunks of queries are worked on one after the other, and a task is one block of keys of an item. The gradients of keys, values and their terms are sums over chunks: only the task of their block adds to them.
    The gradients of queries, their terms and tables are sums over blocks: each block writes a part of its own, and the
    parts are added afterwards, in the order of the blocks. So no result depends on the number of threads. */
 
@@ -24,6 +23,25 @@ typedef struct {
     float *pre_matrix, *post_matrix; /* [items, blocks, heads in, heads out] */
     float *bias, *gain;              /* [items, heads, table_length] */
 } gradients;
+
+/* The gradients of the items from `item` on. */
+static gradients gradients_from(const gradients *whole, long item, const problem *given) {
+    long heads = given->heads, keys = given->kv_heads * blocks_of(given) * BLOCK_KEYS * padded_width(given);
+    long size = sizeof(float), matrix = blocks_of(given) * heads * heads, table = heads * given->table_length;
+    return (gradients){
+        .query = address(whole->query, item * heads * given->queries * given->width, size),
+        .key = address(whole->key, item * keys, size),
+        .value = address(whole->value, item * keys, size),
+        .pre_query = address(whole->pre_query, item * given->queries * given->pre.query.terms * heads, size),
+        .post_query = address(whole->post_query, item * given->queries * given->post.query.terms * heads, size),
+        .pre_key = address(whole->pre_key, item * blocks_of(given) * key_terms_size(given, &given->pre), size),
+        .post_key = address(whole->post_key, item * blocks_of(given) * key_terms_size(given, &given->post), size),
+        .pre_matrix = address(whole->pre_matrix, item * matrix, size),
+        .post_matrix = address(whole->post_matrix, item * matrix, size),
+        .bias = address(whole->bias, item * table, size),
+        .gain = address(whole->gain, item * table, size),
+    };
+}
 
 /* A chunk in the backward pass. */
 typedef struct {

@@ -7,6 +7,7 @@
 
 /* The types, by the numbers that native_problem.py has for them. */
 enum { FLOAT32, BFLOAT16, FLOAT16 };
+INLINE long element_size(long type) { return type == FLOAT32 ? 4 : 2; }
 
 /* Converts bit patterns of float16 elements, in unsigned integers of 32 bits, to those of float32 elements; `floats`
    and `integers` are types of vectors or of single elements. Moved by 13 bits, exponent and fraction are where float32

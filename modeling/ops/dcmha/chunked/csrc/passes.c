@@ -1,13 +1,18 @@
-/* The forward and the backward pass of attention with composed heads, each in one call for some items of the batch.
+/* The forward and the backward pass of attention with composed heads, each in one call.
 
    passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`, and fills `problem`. */
 
 #include "backward.h"
 
-#define ALIGNMENT 16 /* elements of a cache line: memory of different threads shares none */
+#define ALIGNMENT 16        /* elements of a cache line: memory of different threads shares none */
+#define TASKS_OF_A_THREAD 4 /* so many that no thread waits long for the last task of another */
 
 INLINE long aligned(long size) { return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 INLINE long most_rows(const problem *given) { return given->heads * given->chunk; }
+
+/* How many items are worked on at a time: so many that all threads have tasks, if an item has `tasks` of them, and no
+   more, so that what a task reads was written a short time ago and is still in the caches. */
+INLINE long items_at_a_time(long tasks, long threads) { return 1 + (threads - 1) * TASKS_OF_A_THREAD / larger(tasks, 1); }
 
 typedef struct {
     const problem *given;
@@ -88,16 +93,25 @@ static forward_pass place_forward(const problem *given, float *memory) {
 
 /* How many float32 elements of memory `forward` needs. */
 long forward_size(const problem *given, long threads) {
-    forward_pass pass = place_forward(given, 0);
-    return taken(pass.memory) + threads * pass.thread_memory;
+    long together = items_at_a_time(chunks_of(given), threads), most = 0;
+    for (long first = 0; first < given->items; first += together) {
+        problem part = items_from(given, first, together);
+        forward_pass pass = place_forward(&part, 0);
+        most = larger(most, taken(pass.memory) + threads * pass.thread_memory);
+    }
+    return most;
 }
 
 /* Writes the output [items, queries, heads, width] to `out`; `memory` has `forward_size` elements. */
 void forward(float *out, float *memory, const problem *given, float scaling, long threads) {
-    forward_pass pass = place_forward(given, memory);
-    pass.out = out, pass.scaling = scaling;
-    for_each_task(pack_for_forward, &pass, given->items * blocks_of(given), threads);
-    for_each_task(attend_chunk, &pass, given->items * chunks_of(given), threads);
+    long together = items_at_a_time(chunks_of(given), threads);
+    for (long first = 0; first < given->items; first += together) {
+        problem part = items_from(given, first, together);
+        forward_pass pass = place_forward(&part, memory);
+        pass.out = out + first * given->queries * given->heads * given->width, pass.scaling = scaling;
+        for_each_task(pack_for_forward, &pass, part.items * blocks_of(given), threads);
+        for_each_task(attend_chunk, &pass, part.items * chunks_of(given), threads);
+    }
 }
 
 static backward_pass place_backward(const problem *given, float *memory) {
@@ -116,23 +130,38 @@ static backward_pass place_backward(const problem *given, float *memory) {
 
 /* How many float32 elements of memory `backward` needs. */
 long backward_size(const problem *given, long threads) {
-    backward_pass pass = place_backward(given, 0);
-    return taken(pass.memory) + given->items * pass.item_memory + threads * pass.thread_memory;
+    long together = items_at_a_time(find_most_blocks(given), threads), most = 0;
+    for (long first = 0; first < given->items; first += together) {
+        problem part = items_from(given, first, together);
+        backward_pass pass = place_backward(&part, 0);
+        most = larger(most, taken(pass.memory) + part.items * pass.item_memory + threads * pass.thread_memory);
+    }
+    return most;
+}
+
+/* Computes the gradients of all chunks of some items, one chunk of each item at a time. */
+static void differentiate_items(backward_pass *pass, long threads) {
+    const problem *given = pass->given;
+    long blocks = given->items * pass->most_blocks;
+    for_each_task(pack_for_backward, pass, given->items * blocks_of(given), threads);
+    for (pass->first = 0; pass->first < given->queries; pass->first += given->chunk) {
+        begin_chunks(pass);
+        for_each_task(repeat_scores, pass, blocks, threads);
+        join_maxima(pass);
+        for_each_task(differentiate_probs, pass, blocks, threads);
+        join_gradients(pass);
+        for_each_task(differentiate_scores, pass, blocks, threads);
+        for_each_task(differentiate_queries, pass, given->items * given->heads, threads);
+    }
 }
 
 /* Computes the gradients `to`; `memory` has `backward_size` elements. */
 void backward(const gradients *to, float *memory, const problem *given, float scaling, long threads) {
-    backward_pass pass = place_backward(given, memory);
-    long blocks = given->items * pass.most_blocks;
-    pass.to = *to, pass.scaling = scaling;
-    for_each_task(pack_for_backward, &pass, given->items * blocks_of(given), threads);
-    for (pass.first = 0; pass.first < given->queries; pass.first += given->chunk) {
-        begin_chunks(&pass);
-        for_each_task(repeat_scores, &pass, blocks, threads);
-        join_maxima(&pass);
-        for_each_task(differentiate_probs, &pass, blocks, threads);
-        join_gradients(&pass);
-        for_each_task(differentiate_scores, &pass, blocks, threads);
-        for_each_task(differentiate_queries, &pass, given->items * given->heads, threads);
+    long together = items_at_a_time(find_most_blocks(given), threads);
+    for (long first = 0; first < given->items; first += together) {
+        problem part = items_from(given, first, together);
+        backward_pass pass = place_backward(&part, memory);
+        pass.to = gradients_from(to, first, given), pass.scaling = scaling;
+        differentiate_items(&pass, threads);
     }
 }

@@ -1,4 +1,4 @@
-/* The arguments of a pass over some items of the batch, and its keys packed by blocks.
+/* The arguments of a pass over the items of a batch, and its keys packed by blocks.
 
    A block is BLOCK_KEYS keys of an item. Keys, values and the terms of keys are copied block by block into the order in
    which products and compositions read them, padded with zeros. They are copied as float32 elements; or, for products
@@ -55,6 +55,37 @@ typedef struct {
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
+
+/* Where the element of an index lies in memory; null stays null. */
+INLINE void *address(const void *data, long index, long size) { return data ? (char *)data + index * size : 0; }
+
+static heads_tensor heads_from(heads_tensor of, long item) {
+    of.data = address(of.data, item * of.item_stride, element_size(of.type));
+    return of;
+}
+
+static terms_tensor terms_from(terms_tensor of, long item) {
+    of.data = address(of.data, item * of.item_stride, element_size(of.type));
+    return of;
+}
+
+static mask mask_from(mask of, long item) {
+    of.data = address(of.data, item * of.item_stride, of.is_bool ? 1 : sizeof(float));
+    return of;
+}
+
+/* Some items of a problem as a problem of their own: at most `count` items from `first` on. */
+static problem items_from(const problem *whole, long first, long count) {
+    problem part = *whole;
+    part.query = heads_from(whole->query, first), part.key = heads_from(whole->key, first);
+    part.value = heads_from(whole->value, first), part.grad_out = heads_from(whole->grad_out, first);
+    part.pre.query = terms_from(whole->pre.query, first), part.pre.key = terms_from(whole->pre.key, first);
+    part.post.query = terms_from(whole->post.query, first), part.post.key = terms_from(whole->post.key, first);
+    part.hiding = mask_from(whole->hiding, first), part.mask_sums = mask_from(whole->mask_sums, first);
+    part.first_keys = address(whole->first_keys, first * whole->queries, sizeof(long));
+    part.items = smaller(count, whole->items - first);
+    return part;
+}
 INLINE long blocks_of(const problem *given) { return (given->keys + BLOCK_KEYS - 1) / BLOCK_KEYS; }
 INLINE long even_heads(const problem *given) { return (given->heads + 1) / 2 * 2; }
 INLINE long padded_width(const problem *given) { return (given->width + LANES - 1) / LANES * LANES; }
