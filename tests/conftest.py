@@ -1,9 +1,11 @@
-"""What every test gets: one thread, no network, a fixed seed, poisoned fresh memory."""
+"""What every test gets: one thread, no network, a fixed seed, poisoned fresh memory, a quick interpreter of Triton."""
 
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -25,6 +27,32 @@ def pytest_collection_finish() -> None:
     """What the imports made stays: collecting garbage, as Accelerate does for every run, need not look at it again."""
     gc.collect()
     gc.freeze()
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        _hasten_interpreter()
+
+
+def _hasten_interpreter() -> None:
+    """Spares Triton's interpreter most of its work without a change of results, of reads and writes, or of errors."""
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return  # the names below are internal, and another version may do this work for a reason
+    from triton import language
+    from triton.runtime import interpreter
+
+    # It computes whether integers overflow and throws the answer away, because it asserts nothing without `debug`.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    # Whenever a kernel calls a function it looks for what it has to replace in the language, and finds all replaced.
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        seen = [value for value in function.__globals__.values() if value is language or value is language.core]
+        if any(language.core.is_builtin(module.load) for module in seen):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Runs the first cases of one kind: `python -m tests.fuzz.fast KIND`; exits with 1 if one finds something new.
+"""Runs the first cases of some kinds: `python -m tests.fuzz.fast KIND...`; exits with 1 if one finds something new.
 
 Cases are forked from a process that has used no threads yet: a fork after OpenMP's threads were used can wait for ever.
 """
@@ -22,7 +22,7 @@ def findings(kind: Kind, cases: list[Case], known: Sequence[Known] = ()) -> list
 
 
 if __name__ == "__main__":
-    chosen = KINDS[sys.argv[1]]
-    new = findings(chosen, [chosen.case(seed) for seed in range(chosen.fast)], KNOWN)
+    chosen = [KINDS[name] for name in sys.argv[1:]]
+    new = [line for kind in chosen for line in findings(kind, [kind.case(seed) for seed in range(kind.fast)], KNOWN)]
     print("\n".join(new))
     sys.exit(bool(new))
