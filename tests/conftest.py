@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 # Uninitialised memory is filled with NaN, so that a path that reads what nothing wrote fails loudly.
 torch.utils.deterministic.fill_uninitialized_memory = True
+# No test cuts the power, and a slow disk takes longer to flush files than tests take. Wrong descriptors stay errors.
+os.fsync = os.fstat  # type: ignore[assignment]
 
 
 def pytest_collection_finish() -> None:

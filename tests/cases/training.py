@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dynattn.scripts.common.arguments import parse_arguments
 from dynattn.scripts.common.segment_memory import CarriedMemory
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.main import find_shipped
-from dynattn.scripts.pretrain.outputs import checkpoint, checksums
+from dynattn.scripts.pretrain.outputs import checkpoint, checksums, throughput
 from dynattn.scripts.pretrain.outputs.checkpoint_writer import CheckpointWriter
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.results import RATES
@@ -51,6 +52,14 @@ RUN = {
     "eval_every": 4,
     "save_every": 4,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_machine() -> Iterator[None]:
+    """The rate of matrix products, which every run of a family reports, is measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "gemm_rate", cache(throughput.gemm_rate))
+        yield
 
 
 def write_corpus(path: Path, longest: int = 3) -> Path:

@@ -29,6 +29,21 @@ assert spec.loader.get_filename().endswith("modeling_auto.py")
 import transformers.modeling_layers
 """
 )
+# Transformers itself imports accelerate where it is installed, so what counts is that the package works without.
+WITHOUT_OTHER_LIBRARIES = (
+    """
+import sys
+absent = ("accelerate", "datasets", "evaluate", "lm_eval", "tensorboard", "matplotlib", "triton")
+sys.modules.update(dict.fromkeys(absent))
+"""
+    + WITHIN_A_MODULE
+    + """
+import torch
+model = dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig.from_size("tiny"))
+assert model(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 3, 2048)
+assert not [name for name in sys.modules if name.startswith("dynattn.scripts")]
+"""
+)
 TRANSFORMERS_FIRST = "from transformers import AutoConfig\nimport dynattn, importlib\nimportlib.reload(dynattn)"
 BY_PATH = "from dynattn.configuration.configuration_rcmha import RCMHAConfig"
 OP_BY_PATH = "import dynattn.modeling.ops.masking"
@@ -92,7 +107,8 @@ assert {type(module.__loader__).__name__, type(module.__spec__.loader).__name__}
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(WITHIN_A_MODULE, id="within a module of Transformers"),
+        pytest.param(WITHOUT_OTHER_LIBRARIES, id="no library for training, evaluation or kernels"),
+        pytest.param(WITHIN_A_MODULE, id="within a module of Transformers", marks=pytest.mark.slow),
         pytest.param(THREADS, id="threads", marks=pytest.mark.slow),
         pytest.param(BY_PATH, id="configuration by path", marks=pytest.mark.slow),
         pytest.param(TRANSFORMERS_FIRST, id="Transformers first", marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 import dynattn
+from dynattn.scripts.convert import Conversion
 from dynattn.scripts.convert.common import model_loading, shards
 from dynattn.scripts.convert.common.transforms import Select
 from dynattn.scripts.convert.common.weight_map import Rule
@@ -287,22 +288,22 @@ def test_memory_that_verification_lacks_is_told(
     assert "--no-verify" in refused()
 
 
-KILLED = """
-import os, signal
-from dynattn.scripts.convert import Conversion
-from dynattn.scripts.cli import main
-def verify(*_): os.kill(os.getpid(), signal.SIGKILL)
-Conversion.verify = verify
-main(["convert", "official", {source!r}, {destination!r}, "--overwrite"])
-"""
+def killed_in_verification(official: Path, destination: Path) -> int:
+    """The status of a process that converts and is killed when all is written, but not checked."""
+    process = os.fork()
+    if not process:
+        try:
+            Conversion.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            run(official, destination, "--overwrite")
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 @pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official: Path) -> None:
     destination = tmp_path / "work" / "ours"
-    script = KILLED.format(source=str(official), destination=str(destination))
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert finished.returncode == -signal.SIGKILL
+    assert killed_in_verification(official, destination) == -signal.SIGKILL
     (leftover,) = destination.parent.iterdir()
     assert leftover.name.startswith(".ours.partial-")
     assert run(official, destination) == 0

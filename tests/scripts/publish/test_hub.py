@@ -283,6 +283,14 @@ def test_a_push_that_cannot_work_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_command_pushes(hub: Hub, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["publish", str(checkpoint), "--no_verify", "--output", str(output), "--repo", "me/tiny"]) == 0
+    assert hub.files["me/tiny"]["main"] == contents(output)
+    assert f"pushed      {hub.url}/me/tiny/commit/" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_command_pushes_to_hf_endpoint(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-m", "dynattn.scripts.cli", "publish", str(checkpoint), "--no_verify"]

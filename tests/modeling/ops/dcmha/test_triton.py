@@ -1,7 +1,6 @@
 """The Triton kernels against the reference op: in Triton's interpreter on a CPU and, where there is one, on a GPU."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,7 @@ from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
 from dynattn.modeling.ops.dcmha.composition import list_tensors
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
-from dynattn.modeling.ops.dcmha.triton import decode, passes, tuning
+from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
@@ -615,22 +614,14 @@ def test_a_cpu_without_the_interpreter_is_an_error(monkeypatch: pytest.MonkeyPat
         dcmha_triton(*tensors[:3], **keywords)
 
 
-def test_without_triton_the_package_works_and_the_op_says_what_to_install() -> None:
-    program = (
-        "import os, sys\n"
-        "sys.modules['triton'] = None\n"
-        "os.environ['TRITON_INTERPRET'] = '1'\n"
-        "import dynattn, torch\n"
-        "from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton\n"
-        "query = torch.zeros(1, 2, 3, 4)\n"
-        "others = dict(pre=None, post=None, scaling=1.0, attention_mask=None, is_causal=True, sliding_window=None)\n"
-        "try:\n"
-        "    dcmha_triton(query, query, query, **others)\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "implementation='triton' needs Triton: pip install triton, or use 'chunked'\n"
+def test_without_triton_the_op_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(kernels.__name__ + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    with pytest.raises(ImportError, match="implementation='triton' needs Triton: pip install triton, or use 'chunked'"):
+        dcmha_triton(*tensors[:3], **keywords)
 
 
 LARGE = [

@@ -56,12 +56,10 @@ def run_elsewhere(architecture: str, dtype: str, *cases: int | str) -> list[Any]
     return list(map(json.loads, result.stdout.splitlines()))
 
 
-def test_what_a_training_step_and_a_decoding_step_launch_compiles() -> None:
-    assert compile_elsewhere("sm_90", "bfloat16", 1, 3, 9) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
-
-
-def test_prompts_and_caches_of_any_length_compile_few_variants() -> None:
-    variants, of_decoding = run_elsewhere("sm_90", "bfloat16", "variants")
+def test_steps_launch_what_compiles_and_lengths_compile_few_variants() -> None:
+    """A training step, one in float32's way and a decoding step; then prompts and caches of any length."""
+    *launched, variants, of_decoding = run_elsewhere("sm_90", "bfloat16", 1, 3, 9, "variants")
+    assert list(map(set, launched)) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
     # Chunks with one, two, four or eight turns, and windows with padding before the first key or without.
     assert set(variants) == (TENSOR_CORES | WINDOW) - BACKWARD
     assert max(variants.values()) <= 4 + 2
@@ -140,7 +138,7 @@ def run_with_tables(case: Any, dtype: Any, *, compose_bias: bool) -> None:
 
 
 def main(architecture: str, dtype: str, *chosen: str) -> None:
-    """Prints the kernels that each chosen case of `test_triton` launches, those with `tables`, or `variants`."""
+    """Prints what each chosen case of `test_triton` launches and then `variants`, or what calls with `tables` do."""
     import torch
     from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
 
@@ -156,16 +154,13 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
         module.load_kernels = lambda device: kernels
     triton.runtime.driver.set_active(AbsentDriver(target_of(architecture)))
     cases = [*LARGE, *LARGE_DECODING]
-    if chosen == ("variants",):
-        print_variants(dtype)
-        return
     if chosen == ("tables",):
         for case, compose_bias in ((LARGE[0], False), (LARGE[1], True), (LARGE_DECODING[0], False)):
             run_with_tables(case, getattr(torch, dtype), compose_bias=compose_bias)
             print(json.dumps(sorted(names)), flush=True)
             names.clear()
         return
-    for index in map(int, chosen) if chosen else range(len(cases)):
+    for index in map(int, filter(str.isdigit, chosen)) if chosen else range(len(cases)):
         tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))
         if cases[index].queries > 1:
             run(dcmha_triton, tensors, keywords)
@@ -174,6 +169,8 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
                 dcmha_triton(*tensors[:3], **keywords)
         print(json.dumps(sorted(names)), flush=True)
         names.clear()
+    if "variants" in chosen:
+        print_variants(dtype)
 
 
 if __name__ == "__main__":
