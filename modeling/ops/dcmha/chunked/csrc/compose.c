@@ -62,52 +62,74 @@ INLINE void compose_block(map_view out, map_view maps, map_view base, const floa
         }
 }
 
+/* Hidden maps of a patch of some queries: `below` are those of the forward pass, maps weighted by "down" terms; `above`
+   are gradients of composed maps, weighted by "up" terms. */
+typedef struct {
+    hidden_maps below[BLOCK_KEYS / LANES], above[BLOCK_KEYS / LANES];
+} patch_maps;
+
+/* Writes the gradients of one head of the queries' terms to `query_sums`; queries and keys as in `compose_block`. */
+INLINE void differentiate_query_terms(float *query_sums, map_view grad, map_view maps, const patch_maps *hidden, int h,
+                                      int queries, long begin, long end) {
+    for (int t = 0; t < queries; t++) {
+        vec sums[AT_LEAST_1(QUERY_TERMS)];
+        for (int r = 0; r < QUERY_TERMS; r++) sums[r] = (vec){0};
+        for (long s = begin; s < end; s += LANES) {
+            vec map = MAP(maps, h, t, s), up = MAP(grad, h, t, s);
+            for (int r = 0; r < QUERY_RANK; r++) {
+                sums[r] += map * hidden->above[s / LANES][r][t];
+                sums[QUERY_RANK + r] += up * hidden->below[s / LANES][r][t];
+            }
+            if (QUERY_GATE) sums[2 * QUERY_RANK] += map * up;
+        }
+        for (int r = 0; r < QUERY_TERMS; r++) QUERY(query_sums, t, r, h) = TOTAL(LANES)(sums[r]);
+    }
+}
+
+/* Adds the gradients of one head of the keys' terms to `key_sums`, and turns that head of `grad` from the gradient of
+   the composed maps into that of `maps`. */
+INLINE void differentiate_keys(key_tile key_sums, map_view grad, map_view maps, map_view base, const float *query,
+                               const key_tile key, const patch_maps *hidden, int h, int queries, long begin, long end) {
+    for (long s = begin; s < end; s += LANES) {
+        const vec(*below)[BLOCK_QUERIES] = hidden->below[s / LANES] + QUERY_RANK;
+        const vec(*above)[BLOCK_QUERIES] = hidden->above[s / LANES];
+        /* Copies, which the compiler keeps in registers: it cannot know that writing to `grad` does not change a key. */
+        vec sums[AT_LEAST_1(KEY_TERMS)], down[AT_LEAST_1(KEY_RANK)], gate = (vec){0};
+        for (int r = 0; r < KEY_TERMS; r++) sums[r] = KEY(key_sums, r, h, s);
+        for (int r = 0; r < KEY_RANK; r++) down[r] = KEY(key, r, h, s);
+        if (KEY_GATE) gate = KEY(key, 2 * KEY_RANK, h, s);
+        for (int t = 0; t < queries; t++) {
+            vec map = MAP(maps, h, t, s), up = MAP(grad, h, t, s), sum = MAP(base, h, t, s);
+            for (int r = 0; r < QUERY_RANK; r++) sum += above[r][t] * QUERY(query, t, r, h);
+            for (int r = 0; r < KEY_RANK; r++) {
+                sum += above[QUERY_RANK + r][t] * down[r];
+                sums[r] += map * above[QUERY_RANK + r][t];
+                sums[KEY_RANK + r] += up * below[r][t];
+            }
+            if (QUERY_GATE) sum += up * QUERY(query, t, 2 * QUERY_RANK, h);
+            if (KEY_GATE) {
+                sum += up * gate;
+                sums[2 * KEY_RANK] += map * up;
+            }
+            MAP(grad, h, t, s) = sum;
+        }
+        for (int r = 0; r < KEY_TERMS; r++) KEY(key_sums, r, h, s) = sums[r];
+    }
+}
+
 /* Turns `grad` from the gradient of the composed maps into that of `maps`, writes the gradients of the queries' terms
-   to `query_sums` and adds those of the keys' terms to `key_sums`; queries and keys as in `compose_block`. Hidden maps
-   `below` are those of the forward pass, `maps` weighted by "down" terms; hidden maps `above` are `grad` weighted by
-   "up" terms. */
+   to `query_sums` and adds those of the keys' terms to `key_sums`; queries and keys as in `compose_block`. */
 INLINE void differentiate_block(map_view grad, map_view maps, map_view base, const float *query, const key_tile key,
                                 float *query_sums, key_tile key_sums, int queries, long begin, long end) {
     for (int first = 0; first < HEADS; first += GROUP_HEADS) {
-        hidden_maps all_below[BLOCK_KEYS / LANES], all_above[BLOCK_KEYS / LANES];
+        patch_maps hidden;
         for (long s = begin; s < end; s += LANES) {
-            sum_heads(all_below[s / LANES], maps, query, key, first, 0, 0, queries, s);
-            sum_heads(all_above[s / LANES], grad, query, key, first, QUERY_RANK, KEY_RANK, queries, s);
+            sum_heads(hidden.below[s / LANES], maps, query, key, first, 0, 0, queries, s);
+            sum_heads(hidden.above[s / LANES], grad, query, key, first, QUERY_RANK, KEY_RANK, queries, s);
         }
         for (int h = first; h < first + GROUP_HEADS; h++) {
-            vec for_query[BLOCK_QUERIES][AT_LEAST_1(QUERY_TERMS)];
-            for (int t = 0; t < queries; t++)
-                for (int r = 0; r < QUERY_TERMS; r++) for_query[t][r] = (vec){0};
-            for (long s = begin; s < end; s += LANES) {
-                vec(*below)[BLOCK_QUERIES] = all_below[s / LANES], (*above)[BLOCK_QUERIES] = all_above[s / LANES];
-                vec for_key[AT_LEAST_1(KEY_TERMS)];
-                for (int r = 0; r < KEY_TERMS; r++) for_key[r] = KEY(key_sums, r, h, s);
-                for (int t = 0; t < queries; t++) {
-                    vec map = MAP(maps, h, t, s), up = MAP(grad, h, t, s), sum = MAP(base, h, t, s);
-                    for (int r = 0; r < QUERY_RANK; r++) {
-                        sum += above[r][t] * QUERY(query, t, r, h);
-                        for_query[t][r] += map * above[r][t];
-                        for_query[t][QUERY_RANK + r] += up * below[r][t];
-                    }
-                    for (int r = 0; r < KEY_RANK; r++) {
-                        sum += above[QUERY_RANK + r][t] * KEY(key, r, h, s);
-                        for_key[r] += map * above[QUERY_RANK + r][t];
-                        for_key[KEY_RANK + r] += up * below[QUERY_RANK + r][t];
-                    }
-                    if (QUERY_GATE) {
-                        sum += up * QUERY(query, t, 2 * QUERY_RANK, h);
-                        for_query[t][2 * QUERY_RANK] += map * up;
-                    }
-                    if (KEY_GATE) {
-                        sum += up * KEY(key, 2 * KEY_RANK, h, s);
-                        for_key[2 * KEY_RANK] += map * up;
-                    }
-                    MAP(grad, h, t, s) = sum;
-                }
-                for (int r = 0; r < KEY_TERMS; r++) KEY(key_sums, r, h, s) = for_key[r];
-            }
-            for (int t = 0; t < queries; t++)
-                for (int r = 0; r < QUERY_TERMS; r++) QUERY(query_sums, t, r, h) = TOTAL(LANES)(for_query[t][r]);
+            differentiate_query_terms(query_sums, grad, maps, &hidden, h, queries, begin, end);
+            differentiate_keys(key_sums, grad, maps, base, query, key, &hidden, h, queries, begin, end);
         }
     }
 }
