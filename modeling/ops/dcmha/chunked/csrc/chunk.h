@@ -94,10 +94,12 @@ INLINE map_view tile_view(const chunk *of, float *tile, long t) {
 /* How many slots (see problem.h) one head of a query or output gradient takes. */
 INLINE long row_slots(const problem *given) { return slots(given, padded_width(given)); }
 
-/* Copies a chunk's part of a tensor to [heads, rows, row_slots]; rows beyond the queries are zero. */
+/* Copies a chunk's part of a tensor to [heads, rows, row_slots]; rows beyond the queries, and slots beyond the width, are
+   zero. */
 static void read_rows(float *to, const heads_tensor *from, const chunk *of) {
     long size = row_slots(of->given);
-    memset(to, 0, sizeof(float) * of->given->heads * of->rows * size);
+    if (of->rows > of->queries || size > slots(of->given, of->given->width))
+        memset(to, 0, sizeof(float) * of->given->heads * of->rows * size);
     for (long h = 0; h < of->given->heads; h++)
         for (long t = 0; t < of->queries; t++)
             read_head(to + (h * of->rows + t) * size, from, of->item, h, of->first + t, of->given);

@@ -183,7 +183,7 @@ static void pack_columns(float *columns, const heads_tensor *from, long item, lo
                          const problem *given) {
     long depth = slots(given, given->width);
     float row[depth];
-    memset(columns, 0, sizeof(float) * column_size(given));
+    if (count < BLOCK_KEYS) memset(columns, 0, sizeof(float) * column_size(given));
     for (long s = 0; s < count; s++) {
         read_head(row, from, item, h, first + s, given);
         for (long d = 0; d < depth; d++) columns[d * BLOCK_KEYS + s] = row[d];
@@ -193,7 +193,7 @@ static void pack_columns(float *columns, const heads_tensor *from, long item, lo
 /* Copies one head of a block to [slots of BLOCK_KEYS, padded_width]. */
 static void pack_rows(float *rows, const heads_tensor *from, long item, long h, long first, long count,
                       const problem *given) {
-    memset(rows, 0, sizeof(float) * row_size(given));
+    if (count < BLOCK_KEYS) memset(rows, 0, sizeof(float) * row_size(given));
     read_tokens(rows, from, item, h, first, count, given);
 }
 

@@ -1,8 +1,7 @@
 /* Vectors of `LANES` float32 elements, one register each, and arithmetic on them.
 
    `FLOATS(n)` is the type of a vector of n elements (n a power of two up to 16), `TOTAL(n)` the function that sums its
-   elements, and `LARGEST(n)` the one that returns the largest. Both halve the vector again and again, which compilers
-   keep in registers; a loop over elements they do not. */
+   elements, and `LARGEST(n)` the one that returns the largest. Both halve the vector again and again. */
 
 #ifndef DYNATTN_VECTORS_H
 #define DYNATTN_VECTORS_H
@@ -16,19 +15,38 @@
 #define FLOATS(lanes) PASTE(floats, lanes)
 #define TOTAL(lanes) PASTE(total, lanes)
 #define LARGEST(lanes) PASTE(largest, lanes)
+
+/* Writes the halves of a vector, which have `half` elements each, to `low` and `high`. gcc has this function since version
+   12; earlier versions copy through memory, which takes longer. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define HALVE(low, high, vector, half)                                                  \
+    low = __builtin_shufflevector(vector, vector, PASTE(FIRST_, half));                 \
+    high = __builtin_shufflevector(vector, vector, PASTE(NEXT_, half))
+#define FIRST_1 0
+#define FIRST_2 0, 1
+#define FIRST_4 0, 1, 2, 3
+#define FIRST_8 0, 1, 2, 3, 4, 5, 6, 7
+#define NEXT_1 1
+#define NEXT_2 2, 3
+#define NEXT_4 4, 5, 6, 7
+#define NEXT_8 8, 9, 10, 11, 12, 13, 14, 15
+#else
+#define HALVE(low, high, vector, half)                                                  \
+    memcpy(&low, &vector, sizeof(low));                                                 \
+    memcpy(&high, (char *)&vector + sizeof(low), sizeof(high))
+#endif
+
 #define DEFINE_VECTOR(lanes, half)                                                    \
     typedef int ints##lanes __attribute__((vector_size(4 * lanes), aligned(4)));      \
     typedef float floats##lanes __attribute__((vector_size(4 * lanes), aligned(4)));  \
     INLINE float total##lanes(floats##lanes vector) {                                 \
         floats##half low, high;                                                       \
-        memcpy(&low, &vector, sizeof(low));                                           \
-        memcpy(&high, (char *)&vector + sizeof(low), sizeof(high));                   \
+        HALVE(low, high, vector, half);                                               \
         return total##half(low + high);                                               \
     }                                                                                 \
     INLINE float largest##lanes(floats##lanes vector) {                               \
         floats##half low, high;                                                       \
-        memcpy(&low, &vector, sizeof(low));                                           \
-        memcpy(&high, (char *)&vector + sizeof(low), sizeof(high));                   \
+        HALVE(low, high, vector, half);                                               \
         ints##half greater = low > high;                                              \
         return largest##half(                                                         \
             (floats##half)(((ints##half)low & greater) | ((ints##half)high & ~greater))); \
@@ -63,10 +81,11 @@ INLINE vec exponential(vec x) {
     return (vec)((int_vec)(sum * (vec)exponent) & ~tiny);
 }
 
-/* The larger of `a` and `b`, element by element; `b` where one of them is NaN. */
+/* The larger of `a` and `b`, element by element; `b` where one of them is NaN. Compilers make one instruction of it. */
 INLINE vec maximum(vec a, vec b) {
-    int_vec greater = a > b;
-    return (vec)(((int_vec)a & greater) | ((int_vec)b & ~greater));
+    vec larger = b;
+    for (int i = 0; i < LANES; i++) larger[i] = a[i] > b[i] ? a[i] : b[i];
+    return larger;
 }
 
 /* Maxima that can be subtracted from scores: zero instead of minus infinity, which is the maximum of hidden keys. */
