@@ -24,8 +24,8 @@ class BenchmarkArguments:
     subjects: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What to measure: attention, block, training, prefill, decode, step, relative, long, positions, "
-            "profile; all but the last three if not given."
+            "help": "What to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
+            "positions, long, profile; all but the last four if not given."
         },
     )
     shapes: list[str] | None = field(

@@ -41,12 +41,16 @@ def compose_in_passes(scores: Tensor, composition: Composition) -> Tensor:
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, pre: dict[str, Any], post: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, pre: dict[str, Any], post: dict[str, Any]
 ) -> Tensor:
-    """Attention of one chunk of queries over the keys where `visible` `[T, S]` is true. Returns `[B, H, T, D]`."""
+    """Attention of one chunk of queries over the keys where `visible` `[T, S]` is true, or over all without it.
+
+    Returns `[B, H, T, D]`.
+    """
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     scores = compose_in_passes(scores, Composition(**pre))
-    scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+    if visible is not None:
+        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
     probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     return compose_in_passes(probs, Composition(**post)) @ value
 
@@ -68,7 +72,7 @@ def attend_in_chunks(inputs: OpInputs, *, compile_rows: bool = False) -> Tensor:
     for start in range(0, length, CHUNK):
         rows = inputs.rows(start, min(start + CHUNK, length))
         stages = [{} if stage is None else factors_of(stage) for stage in (rows.pre, rows.post)]
-        outputs.append(attend(rows.query, rows.key, rows.value, causal(rows), *stages))
+        outputs.append(attend(rows.query, rows.key, rows.value, visible_pairs(rows), *stages))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -100,18 +104,16 @@ for _name, _compiles in IN_MODELS.items():
     AttentionMaskInterface.register(_name, chunked_mask)
 
 
-def causal(inputs: OpInputs) -> Tensor:
-    """Which keys each query sees, `[T, S]`."""
+def visible_pairs(inputs: OpInputs) -> Tensor | None:
+    """Which keys each query sees, `[T, S]`; None if each sees all."""
     queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
-    visible = visible_keys(queries, keys, is_causal=True, sliding_window=inputs.window, device=device)
-    assert visible is not None
-    return visible
+    return visible_keys(queries, keys, is_causal=inputs.is_causal, sliding_window=inputs.window, device=device)
 
 
 def attend_whole(inputs: OpInputs) -> Tensor:
     """Plain attention as matrix product, softmax and matrix product. Returns `[B, T, H, D]`."""
     scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
-    visible = causal(inputs) if inputs.query.shape[2] > 1 else inputs.visible
+    visible = visible_pairs(inputs) if inputs.query.shape[2] > 1 else inputs.visible
     if visible is not None:
         scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
     probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

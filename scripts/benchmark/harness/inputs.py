@@ -34,6 +34,7 @@ class OpInputs:
     post: Composition | None = None
     window: int | None = None
     visible: Tensor | None = None  # [B, 1, 1, S], False for padding; None if there is none
+    is_causal: bool = True  # whether a query sees no key after its own
 
     @property
     def scaling(self) -> float:
@@ -57,7 +58,7 @@ class OpInputs:
         """Queries `start` to `stop` with the keys that they see; queries are aligned to the end of the keys."""
         cached = self.key.shape[2] - self.query.shape[2]
         first = 0 if self.window is None else max(0, cached + start - self.window + 1)
-        queries, keys = slice(start, stop), slice(first, cached + stop)
+        queries, keys = slice(start, stop), slice(first, cached + stop if self.is_causal else None)
         return replace(
             self,
             query=self.query[:, :, queries],
@@ -108,6 +109,7 @@ def make_inputs(
     device: torch.device,
     seed: int,
     window: int | None = None,
+    is_causal: bool = True,
 ) -> dict[str, OpInputs]:
     """Random inputs for each function: the same queries, keys and values with different compositions.
 
@@ -144,6 +146,7 @@ def make_inputs(
         value=keys_or_values(),
         cotangent=normal(batch, queries, heads, width),
         window=window,
+        is_causal=is_causal,
     )
     static = [Composition(static=normal(heads, heads, scale=0.5 * heads**-0.5)) for _ in range(2)]
     pre, post = dynamic(), dynamic()
@@ -181,11 +184,11 @@ def requiring_grad(inputs: OpInputs) -> OpInputs:
     return inputs.map(lambda tensor: tensor.detach().requires_grad_())
 
 
-def attend_by_definition(inputs: OpInputs, *, is_causal: bool = True) -> Tensor:
+def attend_by_definition(inputs: OpInputs) -> Tensor:
     """The reference op, the eager implementation. Returns `[B, T, H, D]`."""
     arguments: dict[str, Any] = {
         "attention_mask": inputs.visible,
-        "is_causal": is_causal,
+        "is_causal": inputs.is_causal,
         "sliding_window": inputs.window,
     }
     output, _ = dcmha_eager(

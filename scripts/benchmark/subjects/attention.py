@@ -125,7 +125,7 @@ def call_op(inputs: OpInputs, implementation: str) -> Tensor:
         pre=inputs.pre,
         post=inputs.post,
         attention_mask=inputs.visible,
-        is_causal=inputs.query.shape[2] > 1,
+        is_causal=inputs.is_causal and inputs.query.shape[2] > 1,
         sliding_window=inputs.window,
         implementation=implementation,
     )
@@ -157,7 +157,7 @@ def attend_sdpa(inputs: OpInputs, *, kernel: str) -> Tensor:
         return call_op(inputs, "sdpa")
 
 
-def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
+def cases(shape: Shape, settings: BenchmarkSettings, *, is_causal: bool = True) -> Iterator[Case]:
     """Forward, then forward with backward."""
     window = settings.window
     inputs = make_inputs(
@@ -170,6 +170,7 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
         device=settings.device,
         seed=settings.seed,
         window=window,
+        is_causal=is_causal,
     )
     for backward in (False, True):
         given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
@@ -178,7 +179,7 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
             return reference_results(inputs[function], dtype, backward=backward)
 
         def flops(function: str, backward: bool = backward) -> float:
-            forward = attention_flops(shape, window, function) * settings.batch_size
+            forward = attention_flops(shape, window, function, is_causal=is_causal) * settings.batch_size
             return forward * (3 if backward else 1)
 
         def traffic(function: str, backward: bool = backward) -> float:
@@ -206,4 +207,20 @@ ATTENTION = Subject(
     quick_shapes=("4x32@256", "4x32@512"),
     candidates=candidates,
     cases=cases,
+)
+
+
+def bidirectional_candidates(device: torch.device) -> list[Candidate]:
+    """Those that can attend to later tokens; x-transformers is causal here."""
+    return [one for one in candidates(device) if one.name != "x-transformers"]
+
+
+# As in encoders and vision transformers: 197 tokens are an image of 224 x 224 pixels in patches of 16 x 16.
+BIDIRECTIONAL = Subject(
+    name="bidirectional",
+    function=COMPOSED,
+    shapes=("12x64@197", "12x64@512"),
+    quick_shapes=("4x32@100",),
+    candidates=bidirectional_candidates,
+    cases=partial(cases, is_causal=False),
 )

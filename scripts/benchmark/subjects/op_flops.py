@@ -9,10 +9,11 @@ from ..harness.inputs import COMPOSED, GATES, POST, QUERY, RANK, STATIC
 from ..harness.shapes import Shape, visible_pairs
 
 
-def attention_flops(shape: Shape, window: int | None, function: str, stages: int = 2) -> float:
-    """Forward FLOPs of causal attention over one sequence."""
-    of_a_pair = 4 * shape.width + stages * composition_flops(function, shape.heads)
-    return shape.heads * visible_pairs(shape.length, window) * of_a_pair
+def attention_flops(shape: Shape, window: int | None, function: str, *, is_causal: bool = True) -> float:
+    """Forward FLOPs of attention over one sequence; without causality there is no window."""
+    of_a_pair = 4 * shape.width + 2 * composition_flops(function, shape.heads)
+    pairs = visible_pairs(shape.length, window) if is_causal else shape.length**2
+    return shape.heads * pairs * of_a_pair
 
 
 def decode_flops(shape: Shape, keys: int, function: str) -> float:

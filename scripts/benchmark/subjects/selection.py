@@ -7,7 +7,7 @@ from ..arguments import BenchmarkArguments, split_at_commas
 from ..harness.interface import COMPILED, Candidate, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape, parse_shape
-from .attention import ATTENTION
+from .attention import ATTENTION, BIDIRECTIONAL
 from .decode import DECODE
 from .generation_step import STEP
 from .long_sequences import LONG
@@ -18,11 +18,14 @@ from .relative import RELATIVE_ATTENTION
 
 SUBJECTS = {
     one.name: one
-    for one in (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION, POSITIONS, LONG, PROFILE)
+    for one in (
+        *(ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION),
+        *(BIDIRECTIONAL, POSITIONS, LONG, PROFILE),
+    )
 }
-# Subjects that run only if they are named: `long` takes hours, `positions` compares no implementations, and `profile`
-# is about one of them on a CPU.
-ON_DEMAND = (POSITIONS.name, LONG.name, PROFILE.name)
+# Subjects that run only if they are named: `bidirectional` is much like `attention`, `long` takes hours, `positions`
+# compares no implementations, and `profile` is about one of them on a CPU.
+ON_DEMAND = (BIDIRECTIONAL.name, POSITIONS.name, LONG.name, PROFILE.name)
 Selection = list[tuple[Subject, list[Candidate]]]
 
 
@@ -53,7 +56,7 @@ def select_subjects(arguments: BenchmarkArguments, settings: BenchmarkSettings) 
     check_names(names, SUBJECTS, "subject")
     if any(shape.memory for shape in settings.shapes) and names != [RELATIVE_ATTENTION.name]:
         raise UserError(f"a shape with +MEMORY is for --subjects {RELATIVE_ATTENTION.name} alone")
-    for name in (RELATIVE_ATTENTION.name, STEP.name):
+    for name in (RELATIVE_ATTENTION.name, STEP.name, BIDIRECTIONAL.name):
         if settings.window is not None and name in names:
             raise UserError(f"--window is not for the subject {name}; name other --subjects")
     return names

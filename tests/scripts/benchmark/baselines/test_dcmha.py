@@ -27,15 +27,15 @@ from dynattn.scripts.benchmark.harness.inputs import (
 )
 
 
-@pytest.mark.parametrize("window", [None, 5, 150])
+@pytest.mark.parametrize(("window", "is_causal"), [(None, True), (5, True), (150, True), (None, False)])
 @pytest.mark.parametrize(
     ("attend", "function"),
     [(attend_in_chunks, COMPOSED), (attend_in_chunks, STATIC), (attend_in_chunks, PLAIN), (attend_whole, PLAIN)],
 )
 def test_baselines_equal_the_reference_op(
-    attend: Callable[[OpInputs], Tensor], function: str, window: int | None
+    attend: Callable[[OpInputs], Tensor], function: str, window: int | None, is_causal: bool
 ) -> None:
-    inputs = requiring_grad(inputs_of(function, 300, 300, window))
+    inputs = requiring_grad(replace(inputs_of(function, 300, 300, window), is_causal=is_causal))
     expected = evaluate(attend_by_definition, inputs, backward=True)
     assert len(expected) == {PLAIN: 4, STATIC: 6, COMPOSED: 16}[function]
     torch.testing.assert_close(dict(evaluate(attend, inputs, backward=True)), dict(expected), atol=1e-11, rtol=1e-10)

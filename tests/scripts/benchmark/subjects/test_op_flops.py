@@ -53,6 +53,8 @@ def test_operations_of_a_model_are_those_that_pytorch_counts(function: str) -> N
     assert counted(lambda: model(torch.ones(1, length, dtype=torch.long), use_cache=False)) == expected
     visible = attention_flops(Shape(heads, width, length), None, function)
     assert visible == heads * length * (length + 1) // 2 * (of_a_pair + gates)
+    every = attention_flops(Shape(heads, width, length), None, function, is_causal=False)
+    assert every == heads * length**2 * (of_a_pair + gates)
 
 
 @pytest.mark.parametrize("window", [None, 7])
