@@ -1,7 +1,8 @@
 """Cache layers that keep the key-side composition factors of the cached tokens beside keys and values.
 
 A composed layer is an ordinary Transformers cache layer and contains a second one of the same kind, which holds the
-factors. Growing, sliding, static allocation, cropping, reordering and offloading therefore treat both alike.
+factors. Growing, sliding, static allocation, cropping, reordering and offloading therefore treat both alike. Only where
+keys and values are quantized, the factors are not: a growing layer holds them as they are.
 """
 
 import copy
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    HQQQuantizedLayer,
+    QuantoQuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -46,8 +50,13 @@ class ComposedLayerMixin:
             )
         composed = cls.__new__(cls)
         composed.__dict__.update(vars(layer))
-        composed.factors = _empty_copy(layer)
+        composed.factors = cls.factors_layer(layer)
         return composed
+
+    @classmethod
+    def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:
+        """The layer that keeps the factors of the tokens in `layer`: one of the same kind, with its settings."""
+        return _empty_copy(layer)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
@@ -127,25 +136,54 @@ class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLa
     plain_class = StaticSlidingWindowLayer
 
 
+class _ComposedQuantizedMixin(_ComposedDynamicMixin):
+    """Quantizes keys and values. Factors are few, and all heads of a pair depend on each: they stay as they are."""
+
+    plain_class = DynamicLayer
+
+    @classmethod
+    def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:
+        """A layer that grows with every token, for the factors of the tokens in `layer`."""
+        return DynamicLayer()
+
+
+class ComposedQuantoQuantizedLayer(_ComposedQuantizedMixin, QuantoQuantizedLayer):  # type: ignore[misc]
+    """Keys and values in integers of 2 or 4 bits, by optimum-quanto."""
+
+
+class ComposedHQQQuantizedLayer(_ComposedQuantizedMixin, HQQQuantizedLayer):  # type: ignore[misc]
+    """Keys and values in integers of 1 to 8 bits, by HQQ."""
+
+
 COMPOSED_LAYERS: dict[type, Any] = {
-    layer.plain_class: layer
-    for layer in (
-        ComposedDynamicLayer,
-        ComposedDynamicSlidingWindowLayer,
-        ComposedStaticLayer,
-        ComposedStaticSlidingWindowLayer,
-    )
+    DynamicLayer: ComposedDynamicLayer,
+    DynamicSlidingWindowLayer: ComposedDynamicSlidingWindowLayer,
+    StaticLayer: ComposedStaticLayer,
+    StaticSlidingWindowLayer: ComposedStaticSlidingWindowLayer,
+    QuantoQuantizedLayer: ComposedQuantoQuantizedLayer,
+    HQQQuantizedLayer: ComposedHQQQuantizedLayer,
 }
+
+if hasattr(cache_utils, "Fp8QuantizedLayer"):  # older versions of Transformers do not have it
+
+    class ComposedFp8QuantizedLayer(_ComposedQuantizedMixin, cache_utils.Fp8QuantizedLayer):  # type: ignore[misc]
+        """Keys and values in floating-point numbers of 8 bits."""
+
+    COMPOSED_LAYERS[cache_utils.Fp8QuantizedLayer] = ComposedFp8QuantizedLayer
+
+QUANTIZED_LAYERS = tuple(
+    plain for plain, composed in COMPOSED_LAYERS.items() if issubclass(composed, _ComposedQuantizedMixin)
+)
 
 
 def upgrade_to_composed_cache(cache: Cache) -> None:
     """Replaces the plain layers of `cache`, in place, by layers that also keep composition factors.
 
-    The cache may be any dynamic or static one, made with or without a configuration. Calling this again changes
-    nothing.
+    The cache may be any dynamic, static or quantized one, made with or without a configuration. Calling this again
+    changes nothing.
 
     Raises:
-        ValueError: a layer has another kind (a quantized one, for example), or holds tokens without factors.
+        ValueError: a layer has another kind (one of another package, for example), or holds tokens without factors.
     """
     # A cache that was made without a configuration has no layers yet and makes them of this class as they are needed.
     if cache.layer_class_to_replicate is DynamicLayer:

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from ..ops.chunked_loss import chunked_causal_loss
@@ -28,6 +29,14 @@ class CausalLMHead:
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
     attends_to_rows: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Adds the class to Transformers' names of causal models.
+
+        With `label_smoothing_factor` the Trainer computes the loss itself, and shifts the labels only for these names.
+        """
+        super().__init_subclass__(**kwargs)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_tokens
 
@@ -138,6 +139,7 @@ class Seq2SeqDecoderBody:
                 f"past_key_values is a {type(cache).__name__}; an encoder-decoder keeps its own tokens and the source: "
                 "give EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))"
             )
+        check_cross_attention_cache(cache.cross_attention_cache)
         self.prepare_cache(cache)
         return cache
 
@@ -151,6 +153,16 @@ def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor) ->
             f"encoder output of shape {tuple(encoder_hidden_states.shape)} does not fit a target batch of "
             f"{inputs_embeds.shape[0]} rows; give [batch, length, width] with one row for each target"
         )
+
+
+def check_cross_attention_cache(cache: Cache) -> None:
+    """Raises ValueError if `cache` quantizes: its layers hold no whole keys, which cross-attention reads each time."""
+    for layer in cache.layers:
+        if isinstance(layer, QUANTIZED_LAYERS):
+            raise ValueError(
+                f"a {type(layer).__name__} cannot keep the keys of the source for cross-attention; give "
+                "EncoderDecoderCache(cache, DynamicCache(config=config))"
+            )
 
 
 def check_positions(length: int, past_tokens: int | Tensor, limit: int, what: str) -> None:

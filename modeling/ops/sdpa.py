@@ -61,7 +61,7 @@ def plain_attention(
             mask = bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
-    enable_gqa = query.shape[1] != key.shape[1]
+    enable_gqa = bool(query.shape[1] != key.shape[1])  # `torch.jit.trace` makes tensors of sizes
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=builtin_causal, scale=scaling, enable_gqa=enable_gqa
     )

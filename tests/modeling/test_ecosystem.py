@@ -8,6 +8,7 @@ from accelerate import cpu_offload
 from cases.models import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from dynattn import mixer_fields
@@ -113,3 +114,13 @@ def test_transformers_trainer_trains_it(tmp_path: object) -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha"])
+def test_label_smoothing_of_the_trainer_predicts_the_next_token(family: str, tmp_path: object) -> None:
+    known = FAMILIES[family]
+    model = known.load_model_class(known.main_auto_class)(known.load_config_class().from_size("tiny")).eval()
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    loss = Trainer(model=model, args=arguments).compute_loss(model, {"input_ids": IDS, "labels": IDS})
+    logits = model(IDS).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1))

@@ -7,10 +7,25 @@ import pytest
 import torch
 from cases.models import make_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, PreTrainedModel, TorchAoConfig
-from transformers.cache_utils import QuantizedLayer
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedModel,
+    TorchAoConfig,
+    cache_utils,
+)
+from transformers.cache_utils import Cache, QuantizedLayer
 
-from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn import (
+    DCBartConfig,
+    DCBartForConditionalGeneration,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
 
 # Widths that the groups of every quantisation divide.
 WIDE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "initializer_range": 0.2}
@@ -71,8 +86,49 @@ def test_a_quantised_model_is_saved_loaded_and_generates(family: str, way: str, 
     assert again.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (2, 16)
 
 
+FULL_LAYERS = {"layer_types": ["full_attention"] * 3}
+KINDS = ["QuantoQuantizedLayer", "HQQQuantizedLayer", "Fp8QuantizedLayer"]
+
+
+def quantized_cache(kind: str, layers: int) -> Cache:
+    """An empty cache, made without the packages that would quantize in it."""
+    if not hasattr(cache_utils, kind):
+        pytest.skip(f"this version of Transformers has no {kind}")
+    made = []
+    for _ in range(layers):
+        layer = getattr(cache_utils, kind).__new__(getattr(cache_utils, kind))
+        QuantizedLayer.__init__(layer, residual_length=4) if isinstance(layer, QuantizedLayer) else layer.__init__()
+        made.append(layer)
+    return Cache(layers=made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_cache_that_loses_nothing_generates_as_a_dynamic_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make_model(**FULL_LAYERS), torch.randint(1, 97, (2, 12))
+    cache = quantized_cache(kind, layers=3)
+    monkeypatch.setattr(type(cache.layers[0]), "_quantize", lambda self, states, *_, **__: (states.clone(), None))
+    monkeypatch.setattr(type(cache.layers[0]), "_dequantize", lambda self, stored: stored[0])
+    beams = {"attention_mask": torch.ones_like(ids), "num_beams": 2, "max_new_tokens": 14, "min_new_tokens": 14}
+    expected = model.generate(ids, **beams)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **beams), expected)
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **beams), expected)
+
+
+@torch.no_grad()
+def test_a_quantised_cache_rounds_keys_and_values_but_no_factors() -> None:
+    model, ids = make_model(**FULL_LAYERS), torch.randint(1, 97, (2, 12))
+    quantised, exact = quantized_cache("Fp8QuantizedLayer", layers=3), DynamicCache(config=model.config)
+    for step in ids.split([8, 1, 3], dim=1):
+        observed, expected = (model(step, past_key_values=cache).logits for cache in (quantised, exact))
+    assert torch.equal(quantised.layers[0].factors.keys, exact.layers[0].factors.keys)  # the first layer reads no cache
+    assert 0 < (observed - expected).abs().max() < 0.5 * expected.abs().max()
+
+
 class HalvedLayer(QuantizedLayer):
-    """A cache layer that stores keys and values with fewer bits."""
+    """A cache layer that stores keys and values with fewer bits, as another package might define it."""
 
     def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.half()
@@ -81,9 +137,17 @@ class HalvedLayer(QuantizedLayer):
         return q_tensor.float()
 
 
-def test_a_quantised_cache_is_refused() -> None:
+def test_an_unknown_quantised_cache_is_refused() -> None:
     model = make_model(num_hidden_layers=1, layer_types=["full_attention"])
     cache = DynamicCache(config=model.config)
     cache.layers[0] = HalvedLayer()
     with pytest.raises(ValueError, match="HalvedLayer cannot keep composition factors; use a DynamicCache"):
         model(torch.tensor([[1, 2]]), past_key_values=cache)
+
+
+def test_cross_attention_refuses_a_quantised_cache() -> None:
+    model = DCBartForConditionalGeneration(DCBartConfig.from_size("tiny"))
+    caches = EncoderDecoderCache(DynamicCache(config=model.config), quantized_cache("Fp8QuantizedLayer", layers=2))
+    ids = torch.tensor([[3, 4]])
+    with pytest.raises(ValueError, match="Fp8QuantizedLayer cannot keep the keys of the source"):
+        model(ids, decoder_input_ids=ids, past_key_values=caches)
