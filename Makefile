@@ -23,9 +23,9 @@ RELEASE := build/release
 .PHONY: test test-slow test-vllm matrix fuzz soak lint quickstart release-check docs clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
-# on whose order the processes have to agree.
+# on whose order the processes have to agree. Without bytecode on disk each of them would compile all tests and modules.
 test: lint
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -35,17 +35,27 @@ FAMILIES = {
     "rcmha": lambda num_hidden_layers, **_: RCMHAForCausalLM(RCMHAConfig(**SIZES, num_hidden_layers=num_hidden_layers)),
 }
 POSITIONS = (torch.arange(40) % 15).expand(2, -1)
-pytestmark = [
-    pytest.mark.parametrize("family", FAMILIES),
-    pytest.mark.parametrize(
-        "given",
-        [
-            pytest.param({}, id="whole", marks=pytest.mark.slow),
-            pytest.param({"attention_mask": PADDED}, id="padded"),
-            pytest.param({"position_ids": POSITIONS}, id="packed"),
-        ],
-    ),
+GIVEN: dict[str, dict[str, Tensor]] = {
+    "whole": {},
+    "padded": {"attention_mask": PADDED},
+    "packed": {"position_ids": POSITIONS},
+}
+# DCPythia has DCFormer's forward pass, so that one way of calling it shows what its own layer does.
+FAST = [
+    ("dcformer", "padded"),
+    ("dcformer", "packed"),
+    ("dcpythia", "padded"),
+    ("rcmha", "padded"),
+    ("rcmha", "packed"),
 ]
+pytestmark = pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        pytest.param(family, given, id=f"{family}-{way}", marks=[pytest.mark.slow] * ((family, way) not in FAST))
+        for family in FAMILIES
+        for way, given in GIVEN.items()
+    ],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
     ("family", "head"),
     [
         pytest.param("DCPythia", "ForCausalLM", marks=pytest.mark.slow),
-        ("RCMHA", "ForCausalLM"),
+        pytest.param("RCMHA", "ForCausalLM", marks=pytest.mark.slow),
         pytest.param("DCBart", "ForConditionalGeneration", marks=pytest.mark.slow),
         pytest.param("RCMHASeq2Seq", "ForConditionalGeneration", marks=pytest.mark.slow),
         pytest.param("DCViT", "ForImageClassification", marks=pytest.mark.slow),
@@ -194,6 +194,17 @@ def answer_in_this_process(work: Path) -> None:
     answers = answers_with_package(read_checkpoint(options["folder"]))
     for name in ("answers", "copy_answers"):
         save_file(answers, options[name])
+
+
+def test_a_model_in_shards_and_without_a_tokenizer_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "run_probe", answer_in_this_process)
+    save_model(tmp_path / "tiny", "RCMHA", max_shard_size="50KB")
+    assert main(["publish", str(tmp_path / "tiny")]) == 0
+    output = capsys.readouterr()
+    assert "generated" in output.out and "no tokenizer" in output.err
+    assert (tmp_path / "tiny-hub" / "model.safetensors.index.json").is_file()
 
 
 def test_folder_that_answers_differently_is_not_written(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
