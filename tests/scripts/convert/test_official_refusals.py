@@ -293,7 +293,7 @@ def killed_in_verification(official: Path, destination: Path) -> int:
     process = os.fork()
     if not process:
         try:
-            Conversion.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Conversion.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             run(official, destination, "--overwrite")
         finally:
             os._exit(1)
