@@ -25,7 +25,7 @@ class BenchmarkArguments:
         default=None,
         metadata={
             "help": "What to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
-            "positions, long, profile; all but the last four if not given."
+            "long, positions, profile; all but the last four if not given."
         },
     )
     shapes: list[str] | None = field(
