@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from dynattn import mixer_fields
 from dynattn.families import FAMILIES, Family
+from dynattn.modeling.ops.sdpa import plain_attention
 
 IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
 
@@ -124,3 +125,15 @@ def test_label_smoothing_of_the_trainer_predicts_the_next_token(family: str, tmp
     loss = Trainer(model=model, args=arguments).compute_loss(model, {"input_ids": IDS, "labels": IDS})
     logits = model(IDS).logits[:, :-1].flatten(0, 1)
     torch.testing.assert_close(loss, F.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1))
+
+
+def test_plain_attention_can_be_traced() -> None:
+    """While tracing, sizes are tensors, which PyTorch does not take for switches."""
+    states, longer = (torch.randn(1, 2, length, 4) for length in (5, 7))
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return plain_attention(
+            query, query, query, scaling=0.5, attention_mask=None, is_causal=False, sliding_window=None
+        )[0]
+
+    torch.testing.assert_close(torch.jit.trace(attend, states)(longer), attend(longer))
