@@ -1,8 +1,9 @@
 /* The backward pass, which computes all maps of a chunk again.
 
-   Chunks of queries are worked on one after the other, and a task is one block of keys of an item. The gradients of keys, values and their terms are sums over chunks: only the task of their block adds to them.
-   The gradients of queries, their terms and tables are sums over blocks: each block writes a part of its own, and the
-   parts are added afterwards, in the order of the blocks. So no result depends on the number of threads. */
+   Chunks of queries are worked on one after the other, and a task is one block of keys of an item. The gradients of
+   keys, values and their terms are sums over chunks: only the task of their block adds to them. The gradients of
+   queries, their terms and tables are sums over blocks: each block writes a part of its own, and the parts are added
+   afterwards, in the order of the blocks. So no result depends on the number of threads. */
 
 #ifndef DYNATTN_BACKWARD_H
 #define DYNATTN_BACKWARD_H
