@@ -80,15 +80,21 @@ def threads_of(value: str) -> int:
 
 
 def source_commit() -> str | None:
-    """The commit of this checkout, with the suffix `-dirty` if files differ from it.
+    """The commit of this checkout, with the suffix `-dirty` if files differ from it other than records and cards.
 
     In a copy without its repository, or on a machine without git, it is what the environment says, None if nothing.
     """
     source = Path(__file__).resolve()  # an editable installation may link to the checkout
-    git = ["git", "-C", str(source.parent)]
-    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", str(source)], check=True, capture_output=True)
-        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+        _git(source, "ls-files", "--error-unmatch", str(source))
+        # A record that is written where an earlier one was committed says nothing about the code that it measured.
+        changed = _git(source, "status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)model_cards")
+        return _git(source, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get(COMMIT)
+
+
+def _git(source: Path, *command: str) -> str:
+    """What a git command prints in the folder of a file."""
+    git = ["git", "-C", str(source.parent), *command]
+    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
