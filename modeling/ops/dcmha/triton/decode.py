@@ -195,7 +195,7 @@ def launch(
     pre, post = (_constants(stage, count) | common for stage, count in zip(stages, groups, strict=True))
     scores, partial_lse, partial, output = _buffers(query, keys - first, splits)
     query_strides, key_strides, value_strides = (rows.stride()[:3] for rows in (query, key, value))
-    kernels["dcmha_decode_scores"][splits, batch](
+    kernels["dcmha_decode_scores"][batch, splits](
         query,
         key,
         scores,
@@ -210,11 +210,11 @@ def launch(
         scaling,
         **pre,
     )
-    kernels["dcmha_decode_outputs"][splits, batch](
+    kernels["dcmha_decode_outputs"][batch, splits](
         scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, tables, **post
     )
     if splits > 1:
-        kernels["dcmha_decode_sum"][heads, batch](
+        kernels["dcmha_decode_sum"][batch, heads](
             partial, output, splits, heads, width, sides["block_d"], num_warps=WARPS
         )
     return output

@@ -63,7 +63,7 @@ def _of_side(work: Workspace, terms: Tensor | None, constant: Tensor | None, len
     """
     padded, (block, warps) = filled_up(work.heads), tile_of_matrices()
     matrices = torch.empty(work.batch, length, padded, padded, dtype=work.score_dtype, device=work.device)
-    work.kernels["dcmha_matrices"][length // block, work.batch](
+    work.kernels["dcmha_matrices"][work.batch, length // block](
         matrices,
         terms,
         constant,

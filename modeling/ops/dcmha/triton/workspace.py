@@ -21,7 +21,8 @@ from .kernels.registry import load_kernels
 from .tiling import Tiler, add_blocks, choose_tiling, structure_of
 from .tuning import items_of_a_chunk, tile_of_merge
 
-# The programs that CUDA takes along the third side of a grid, along which kernels have the items of a chunk.
+# The programs that CUDA takes along the third side of a grid, along which kernels have the items of a chunk. Kernels
+# that work on all items at once have them along the first side, which takes more.
 MOST_PROGRAMS = 65535
 # In place of a window where there is none: farther apart than any two positions.
 UNBOUNDED = 1 << 30

@@ -20,8 +20,10 @@ from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_trito
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
+from dynattn.modeling.ops.dcmha.triton.matrices import make_matrices, padded_terms
 from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
+from dynattn.modeling.ops.distance_tables import NO_TABLES
 
 pytest.importorskip("triton")
 # The log-sum-exp of a patch without a visible key.
@@ -312,6 +314,36 @@ def test_a_chunk_has_at_most_the_items_that_a_grid_takes() -> None:
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), ("scores",), (8, 16))
     assert [chunk.counts[0] for chunk in work.chunks()] == [65_535, 70_000 - 65_535]
+
+
+class Noting:
+    """Stands for all kernels: notes the grids of launches, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, key: str | tuple[int, ...]) -> Any:
+        if isinstance(key, str):
+            return self
+        self.grids.append(key)
+        return lambda *_, **__: None
+
+
+@interpreted
+def test_kernels_of_all_items_have_them_along_the_side_that_takes_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.empty(70_000, 16, 2, 16, device="meta", dtype=torch.bfloat16)
+    terms = torch.empty(70_000, 2, 5, 16, device="meta", dtype=torch.bfloat16)
+    inputs = MapInputs(*(rows,) * 3, pre_query=terms, pre_key=terms, **dict.fromkeys(MapInputs._fields[5:]))
+    work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), (), (16, 16))
+    work.kernels = matrices = Noting()  # type: ignore[assignment]
+    make_matrices(work, inputs, padded_terms(work, inputs))
+    assert [grid[0] for grid in matrices.grids] == [70_000] * 2
+    decoding = Noting()
+    monkeypatch.setattr(decode, "load_kernels", lambda _: decoding)
+    stages = (decode.make_stage([None] * 7),) * 2
+    where, tables = decode._mask(None, None, 70_000, 2), decode.make_tables(NO_TABLES)
+    decode.launch(rows[:, :, :1], rows, rows, stages, (1, 1), where, None, tables, (0, 2), 1.0)
+    assert [grid[0] for grid in decoding.grids] == [70_000] * len(decoding.grids) and len(decoding.grids) >= 2
 
 
 @interpreted

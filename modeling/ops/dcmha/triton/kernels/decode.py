@@ -53,7 +53,7 @@ def dcmha_decode_scores(
     block_d: tl.constexpr,
 ):
     """Composed scores of one split's keys, and their log-sum-exp."""
-    item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    item, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = _end_of(pages, sizes, item)
     members = tl.arange(0, block_g)
     column = tl.arange(0, block_d)
@@ -120,7 +120,7 @@ def dcmha_decode_outputs(
     block_d: tl.constexpr,
 ):
     """The part of the output that comes from one split's keys."""
-    item, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    item, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = _end_of(pages, sizes, item)
     head = tl.arange(0, block_h)
     lse = finite(
@@ -171,7 +171,7 @@ def dcmha_decode_sum(
     block_d: tl.constexpr,
 ):
     """The output of one head: the sum over splits, always in the same order."""
-    item, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    item, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, block_d)
     total = tl.zeros([PARTS, block_d], tl.float32)
     for first in range(0, bound(splits), PARTS):
