@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 
 from ..subjects.parts import UNCLOCKED, WHOLE
 from .tables import Record, case_title
@@ -57,13 +59,13 @@ def draw_scaling(
     A gray line is proportional to the number of tokens. `floor` adds the time of the FLOPs of the subject's function at
     the measured rate of a matrix product; `maps` adds the memory of one attention map of one head.
     """
-    groups = group_by_length(record["cases"])
+    groups, colors = group_by_length(record["cases"]), _colors(record)
     figure, panels = make_panels(len(groups))
     for axes, (title, cases) in zip(panels, groups.items(), strict=False):
-        axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
         for name, rows in _by_candidate(cases).items():
             points = [(length, value(row)) for length, row in rows]
-            axes.plot(*zip(*points, strict=True), STYLES[rows[0][1]["role"]], marker="o", ms=4, label=name)
+            style = STYLES[rows[0][1]["role"]]
+            axes.plot(*zip(*points, strict=True), style, color=colors[name], marker="o", ms=4, label=name)
         if len(cases) > 1:
             _draw_linear(axes, cases, value)
         if maps and cases[0]["subject"] == "long":
@@ -74,9 +76,11 @@ def draw_scaling(
             points = [(case["shape"]["length"], case["floor_flops"] / peak * 1e3) for case in cases]
             axes.plot(*zip(*points, strict=True), color="black", lw=1, marker="_", label="FLOP floor")
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes.set_xticks(_lengths(cases), [f"{length:,}" for length in _lengths(cases)], fontsize=7)
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     _save(figure, path)
 
 
@@ -186,6 +190,12 @@ def _draw_parts(axes: Any, place: int, row: Record) -> None:
         if height > LEAST_LABELLED * whole * 1e3:
             axes.text(place, bottom + height / 2, part["name"], ha="center", va="center", fontsize=5.5, zorder=3)
         bottom += height
+
+
+def _colors(record: Record) -> dict[str, Any]:
+    """A color for each candidate, the same in all panels."""
+    names = dict.fromkeys(row["name"] for case in record["cases"] for row in case["rows"])
+    return dict(zip(names, cycle(plt.get_cmap("tab10" if len(names) <= 10 else "tab20").colors), strict=False))
 
 
 def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:
