@@ -65,8 +65,8 @@ class StreamingLayerMixin:
         if name not in self.contexts:
             self.contexts[name] = projected.new_zeros(projected.shape[0], self.context_length, projected.shape[2])
         context = self.contexts[name]
-        if context.is_inference() and not torch.is_inference_mode_enabled():
-            # A tensor made in inference mode must not be changed in place outside of it.
+        # A tensor made in inference mode must not be changed in place outside of it. Compilers cannot trace this check.
+        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and context.is_inference():
             context = self.contexts[name] = context.clone()
         extended = torch.cat([context[:, context.shape[1] - self.context_length :], projected], dim=1)
         if self.record_past:
