@@ -13,10 +13,12 @@ from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 # Modules behind the programs that guides call, whether or not those are on the PATH of the tests.
+# What Python runs in their place. A link to Python would not find the packages of a virtual environment.
 PROGRAMS = {
-    "dynattn": "cases.short_commands",
-    "torchrun": "torch.distributed.run",
-    "accelerate": "accelerate.commands.accelerate_cli",
+    "python": "",
+    "dynattn": "-m cases.short_commands",
+    "torchrun": "-m torch.distributed.run",
+    "accelerate": "-m accelerate.commands.accelerate_cli",
 }
 HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}  # of a translator
 TESTS = Path(__file__).parents[1]
@@ -26,10 +28,9 @@ def environment_of_guides(folder: Path) -> dict[str, str]:
     """An environment in which the programs of the guides are found; `dynattn` trains and evaluates briefly."""
     programs = folder / ".programs"
     programs.mkdir()
-    for name, module in PROGRAMS.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+    for name, arguments in PROGRAMS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,

@@ -139,9 +139,12 @@ def write_state(folder: Path, content: dict[str, Any]) -> None:
 
 
 def saved_tensors(output: Path, step: int, prefix: str) -> dict[str, Tensor]:
-    """What one process saved after an update under names that begin with `prefix`, by the rest of these names."""
-    (file,) = (output / "checkpoints" / f"step-{step:06d}" / checkpoint.TENSORS).iterdir()
-    found = load_file(file)
+    """What was saved after an update under names that begin with `prefix`, by the rest of these names.
+
+    Each process has a file with some of the tensors; none holds a part of one, unless an engine shards them.
+    """
+    files = (output / "checkpoints" / f"step-{step:06d}" / checkpoint.TENSORS).iterdir()
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 

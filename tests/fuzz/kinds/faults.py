@@ -71,7 +71,10 @@ def undisturbed() -> dict[str, Any]:
 
 
 def summary(output: Path) -> dict[str, Any]:
-    """The lines of metrics without times, checksums of all tensors, and which files there are."""
+    """The lines of metrics without times, checksums of all tensors, and which files there are.
+
+    Checkpoints that were damaged and given up are put aside, and count for nothing.
+    """
     lines = [
         {name: value for name, value in line.items() if not any(word in name for word in TIMED)}
         for line in read_metrics(output / "metrics.jsonl")
@@ -79,6 +82,7 @@ def summary(output: Path) -> dict[str, Any]:
     weights = {
         f"{path.relative_to(output)} {name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
         for path in sorted(output.rglob("*.safetensors"))
+        if not any(part.startswith("abandoned-") for part in path.parts)
         for name, tensor in load_file(path).items()
     }
     return {"curve": lines, "weights": weights, "folder": sorted(path.name for path in output.iterdir())}

@@ -207,8 +207,7 @@ def test_freezing_knows_accumulation(frozen_first: Result, upcycled: Path, corpu
 def test_freezing_knows_processes(frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path):
     options = {**RUN, "output": tmp_path / "run", "dataset": corpus, "init_from": upcycled, "batch_size": 2}
     call({**options, "freeze_parent_steps": FROZEN}, processes=2)
-    folder = tmp_path / "run" / "checkpoints" / f"step-{FROZEN:06d}"
-    before, after = load_file(upcycled / "model.safetensors"), load_file(folder / "model.safetensors")
+    before, after = load_file(upcycled / "model.safetensors"), saved_tensors(tmp_path / "run", FROZEN, "model.")
     assert all(torch.equal(before[name], after[name]) == (COMPOSITION not in name) for name in before)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
     assert [line["loss"] for line in lines] == pytest.approx(
