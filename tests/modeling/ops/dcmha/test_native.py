@@ -104,8 +104,8 @@ def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -
     assert same == [dtype != torch.bfloat16 for dtype in native_problem.TYPES]
 
 
-# One thread works on the items one by one, two threads on two or three at a time.
-@pytest.mark.parametrize("threads", [1, 2])
+# One thread works on the items one by one, two threads on two or three at a time, four on all five.
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(
     "case",
     [
