@@ -68,13 +68,13 @@ MASK_STRIDES = ("i32", "i32", "one")
 HEAD_BY_HEAD = {
     "dcmha_statistics": ("scores", "fp32"),
     "dcmha_probs": ("scores", "map", "fp32"),
-    "dcmha_backward_post": ("scores", "map", "scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
+    "dcmha_backward_post": ("scores", "map", "scores", "map", "map", *("fp32",) * 5),
     "dcmha_backward_pre": ("scores", "map", "map", "fp32", "fp32", "fp32", "fp32"),
 }
 TENSOR_CORES = {
     "dcmha_matrix_statistics": ("fp16", "fp32"),
     "dcmha_matrix_probs": ("fp16", "map", "fp32"),
-    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
+    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "fp32", "partial", "terms", "fp32"),
     "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
 }
 # Terms of each side of a tensor core configuration: rank 2 and a gate.

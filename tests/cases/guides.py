@@ -12,8 +12,8 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
-# Modules behind the programs that guides call, whether or not those are on the PATH of the tests.
-# What Python runs in their place. A link to Python would not find the packages of a virtual environment.
+# The programs that guides call, whether or not they are on the PATH of the tests, with what Python runs in their place.
+# For `python` itself a link would not do: it would not find the packages of a virtual environment.
 PROGRAMS = {
     "python": "",
     "dynattn": "-m cases.short_commands",

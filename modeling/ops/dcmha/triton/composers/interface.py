@@ -48,7 +48,7 @@ class KernelComposer(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Returns composed probabilities and the gradients of probabilities, both `[items, H, c, n]`.
 
-        Sets `delta` `[items, H, c of T]`, each row's sum of probabilities times their gradients.
+        Sets `delta` `[items, H, c of T]`, each row's mean of these gradients, weighted by the probabilities.
         """
 
     @abstractmethod

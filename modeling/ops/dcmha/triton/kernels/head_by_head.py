@@ -14,7 +14,7 @@ The transposed composition, from gradients of `y` to those of `z`, is the same w
     dcmha_statistics     x = pre(s); the log-sum-exp of a row over this patch
     dcmha_merge          the log-sum-exp of a row over all patches
     dcmha_probs          p = exp(x - lse); a = post(p), written over s
-    dcmha_backward_post  dp = post^T(da); writes a, dp, the sums of p dp (delta) and the gradients of the post factors
+    dcmha_backward_post  dp = post^T(da); writes a, dp, the sums of p dp and p (delta) and the gradients of post factors
     dcmha_backward_pre   dx = p (dp - delta); ds = pre^T(dx); writes ds and the gradients of the pre factors
 
 The gradients of factors are, with `hz = down z` and `hg = up dy`, sums over keys for queries and over queries for keys:
@@ -180,7 +180,8 @@ def dcmha_backward_post(
     kept,  # the memory of `probs`, in the dtype of the scores
     probs,  # [items, H, c, n], written: the composed probabilities
     grad_probs,  # [items, H, c, n], written; may be the memory of `grad_composed`, or of `statics.grads`
-    partial_delta,  # [items, n / block_s, H, c], float32
+    partial_delta,  # [items, n / block_s, H, c], float32: the sums of p dp
+    partial_total,  # the same of p
     partial_query,  # [items, c / block_t, n / block_s, H, terms, block_t], float32
     partial_key,  # [items, c / block_t, n / block_s, H, terms, block_s], float32
     lse,  # [items, H, c of T], float32
@@ -214,13 +215,13 @@ def dcmha_backward_post(
         grad_gained = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
         if tables.pairs is not None:
             store(tables.pairs, prob * grad_gained, patch, head)
-        # Delta sums the gradients as they are stored, rounded, since `dcmha_backward_pre` subtracts it from those. If
-        # all gradients of a row are equal, they then cancel exactly.
+        # Delta averages the gradients as they are stored, rounded, since `dcmha_backward_pre` subtracts it from those,
+        # and with the sum of the probabilities, which rounding keeps from being one: equal gradients of a row cancel.
         grad_prob = times(grad_gained, of_patch.gain, patch, head)
         grad_prob = rounded(grad_prob, grad_probs.dtype.element_ty).to(tl.float32)
         store(grad_probs, grad_prob, patch, head)
-        delta = tl.sum(prob * grad_prob, axis=1)
-        store_of_queries(partial_delta, delta, head, heads, patch)
+        store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=1), head, heads, patch)
+        store_of_queries(partial_total, tl.sum(prob, axis=1), head, heads, patch)
         store_of_factors(
             partial_query,
             partial_key,
