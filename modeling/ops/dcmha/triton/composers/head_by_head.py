@@ -66,11 +66,12 @@ class HeadByHeadComposer(KernelComposer):
         statics = Statics(self._mixed_scores(chunk, scores), self._mixed_grads(chunk, grad_composed), plain)
         # They overwrite a map that no later kernel needs: with a static matrix `grad_composed` is needed once more.
         grad_probs = grad_composed if statics.grads is None else statics.grads
-        sums = [work.partial_of_queries(chunk, self.tiles[name][1]) for _ in range(2)]
-        written, partial = (probs.view(scores.dtype), probs, grad_probs, *sums), self._partial(name, chunk, "post")
+        sums, weights = (work.partial_of_queries(chunk, self.tiles[name][1]) for _ in range(2))
+        written = probs.view(scores.dtype), probs, grad_probs, sums, weights
+        partial = self._partial(name, chunk, "post")
         tables = self.tables.of_chunk(chunk, "probs")
         self._launch(name, chunk, statics, tables, scores, grad_composed, *written, *partial, lse)
-        work.average(*sums, delta)
+        work.average(sums, weights, delta)
         self._add_factors(chunk, "post", partial)
         if static is not None and plain is not None:
             work.mix(static.t(), plain, probs, out=probs)
