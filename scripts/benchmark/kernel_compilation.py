@@ -74,7 +74,7 @@ HEAD_BY_HEAD = {
 TENSOR_CORES = {
     "dcmha_matrix_statistics": ("fp16", "fp32"),
     "dcmha_matrix_probs": ("fp16", "map", "fp32"),
-    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "fp32", "partial", "terms", "fp32"),
+    "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
     "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
 }
 # Terms of each side of a tensor core configuration: rank 2 and a gate.

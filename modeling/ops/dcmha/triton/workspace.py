@@ -133,14 +133,6 @@ class Workspace:
         shape = items, -(-keys // block), self.heads, queries
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def average(self, sums: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Writes `sums` over `weights`, each added over blocks; zero for rows that no block gives any weight.
-
-        Both are `[items, blocks, H, c]`, as `partial_of_queries` allocates them, and `out` is `[items, H, c]`.
-        """
-        totals = weights.sum(1).clamp_(min=torch.finfo(torch.float32).tiny)
-        torch.div(sums.sum(1), totals, out=out)
-
     def _visibility(self, rows: slice, queries: slice, keys: slice) -> Visibility:
         """Describes which keys are visible in a chunk of these rows of the batch, queries and keys."""
         structure = self.structure

@@ -71,7 +71,8 @@ class HeadByHeadComposer(KernelComposer):
         partial = self._partial(name, chunk, "post")
         tables = self.tables.of_chunk(chunk, "probs")
         self._launch(name, chunk, statics, tables, scores, grad_composed, *written, *partial, lse)
-        work.average(sums, weights, delta)
+        # Rows of which no key is visible have no weight, and no gradient.
+        torch.div(sums.sum(1), weights.sum(1).clamp_(min=torch.finfo(torch.float32).tiny), out=delta)
         self._add_factors(chunk, "post", partial)
         if static is not None and plain is not None:
             work.mix(static.t(), plain, probs, out=probs)

@@ -54,10 +54,10 @@ class TensorCoreComposer(KernelComposer):
     ) -> tuple[Tensor, Tensor]:
         """Returns maps `[items, H, c, n]`; the gradients of probabilities overwrite `grad_composed`."""
         name, probs = "dcmha_matrix_backward_post", self.work.map("result", chunk)
-        sums, weights = (self.work.partial_of_queries(chunk, self.tiles[name][1]) for _ in range(2))
+        partial_delta = self.work.partial_of_queries(chunk, self.tiles[name][1])
         tables = self.tables.of_chunk(chunk, "probs")
-        self._launch_backward(name, "post", chunk, tables, scores, grad_composed, probs, sums, weights, lse=lse)
-        self.work.average(sums, weights, delta)
+        self._launch_backward(name, "post", chunk, tables, scores, grad_composed, probs, partial_delta, lse=lse)
+        torch.sum(partial_delta, dim=1, out=delta)
         return probs, grad_composed
 
     def backward_pre(self, chunk: MapChunk, scores: Tensor, grad_probs: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ One kernel makes the matrices, and four have their counterparts in `head_by_head
     dcmha_matrices              Q or K of one side, from its packed terms
     dcmha_matrix_statistics     x = pre(s); the log-sum-exp of a row over a block of keys
     dcmha_matrix_probs          p = exp(x - lse); a = post(p), written over s
-    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; sums of p dp and p (delta); gradients of post terms
+    dcmha_matrix_backward_post  dp = post^T(da), written over da; a; the sums of p dp (delta); gradients of post's terms
     dcmha_matrix_backward_pre   dx = p (dp - delta); ds = pre^T(dx); gradients of pre's terms
 
 A program holds a patch of all heads in registers, 16 or 32 of them with padding. It goes through `turns` blocks of
@@ -140,8 +140,7 @@ def dcmha_matrix_backward_post(
     scores,  # [items, H, c, n]
     grad_composed,  # [items, H, c, n], of the composed probabilities; written: those of the probabilities
     probs,  # [items, H, c, n], written: the composed probabilities
-    partial_delta,  # [items, n / block_s, H, c], float32: the sums of p dp
-    partial_total,  # the same of p
+    partial_delta,  # [items, n / block_s, H, c], float32
     partial,  # `TermGradients`, written
     terms,  # `StageTerms` of the post composition
     lse,  # [items, H, c of T], float32
@@ -177,13 +176,12 @@ def dcmha_matrix_backward_post(
             grad_prob = compose(grad, transposed(post_query, dtype), transposed(post_key, dtype))
             if tables.pairs is not None:
                 store(tables.pairs, prob * grad_prob, patch, padded)
-            # Delta averages the gradients as they are stored, as in `dcmha_backward_post`.
+            # Delta sums the gradients as they are stored, for the same reason as in `dcmha_backward_post`.
             grad_prob = gained(grad_prob, tables, where, patch, padded)
             grad_prob = rounded(grad_prob, dtype).to(tl.float32)
             # Gradients overwrite gradients safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
             store(grad_composed, grad_prob, patch, padded)
             store_of_queries(partial_delta, tl.sum(prob * grad_prob, axis=2), patch, padded)
-            store_of_queries(partial_total, tl.sum(prob, axis=2), patch, padded)
             weight = rounded(weight, dtype)
             store_gradients_of_query_terms(partial.query, terms.query, grad, weight, patch, padded, query_count)
             if grad_key is not None:
@@ -197,7 +195,6 @@ def dcmha_matrix_backward_post(
                 store(tables.pairs, tl.zeros([block_t, padded, block_s], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-            store_of_queries(partial_total, tl.zeros([block_t, padded], tl.float32), patch, padded)
     store_gradients_of_key_terms(partial.key, terms.key, grad_key, here, padded, key_count, dtype)
 
 
