@@ -162,6 +162,8 @@ def _backward_op(
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
             # PyTorch's formula subtracts the weighted mean of `grad_probs` as stored here: if all are equal, 0 is left.
             grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            # These maps would otherwise be kept beside those by distance.
+            del probs, weights, grad_probs
             chunk.accumulate(operands, grads, grad_scores.mul_(scaling).to(query.dtype))
         return _as_given(grads)
 
