@@ -280,18 +280,17 @@ def test_scores_scaled_by_zero_have_no_gradient() -> None:
 
 
 @interpreted
-@pytest.mark.usefixtures("small", "family")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_that_cancel_are_bounded(dtype: torch.dtype) -> None:
-    """Equal values have equal gradients of all probabilities of a row, so that scores have none."""
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_that_cancel_vanish(dtype: torch.dtype) -> None:
+    """Equal values have equal gradients of all probabilities of a row, so that scores have none, however large."""
     tensors, keywords = cast(*random_inputs(Case(17, 17, stages=())), dtype)
     with torch.no_grad():
-        tensors[1].fill_(1.0)
+        tensors[0].mul_(10.0)
         tensors[2].fill_(1.0)
     output, _ = dcmha_triton(*tensors[:3], **keywords)
     (query,) = torch.autograd.grad(output, tensors[:1], torch.ones_like(output))
-    of_probs = float(tensors[2].shape[-1])  # each of them
-    assert query.abs().max() <= 2**-11 * of_probs * keywords["scaling"] * 1.01
+    assert float(query.abs().max()) < 1e-30
 
 
 @interpreted
