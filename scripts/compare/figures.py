@@ -9,6 +9,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 
+from cycler import cycler
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from .record import Run, loss_unit
 
 PLOT = "losses.png"
+# Ten colors, and the same again in other lines where there are more arms.
+STYLES = cycler(linestyle=["-", "--", ":"]) * cycler(color=matplotlib.color_sequences["tab10"])
+LEGEND_WIDTH = 110  # characters
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
@@ -32,7 +36,10 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     arms = record["arms"]
     runs = [run for arm in arms.values() for run in arm["runs"]]
     has_costs = all(run.get("flops_per_token") for run in runs)
-    figure, panels = plt.subplots(1 + 2 * has_costs, 2, figsize=(11, 4.5 + 8 * has_costs), dpi=150, squeeze=False)
+    size = (11, 5 + 8 * has_costs)
+    figure, panels = plt.subplots(1 + 2 * has_costs, 2, figsize=size, dpi=150, squeeze=False, layout="constrained")
+    for axes in panels.flat:
+        axes.set_prop_cycle(STYLES)
     start = [parent["validation"][-1]["loss"] for parent in record["parents"]]
     losses = {name: _losses(arm["runs"], start) for name, arm in arms.items()}
     tokens = {name: _tokens(arm["runs"], start) for name, arm in arms.items()}
@@ -56,7 +63,10 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
         for axes in panels[2]:
             axes.remove()
         _draw_ratios(figure.add_subplot(panels[2, 0].get_gridspec()[2, :]), record)
-    figure.tight_layout()
+    # All panels have the same arms, and a legend inside one of them would hide curves.
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    columns = max(LEGEND_WIDTH // (8 + max(map(len, labels))), 1)
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(columns, len(labels)))
     figure.savefig(path)
     plt.close(figure)
 
@@ -76,8 +86,8 @@ def _tokens(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
 def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label: str) -> None:
     """Draws mean and standard deviation of values `[seeds, validations]` at the points `x` `[validations]`."""
     mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1)
-    axes.plot(x, mean, marker="o", ms=3, label=label)
-    axes.fill_between(x, mean - spread, mean + spread, alpha=0.2)
+    (line,) = axes.plot(x, mean, marker="o", ms=3, label=label)
+    axes.fill_between(x, mean - spread, mean + spread, color=line.get_color(), lw=0, alpha=0.12)
 
 
 def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
@@ -88,8 +98,8 @@ def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
         low, high = ratios[name]["interval_95"] or (mean, mean)
         axes.errorbar(mean, -place, xerr=[[mean - low], [high - mean]], fmt="o", color="black", capsize=3)
     if quoted := record.get("quoted"):
-        axes.axvspan(*quoted["interval"], color="tab:orange", alpha=0.25, label=f"quoted: {quoted['label']}")
-        axes.legend()
+        axes.axvspan(*quoted["interval"], color="tab:orange", alpha=0.25)
+        axes.set_title(f"shaded: {quoted['label']} (quoted)", fontsize="medium")
     axes.axvline(1, color="gray", lw=1)
     axes.set_yticks([-place for place in range(len(known))], [record["arms"][name]["label"] for _, name in known])
     axes.set_xlabel("operations the baseline needs for the same loss, as a multiple of the arm's (mean, 95 % interval)")
@@ -101,4 +111,3 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend()
