@@ -282,15 +282,20 @@ def test_scores_scaled_by_zero_have_no_gradient() -> None:
 @interpreted
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_that_cancel_vanish(dtype: torch.dtype) -> None:
-    """Equal values have equal gradients of all probabilities of a row, so that scores have none, however large."""
-    tensors, keywords = cast(*random_inputs(Case(17, 17, stages=())), dtype)
+@pytest.mark.parametrize("stages", [(), ("pre",)])
+def test_gradients_that_cancel_vanish(stages: tuple[str, ...], family: str, dtype: torch.dtype) -> None:
+    """Equal values have equal gradients of all probabilities of a row, so that scores have none, however large.
+
+    On the tensor cores the rounding of the log-sum-exp is left, as DESIGN.md says. Without stages heads are composed
+    one by one in any case.
+    """
+    tensors, keywords = cast(*random_inputs(Case(17, 17, stages=stages)), dtype)
     with torch.no_grad():
         tensors[0].mul_(10.0)
         tensors[2].fill_(1.0)
     output, _ = dcmha_triton(*tensors[:3], **keywords)
     (query,) = torch.autograd.grad(output, tensors[:1], torch.ones_like(output))
-    assert float(query.abs().max()) < 1e-30
+    assert float(query.abs().max()) < (1e-4 if stages and family == "tensor cores" else 1e-30)
 
 
 @interpreted
