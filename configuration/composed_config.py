@@ -217,6 +217,10 @@ class ComposedConfig(CompositionConfig):
                     "frequencies come from the content; give rope_theta alone, which sets them in a new model, and "
                     "rotate whole heads (partial_rotary_factor 1.0)"
                 )
+            if self.scheme_of(layer_type) == "carope" and own["rope_theta"] ** (2 / self.head_dim) <= 1:
+                raise ValueError(
+                    f"rope_parameters: rope_theta ({own['rope_theta']}) must be greater than 1 for 'carope'"
+                )
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
         """Does nothing: Transformers calls a method of this name, but `validate_rotary` has checked the parameters."""

@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .composed_config import ComposedConfig
+from .composed_config import LAYER_TYPES, ComposedConfig
+from .field_rules import check_rope_mapping
 from .portable_config import model_size
 
 
@@ -55,10 +56,22 @@ class DCPythiaConfig(ComposedConfig):
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Folds GPT-NeoX's names into `rope_parameters` (called by `PreTrainedConfig`)."""
+        self.validate_position_scheme()
         kwargs["rope_theta"] = kwargs.pop("rotary_emb_base", kwargs.get("rope_theta", self.default_theta))
-        turned = 1.0 if self.position_scheme == "carope" else 0.25
+        turned = 0.25 if "rope" in self.schemes else 1.0
         kwargs["partial_rotary_factor"] = kwargs.pop("rotary_pct", kwargs.get("partial_rotary_factor", turned))
+        if {"rope", "carope"} <= self.schemes:
+            given: Any = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+            self.rope_parameters = self._rope_by_layer_type(given)
         return super().convert_rope_params_to_dict(**kwargs)
+
+    def _rope_by_layer_type(self, given: Any) -> dict[str, Any]:
+        """`rope_parameters` for each layer type. Those with CARoPE turn whole heads unless the user says otherwise."""
+        types = sorted(set(self.layer_types or ()))
+        if not check_rope_mapping(given, tuple(LAYER_TYPES.values())):
+            given = dict.fromkeys(types, given)
+        whole = {name: {"partial_rotary_factor": 1.0} for name in types if self.scheme_of(name) == "carope"}
+        return {name: {**whole.get(name, {}), **parameters} for name, parameters in given.items()}
 
 
 def _pythia(hidden_size: int, layers: int, heads: int, vocab_size: int = 50304) -> dict[str, Any]:

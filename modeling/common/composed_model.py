@@ -16,11 +16,11 @@ from ..ops.dcmha.attention import COMPOSING, resolve_implementation
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
-from ..positions.carope import ContentRotary, make_room_for_phases
+from ..positions.carope import FrequencyProjection, make_room_for_phases
 from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type, rotary_of
 from .decoder import DecoderBody, DecoderPreTrainedModel
-from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask
+from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask
 from .family_model import FamilyPreTrainedModel
 
 
@@ -37,7 +37,7 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DistanceTable):
             module.reset_parameters()
-        if isinstance(module, ContentRotary):
+        if isinstance(module, FrequencyProjection):
             module.init_bias()
         if isinstance(module, DynamicComposition):
             init_composition(module, self.config.compose_init_scale)
@@ -157,6 +157,8 @@ class ComposedDecoderBody(DecoderBody):
                 "position_embeddings": self._rotations(layer_type, inputs),
                 "tables": tables[layer_type]._replace(offset=offset),
             }
+            if self.config.scheme_of(layer_type) == "carope":
+                arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)
         return hidden_states, arguments
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:

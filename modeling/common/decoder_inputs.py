@@ -138,6 +138,14 @@ def is_complete_mask(attention_mask: Any) -> bool:
     return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
 
 
+def new_token_mask(attention_mask: Any, cache: Cache | None, length: int) -> Tensor | None:
+    """The part `[B, T]` of a mask `[B, S]` that is of the new tokens, False for padding; None without such a mask."""
+    if attention_mask is None or is_complete_mask(attention_mask):
+        return None
+    new = torch.arange(length, device=attention_mask.device) + (0 if cache is None else cache.get_seq_length())
+    return attention_mask.bool().index_select(1, new.clamp(max=attention_mask.shape[1] - 1))
+
+
 def mask_beside_borders(attention_mask: Any) -> Any:
     """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
 

@@ -106,6 +106,7 @@ class ComposedAttention(nn.Module):
         past_key_values: Any = None,
         key_value_states: Tensor | None = None,
         implementation: str | None = None,
+        token_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output `[B, T, E]` and, from `eager`, the composed probabilities `[B, H, T, S]`.
@@ -120,6 +121,7 @@ class ComposedAttention(nn.Module):
                 cross-attention cache.
             key_value_states: in cross-attention, the hidden states `[B, S, E]` that keys and values are projected from.
             implementation: name of the attention implementation, by default the configuration's.
+            token_mask: `[B, T]`, False for padding, which CARoPE does not count as a step.
             kwargs: further arguments of the attention function, such as `first_keys` and `tables`.
         """
         factors = self.composition(hidden_states) if self.composition is not None else {}
@@ -129,7 +131,7 @@ class ComposedAttention(nn.Module):
         else:
             query, key, value = self._project(hidden_states, position_embeddings)
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-            query, key, phases = self._turn(query, key, hidden_states, cache)
+            query, key, phases = self._turn(query, key, hidden_states, cache, token_mask)
             key, value, factors = self._remember(key, value, factors, cache, phases)
             key = key[..., : self.head_dim]
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
@@ -170,18 +172,24 @@ class ComposedAttention(nn.Module):
         return query, key, self._heads(self.v_proj, hidden_states)
 
     def _turn(
-        self, query: Tensor, key: Tensor, hidden_states: Tensor, cache: Cache | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        hidden_states: Tensor,
+        cache: Cache | None = None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rotates queries `[B, H, T, D]` and keys `[B, H_kv, T, D]` by content, if the position scheme is CARoPE.
 
         Returns:
-            Queries, keys, and the phases `[B, H_kv, T, D / 2]`, which depend on `hidden_states` `[B, T, E]` and go on
-            from the last ones in the cache. With other schemes both stay as they are, and phases are None.
+            Queries, keys, and the phases `[B, H_kv, T, D / 2]`, which depend on `hidden_states` `[B, T, E]` and
+            `token_mask` `[B, T]` and go on from the last ones in the cache. With other schemes both stay as they are,
+            and phases are None.
         """
         if self.content_rotary is None:
             return query, key, None
         past = last_phases(cache, self.layer_idx, self.head_dim, torch.promote_types(key.dtype, torch.float32))
-        phases = self.content_rotary(hidden_states, past)
+        phases = self.content_rotary(hidden_states, past, token_mask)
         query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
         return query, rotate(key, *self.content_rotary.angles(phases)), phases
 

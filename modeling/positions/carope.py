@@ -17,29 +17,47 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer
 
 
+class FrequencyProjection(nn.Linear):
+    """From hidden states `[..., E]` to `x W + b`, `[..., H_kv]`.
+
+    It is a class of its own because Transformers initializes a module that owns no parameters, as `ContentRotary`,
+    only in models of its own.
+    """
+
+    def __init__(self, hidden_size: int, kv_heads: int, head_dim: int, rope_theta: float) -> None:
+        self.head_dim, self.rope_theta = head_dim, rope_theta
+        super().__init__(hidden_size, kv_heads)
+
+    @torch.no_grad()
+    def init_bias(self) -> None:
+        """Sets the bias such that, with weights of zero, frequencies and phases are those of rotary embedding."""
+        softplus = self.rope_theta ** (2 / self.head_dim) - 1
+        # The inverse of softplus, in the form that does not overflow.
+        init.constant_(self.bias, softplus + math.log(-math.expm1(-softplus)))
+
+
 class ContentRotary(nn.Module):
     """The phases of one layer."""
 
     def __init__(self, hidden_size: int, kv_heads: int, head_dim: int, rope_theta: float) -> None:
         super().__init__()
-        self.frequency = nn.Linear(hidden_size, kv_heads)
-        self.head_dim, self.rope_theta = head_dim, rope_theta
+        self.frequency = FrequencyProjection(hidden_size, kv_heads, head_dim, rope_theta)
+        self.head_dim = head_dim
 
-    @torch.no_grad()
-    def init_bias(self) -> None:
-        """Sets the bias such that, with weights of zero, frequencies and phases are those of rotary embedding."""
-        init.constant_(self.frequency.bias, math.log(math.expm1(self.rope_theta ** (2 / self.head_dim) - 1)))
-
-    def forward(self, hidden_states: Tensor, past: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, past: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
         """The phases of new tokens, at least float32 `[B, H_kv, T, D / 2]`.
 
         Args:
             hidden_states: `[B, T, E]`, normalized.
             past: the phases of the last earlier token, `[B, H_kv, 1, D / 2]`.
+            token_mask: `[B, T]`, False for padding, which adds nothing to the phases of later tokens.
         """
         logits = self.frequency(hidden_states).transpose(1, 2)[..., None]
         frequency = 1 / (F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))) + 1)
-        phases = (frequency ** torch.arange(self.head_dim // 2, device=logits.device)).cumsum(2)
+        steps = frequency ** torch.arange(self.head_dim // 2, device=logits.device)
+        if token_mask is not None:
+            steps = steps * token_mask[:, None, :, None]
+        phases = steps.cumsum(2)
         return phases if past is None else phases + past
 
     def angles(self, phases: Tensor, repeats: int = 1) -> tuple[Tensor, Tensor]:

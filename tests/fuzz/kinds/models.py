@@ -96,12 +96,14 @@ def random_layers(random: Random, layers: int) -> list[str]:
 
 def random_positions(random: Random, layer_types: list[str]) -> Case:
     """A position scheme for all layers or for each layer type, and perhaps a gain."""
-    relative = ("rope", "none", "alibi", "t5")
+    relative = ("rope", "none", "alibi", "t5", "carope")
     fields: Case = {"position_scheme": random.choice((*relative, "learned", "sinusoidal"))}
     if random.random() < 0.4:
         fields["position_scheme"] = {layer_type: random.choice(relative) for layer_type in layer_types}
     scheme = fields["position_scheme"]
     schemes = {scheme} if isinstance(scheme, str) else set(scheme.values())
+    if "carope" in schemes:  # it turns whole heads
+        fields["rope_parameters"] = {"rope_theta": random.choice((10.0, 1e4)), "partial_rotary_factor": 1.0}
     fields["compose_position_bias"] = not schemes.isdisjoint(("alibi", "t5")) and random.random() < 0.5
     fields["position_gain"] = random.choice((None, None, "distance", "bucket"))
     return fields

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases.golden import read_case, tensors_under
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
@@ -298,15 +299,35 @@ def test_carope_is_that_of_the_golden_case(form: str, carope: tuple[ContentRotar
 
 
 @torch.no_grad()
-def test_carope_starts_as_rope_and_keeps_phases_of_half_precision(
-    carope: tuple[ContentRotary, dict[str, Tensor]],
-) -> None:
-    module, tensors = carope
-    module.init_bias()
-    nn.init.zeros_(module.frequency.weight)
-    frequencies = 1e4 ** (-torch.arange(3).double() / 3)
-    expected = torch.arange(1, 9).double()[:, None] * frequencies
-    torch.testing.assert_close(module(tensors["x"]), expected.expand(2, 2, 8, 3), atol=1e-9, rtol=1e-9)
+@pytest.mark.parametrize(("head_dim", "theta"), [(8, 1e4), (16, 5e5), (2, 1e4)])
+def test_a_new_model_with_carope_turns_as_rope_does(head_dim: int, theta: float) -> None:
+    fields = {**OURS, "head_dim": head_dim, "rope_parameters": {"rope_theta": theta}}
+    model = DCFormerForCausalLM(DCFormerConfig(**fields, position_scheme="carope")).double()
+    rotary, pairs = model.model.layers[1].self_attn.content_rotary, head_dim // 2
+    nn.init.zeros_(rotary.frequency.weight)
+    expected = torch.arange(1, 101).double()[:, None] * theta ** (-torch.arange(pairs).double() / pairs)
+    phases = rotary(torch.randn(2, 100, 48).double())
+    torch.testing.assert_close(phases, expected.expand(2, 6, 100, pairs), atol=0, rtol=2e-6)
+
+
+@torch.no_grad()
+def test_carope_does_not_count_padding_or_hidden_tokens() -> None:
+    model, ids = make("carope and none"), torch.randint(1, 61, (1, 30))
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1, 2, 11, 12, 29]), 0)
+    shown = mask[0].bool()
+    others = torch.where(shown, ids, 61 - ids)
+    cache = StaticCache(config=model.config, max_cache_len=34)
+    parts = [(others[:, :12], mask[:, :12]), (others[:, 12:], mask)]
+    logits = torch.cat([model(part, attention_mask=seen, past_key_values=cache).logits for part, seen in parts], dim=1)
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[:, shown], expected[:, shown], atol=1e-11, rtol=0)
+    rotary, states = model.model.layers[0].self_attn.content_rotary, torch.randn(1, 5, 48).double()
+    padded = F.pad(states, (0, 0, 40_000, 0))
+    assert torch.equal(rotary(padded, None, torch.arange(40_005)[None] >= 40_000)[:, :, -5:], rotary(states))
+
+
+@torch.no_grad()
+def test_a_cache_keeps_phases_of_half_precision() -> None:
     key, phases = torch.randn(2, 2, 5, 6).bfloat16(), torch.rand(2, 2, 5, 3) * 3000
     cache = DynamicCache()
     cache.update(pack_phases(key, phases), key, 0)
@@ -405,11 +426,26 @@ def test_every_way_of_running_gives_the_same_logits(variant: str) -> None:
     assert torch.equal(found, model.generate(ids[1:, 9:], max_new_tokens=6, do_sample=False)[0, -6:])
 
 
-def test_carope_turns_whole_heads_in_every_family() -> None:
-    for rope in ({}, {"rope_parameters": {"rope_theta": 100.0}}):
-        config = DCPythiaConfig(**OURS, position_scheme="carope", **rope)
-        assert config.rope_of("full_attention")["partial_rotary_factor"] == 1.0
-        assert DCPythiaConfig(**config.to_dict()).to_dict() == config.to_dict()
+@pytest.mark.parametrize("other", ["carope", "none", "alibi", "rope"])
+@pytest.mark.parametrize(
+    "rope",
+    [{}, {"rope_theta": 100.0}, {"full_attention": {"rope_theta": 100.0}, "sliding_attention": {"rope_theta": 10.0}}],
+    ids=["default", "one", "nested"],
+)
+def test_carope_turns_whole_heads_in_every_family(other: str, rope: dict[str, Any]) -> None:
+    scheme: Any = "carope" if other == "carope" else {"full_attention": "carope", "sliding_attention": other}
+    fields = {**OURS, "head_dim": 16, "position_scheme": scheme}
+    config = DCPythiaConfig(**fields, rope_parameters=rope)
+    assert config.rope_of("full_attention")["partial_rotary_factor"] == 1.0
+    if other == "rope":
+        assert config.rope_of("sliding_attention")["partial_rotary_factor"] == 0.25
+    assert config.rope_of("full_attention")["rope_theta"] == (100.0 if rope else 10_000.0)
+    assert DCPythiaConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_carope_needs_a_base_above_one() -> None:
+    with pytest.raises(ValueError, match=r"rope_theta \(1.0\) must be greater than 1 for 'carope'"):
+        DCFormerConfig(**OURS, position_scheme="carope", rope_parameters={"rope_theta": 1.0})
 
 
 @torch.no_grad()
