@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
+from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
 
-# Cached keys and values of these schemes hold no positions at all, or keys are rotated by theirs, which `move_keys` can
-# change.
-EDITABLE = ("rope", "none", "alibi", "t5")
+# Cached keys and values of these schemes hold no positions, or keys that are rotated by theirs and can be rotated on.
+EDITABLE = ("rope", "carope", "none", "alibi", "t5")
 
 
 @torch.no_grad()
@@ -53,16 +53,29 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
     Layers are first cut down to the tokens before `start`, then the model appends the new ones, and then the tokens
     from `stop` on follow with moved keys.
     """
+    layers = list(zip(cache.layers, model.config.layer_types, strict=True))
+    replaced = [_end_phases(model.config, layer_type, layer.keys[:, :, :stop]) for layer, layer_type in layers]
     suffixes = [_cut(layer, start, stop) for layer in cache.layers]
     if input_ids.shape[1]:
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
         model(input_ids, past_key_values=cache, position_ids=places, use_cache=True)
     moved = start + input_ids.shape[1] - stop
-    for layer, suffix, layer_type in zip(cache.layers, suffixes, model.config.layer_types, strict=True):
+    for (layer, layer_type), suffix, end in zip(layers, suffixes, replaced, strict=True):
         embedding = rotary_of(model.model.rotary_emb, model.config, layer_type)
         if embedding is not None:
             suffix["keys"] = move_keys(suffix["keys"], moved, embedding.inv_freq)
+        if end is not None:
+            step = _end_phases(model.config, layer_type, layer.keys) - end
+            suffix["keys"] = turn_cached_keys(suffix["keys"], step)
         _append(layer, suffix)
+
+
+def _end_phases(config: Any, layer_type: str, keys: Tensor) -> Tensor | None:
+    """CARoPE's phases `[B, H_kv, 1, D / 2]` of the last of the cached `keys`, 0 before any; None with other schemes."""
+    if config.scheme_of(layer_type) != "carope":
+        return None
+    phases = cached_phases(keys[:, :, -1:], config.head_dim, torch.promote_types(keys.dtype, torch.float32))
+    return phases if keys.shape[2] else phases.new_zeros(*keys.shape[:2], 1, config.head_dim // 2)
 
 
 def _states(layer: Any) -> list[tuple[Any, Tensor, Tensor]]:
@@ -86,6 +99,8 @@ def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
 
 def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) -> None:
     """Raises ValueError unless `edit_cache` can do this edit; the arguments are the same."""
+    if not hasattr(config, "rope_of"):
+        raise ValueError(f"the cache of a {config.model_type} cannot be edited; run the edited prompt again")
     if unknown := sorted(config.schemes - set(EDITABLE)):
         raise ValueError(
             f"position_scheme {unknown[0]!r} keeps positions in the cache that cannot be changed; run the edited "

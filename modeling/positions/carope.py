@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer
 
+from .rotary import rotate
+
 
 class FrequencyProjection(nn.Linear):
     """From hidden states `[..., E]` to `x W + b`, `[..., H_kv]`.
@@ -75,6 +77,19 @@ def pack_phases(key: Tensor, phases: Tensor) -> Tensor:
     return torch.cat([key, phases.contiguous().view(key.dtype)], dim=-1)
 
 
+def cached_phases(keys: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """The phases `[B, H_kv, S, D / 2]`, in `dtype`, behind the keys `[B, H_kv, S, D + ...]` of a cache layer."""
+    return keys[..., head_dim:].contiguous().view(dtype)
+
+
+def turn_cached_keys(keys: Tensor, step: Tensor) -> Tensor:
+    """Keys of a cache layer, with their phases behind them, after a further turn by `step` `[B, H_kv, 1, D / 2]`."""
+    head_dim = 2 * step.shape[-1]
+    angles = torch.cat((step, step), dim=-1)
+    turned = rotate(keys[..., :head_dim], angles.cos(), angles.sin())
+    return pack_phases(turned, cached_phases(keys, head_dim, step.dtype) + step)
+
+
 def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch.dtype) -> Tensor | None:
     """The phases of the last token in a layer of a cache, `[B, H_kv, 1, D / 2]` in `dtype`; None without tokens.
 
@@ -88,11 +103,11 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
         raise ValueError("position_scheme='carope' keeps phases in its cache, which a quantized one would round")
     keys: Tensor = layer.keys
     if not isinstance(layer, StaticLayer):
-        return keys[:, :, -1:, head_dim:].contiguous().view(dtype) if keys.shape[2] else None
+        return cached_phases(keys[:, :, -1:], head_dim, dtype) if keys.shape[2] else None
     # A sliding layer has its count in an integer too; the tensor stops counting once the layer is full.
     count = torch.as_tensor(getattr(layer, "cumulative_length_int", layer.cumulative_length), device=keys.device)
     last = (count.reshape(1).clamp(max=keys.shape[2]) - 1).clamp(min=0)
-    phases = keys.index_select(2, last)[..., head_dim:].contiguous().view(dtype)
+    phases = cached_phases(keys.index_select(2, last), head_dim, dtype)
     return torch.where(count > 0, phases, 0)
 
 

@@ -1,7 +1,7 @@
 """Loads a checkpoint to be scored, and refuses one whose scores would mean nothing."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +9,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .errors import UserError, first_line
 from .offline import offline_if_unreachable
@@ -25,7 +32,7 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    config_changes: Mapping[str, Any] | None = None,
+    config_changes: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model, in evaluation mode, and its tokenizer from a folder or a Hub name.
 
@@ -35,7 +42,7 @@ def load_checkpoint(
         dtype: a torch dtype's name, or "auto" for the one that the checkpoint was saved in.
         device: where to put the model; by default a GPU if there is one.
         trust_remote_code: whether to run model code that comes with the checkpoint.
-        config_changes: fields of the configuration that replace the checkpoint's.
+        config_changes: returns, for the checkpoint's configuration, the fields to replace in it.
 
     Raises:
         UserError: either is missing or damaged, a field is not valid, or the device is not there.
@@ -45,7 +52,7 @@ def load_checkpoint(
         _check_place(place)
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
-        model = _load_model(path, dtype, trust_remote_code, config_changes or {})
+        model = _load_model(path, dtype, trust_remote_code, config_changes)
         loaded_tokenizer = _load_tokenizer(tokenizer or path, trust_remote_code)
     model.to(target)  # type: ignore[arg-type]
     return model.eval(), loaded_tokenizer
@@ -96,11 +103,16 @@ def _check_place(place: str) -> None:
         raise UserError(f"there is no folder {place}, and no model on the Hub can have this name; give one of them")
 
 
-def _load_model(path: str, dtype: str, trust_remote_code: bool, changes: Mapping[str, Any]) -> PreTrainedModel:
+def _load_model(
+    path: str,
+    dtype: str,
+    trust_remote_code: bool,
+    changes: Callable[[PreTrainedConfig], Mapping[str, Any]] | None,
+) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if changes:
-            config = type(config).from_dict({**config.to_dict(), **changes})
+        if changes is not None:
+            config = type(config).from_dict({**config.to_dict(), **changes(config)})
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )

@@ -37,7 +37,7 @@ class EvaluateArguments:
     )
     rope_parameters: str | None = field(
         default=None,
-        metadata={"help": "--suite long: rotary parameters that replace the checkpoint's, as JSON."},
+        metadata={"help": "--suite long: rotary parameters to change, as JSON; base and rotated share stay."},
     )
     tasks: list[str] | None = field(
         default=None, metadata={"help": "Names or patterns of lm-eval tasks to score instead of a suite."}

@@ -1,17 +1,20 @@
 """Loads the checkpoints that the arguments name."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.checkpoint_loading import check_pair, load_checkpoint
 from .arguments import EvaluateArguments
 
 
 def load_named(
-    name: str, arguments: EvaluateArguments, **config_changes: Any
+    name: str,
+    arguments: EvaluateArguments,
+    config_changes: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a checkpoint and its tokenizer as the arguments ask for.
+    """Loads a checkpoint and its tokenizer as the arguments ask for; see `load_checkpoint` for `config_changes`.
 
     Raises:
         UserError: either cannot be loaded, or they do not fit together.

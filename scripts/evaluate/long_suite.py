@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
@@ -45,8 +46,8 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
 
 def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:
     """All measurements of one checkpoint, up to 8 times the trained length or what the model can read."""
-    changes = {} if arguments.rope_parameters is None else {"rope_parameters": parse_rope(arguments.rope_parameters)}
-    model, tokenizer = load_named(name, arguments, **changes)
+    given = arguments.rope_parameters
+    model, tokenizer = load_named(name, arguments, None if given is None else partial(change_rope, parse_rope(given)))
     trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
     if trained is None:
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
@@ -131,6 +132,34 @@ def _note(results: Mapping[str, Any]) -> str:
         f"that are repeated, {first['pass_key'][0]['prompts']} for each cell, and in brackets nats per key (11.51 "
         "for a model that only knows that five digits come)."
     )
+
+
+def change_rope(changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a configuration with these rotary parameters, for every layer type that rotates by position.
+
+    The base and the share of a head that is rotated stay as they were trained, unless `changes` names them.
+
+    Raises:
+        UserError: the model does not rotate by position.
+    """
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    scheme = getattr(config, "position_scheme", "rope")
+    by_layer_type = bool(rope) and all(isinstance(value, Mapping) for value in rope.values())
+    schemes = scheme if isinstance(scheme, Mapping) else dict.fromkeys(rope, scheme)
+    if "rope" not in schemes.values():
+        raise UserError(
+            f"rope_parameters={dict(changes)} changes how positions rotate queries and keys, but those of this "
+            f"{config.model_type} (position_scheme={scheme!r}) rotate nothing; leave it out"
+        )
+    if not by_layer_type:
+        return {"rope_parameters": {**_trained(rope), **changes}}
+    scaled = {name: {**_trained(own), **changes} for name, own in rope.items() if schemes[name] == "rope"}
+    return {"rope_parameters": {**rope, **scaled}}
+
+
+def _trained(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of one rotary embedding, those that every kind of scaling has."""
+    return {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
 
 
 def parse_rope(text: str) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from cases.golden import read_case
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, edit_cache
+from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, edit_cache
 from dynattn.modeling.common.cache_edit import move_keys
+from dynattn.modeling.positions.carope import cached_phases
 
 FIELDS = {
     "vocab_size": 61,
@@ -23,6 +24,7 @@ SCHEMES: list[dict[str, Any]] = [
     {"position_scheme": "rope"},
     {"position_scheme": "none", "compose_key_wise": False},
     {"position_scheme": "alibi"},
+    {"position_scheme": "carope", "num_key_value_heads": 2},
     {"position_scheme": "t5", "position_gain": "bucket"},
     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}},
     {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
@@ -92,7 +94,6 @@ def test_moved_keys_are_those_of_the_golden_case() -> None:
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"position_scheme": "learned"}, "position_scheme 'learned' keeps positions in the cache"),
-    ({"position_scheme": "carope"}, "position_scheme 'carope' keeps positions in the cache"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' rotates keys by angles"),
     ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}, "rope_type 'longrope' rotates keys"),
 ]
@@ -113,6 +114,25 @@ def test_places_and_rows_have_to_be_in_the_cache(start: int, stop: int, rows: in
     model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
     with pytest.raises(ValueError, match="must be"):
         edit_cache(model, cache, start, stop, torch.zeros(rows, 1, dtype=torch.long))
+
+
+def test_other_models_are_refused() -> None:
+    fields: dict[str, Any] = {name: FIELDS[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    fields |= {"num_attention_heads": 4, "num_hidden_layers": 1}
+    for model in (RCMHAForCausalLM(RCMHAConfig(**fields)), LlamaForCausalLM(LlamaConfig(**fields))):
+        with pytest.raises(ValueError, match=f"cache of a {model.config.model_type} cannot be edited"):
+            edit_cache(model, DynamicCache(), 0, 0, torch.zeros(1, 1, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_phases_of_half_precision_are_turned_in_single_precision() -> None:
+    model, ids = make(position_scheme="carope").bfloat16(), torch.randint(61, (1, 20))
+    caches = DynamicCache(), DynamicCache()
+    model(ids, past_key_values=caches[0])
+    edit_cache(model, caches[0], 5, 9, new := torch.randint(61, (1, 2)))
+    model(torch.cat([ids[:, :5], new, ids[:, 9:]], dim=1), past_key_values=caches[1])
+    edited, again = (cached_phases(cache.layers[0].keys, 8, torch.float32) for cache in caches)
+    torch.testing.assert_close(edited, again, atol=1e-5, rtol=0)
 
 
 def test_an_empty_cache_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
@@ -24,6 +24,7 @@ from dynattn.scripts.evaluate.long_context import (
     make_prompt,
     score_windows,
 )
+from dynattn.scripts.evaluate.long_suite import change_rope
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 TRAINED = 96
@@ -142,6 +143,34 @@ def test_scaling_is_measured_beside_the_model_as_it_is(
     assert [line["to"] for line in plain["by_position"]] == [96, 192, 384, 768]
     assert plain["by_position"] != linear["by_position"]
     assert main([*common, "--output", str(tmp_path / "plain")]) == 2
+
+
+@pytest.mark.parametrize("family", [DCFormerConfig, DCPythiaConfig])
+def test_scaling_keeps_the_base_and_the_rotated_share(family: type[Any]) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0}
+    fields = {**FIELDS, "head_dim": 16, "rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}
+    config = family(**fields)
+    changed = family.from_dict({**config.to_dict(), **change_rope(linear, config)})
+    assert changed.rope_parameters == {**linear, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    assert change_rope({**linear, "rope_theta": 1e4}, config)["rope_parameters"]["rope_theta"] == 1e4
+
+
+def test_scaling_is_of_every_layer_type_that_rotates() -> None:
+    own = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    fields: dict[str, Any] = {**FIELDS, "num_hidden_layers": 2, "sliding_window": 8, "rope_parameters": own}
+    linear = {"rope_type": "linear", "factor": 4.0}
+    changed = change_rope(linear, DCFormerConfig(**fields))["rope_parameters"]
+    assert changed == {name: {**rope, **linear} for name, rope in own.items()}
+    mixed = DCFormerConfig(**fields, position_scheme={"sliding_attention": "rope", "full_attention": "none"})
+    changed = change_rope(linear, mixed)["rope_parameters"]
+    assert changed["sliding_attention"] == {**own["sliding_attention"], **linear}
+    assert "factor" not in changed["full_attention"]
+
+
+@pytest.mark.parametrize("scheme", ["none", "alibi", "learned", "carope"])
+def test_scaling_is_refused_where_positions_rotate_nothing(scheme: str) -> None:
+    with pytest.raises(UserError, match=f"position_scheme='{scheme}'.* rotate nothing; leave it out"):
+        change_rope({"rope_type": "linear", "factor": 4.0}, DCFormerConfig(**FIELDS, position_scheme=scheme))
 
 
 def test_checkpoints_are_compared_at_the_positions_that_both_read(checkpoints: list[str], tmp_path: Path) -> None:
