@@ -91,7 +91,7 @@ class ComposedConfig(CompositionConfig):
             self.rope_parameters = None
             return {name: value for name, value in kwargs.items() if name not in ROPE_ARGUMENTS}
         if check_rope_mapping(given, tuple(LAYER_TYPES.values())):
-            self.rope_parameters = {name: dict(parameters) for name, parameters in given.items()}
+            self.rope_parameters = {name: dict(own) for name, own in given.items() if own is not None}
         else:
             self.rope_parameters = {**given}
         kwargs = super().convert_rope_params_to_dict(**kwargs)

@@ -71,7 +71,7 @@ class DCPythiaConfig(ComposedConfig):
         if not check_rope_mapping(given, tuple(LAYER_TYPES.values())):
             given = dict.fromkeys(types, given)
         whole = {name: {"partial_rotary_factor": 1.0} for name in types if self.scheme_of(name) == "carope"}
-        return {name: {**whole.get(name, {}), **parameters} for name, parameters in given.items()}
+        return {name: {**whole.get(name, {}), **own} for name, own in given.items() if own is not None}
 
 
 def _pythia(hidden_size: int, layers: int, heads: int, vocab_size: int = 50304) -> dict[str, Any]:

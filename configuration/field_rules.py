@@ -158,6 +158,8 @@ def check_rope_parameters(rope: Any, head_dim: int) -> None:
 def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
     """Returns whether `rope_parameters` have a dictionary for each layer type; otherwise they are one for all layers.
 
+    A layer type that does not rotate may have None, as in Transformers.
+
     Args:
         rope: the parameters as given.
         layer_types: the names that are layer types and not names of parameters.
@@ -175,7 +177,7 @@ def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
             f"rope_parameters has {others} beside {by_layer}; give one set for all layers, or one for each layer type"
         )
     for name in by_layer:
-        if not isinstance(rope[name], Mapping):
+        if rope[name] is not None and not isinstance(rope[name], Mapping):
             raise ValueError(f"rope_parameters of {name!r} ({_short(rope[name])}) must be a dictionary")
     return True
 

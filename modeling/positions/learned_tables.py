@@ -25,7 +25,8 @@ def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.d
 class DistanceTable(nn.Embedding):
     """A learned table with one row for each distance, or for each of T5's buckets, and a column for each head.
 
-    It is an `nn.Embedding` of distances, so that weight decay and quantization skip it, as they skip other embeddings.
+    It is an `nn.Embedding` of distances, so that quantization and weight decay of this package skip it, as they
+    skip other embeddings. Transformers' `Trainer` decays embeddings.
     """
 
     def __init__(self, rows: int, heads: int, *, mean: float, std: float, max_distance: int | None = None) -> None:

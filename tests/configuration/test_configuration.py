@@ -178,6 +178,7 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.1}, "rotates 3 dimensions; they must be even"),
     ({"full_attention": {"rope_type": "default"}}, r"rope_parameters lack 'sliding_attention', whose layers rotate"),
     ({"full_attention": {"rope_type": "default"}, "rope_theta": 1e4}, r"\['rope_theta'\] beside \['full_attention'\]"),
+    ({"full_attention": {"rope_theta": 1e4}, "sliding_attention": None}, r"rope_parameters lack 'sliding_attention'"),
     ({"full_attention": 3}, "rope_parameters of 'full_attention' \\(3\\) must be a dictionary"),
     ({"rope_type": "truncated"}, r"rope_type 'truncated' lack \['truncate_length'\]"),
     ({"rope_type": "power", "power_factor": -1}, r"power_factor \(-1\) must be at least 0"),
@@ -191,6 +192,15 @@ def test_each_mistake_in_rotary_parameters_has_a_clear_error(
 ) -> None:
     with pytest.raises((StrictDataclassError, ValueError), match=message):
         config_class.from_size("tiny", rope_parameters=rope)
+
+
+@pytest.mark.parametrize("config_class", [DCFormerConfig, DCPythiaConfig])
+def test_a_layer_type_that_does_not_rotate_may_have_no_parameters(config_class: type) -> None:
+    scheme = {"sliding_attention": "rope", "full_attention": "none"}
+    given = {"sliding_attention": {"rope_theta": 500.0}, "full_attention": None}
+    config = config_class.from_size("tiny", position_scheme=scheme, rope_parameters=given)
+    assert config.rope_of("sliding_attention")["rope_theta"] == 500.0
+    assert config_class(**config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_rotary_parameters_of_the_caller_stay_as_they_are() -> None:

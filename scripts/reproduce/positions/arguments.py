@@ -16,7 +16,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "sinusoidal": {"position_scheme": "sinusoidal"},
     "rope-quarter": {"rope_parameters": {"partial_rotary_factor": 0.25}},
     "rope-base-2e7": {"rope_parameters": {"rope_theta": 2e7}},
-    "truncated": {"rope_parameters": {"rope_type": "truncated", "truncate_length": 64}},
+    # `truncate_length` is the longest training input.
+    "truncated": {"rope_parameters": {"rope_type": "truncated"}},
+    "rope-none": {
+        "position_scheme": {"sliding_attention": "rope", "full_attention": "none"},
+        "sliding_window": 16,
+    },
     "alibi-composed": {"position_scheme": "alibi", "compose_position_bias": True},
     "carope": {"position_scheme": "carope"},
     "t5-gain": {"position_scheme": "t5", "position_gain": "bucket"},
@@ -81,6 +86,8 @@ class PositionsArguments:
                 raise UserError(f"{name}={unknown if given else given} must be some of {', '.join(known)}")
         if set(self.wide) - set(self.schemes):
             raise UserError(f"wide={self.wide} must be some of the schemes {self.schemes}")
+        if "rope-none" in self.schemes and self.layers < 2:
+            raise UserError(f"rope-none needs 2 layers, one of each type, and layers={self.layers}")
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
         if self.steps < 2 or min(self.layers, self.workers) < 1 or not 0 <= self.longest <= 20:

@@ -101,13 +101,22 @@ def make_model(run: Run) -> DCFormerForCausalLM:
 def config_of(run: Run, *, composed: bool, **fields: Any) -> DCFormerConfig:
     """The configuration of a model, with the implementation that is the fastest on such short sequences."""
     config = DCFormerConfig(
-        **{**MODEL, **SCHEMES[run.scheme], "num_hidden_layers": run.layers, **fields},
+        **{**MODEL, **scheme_fields(run), "num_hidden_layers": run.layers, **fields},
         compose_pre=composed,
         compose_post=composed,
     )
     plain = "eager" if config.has_distance_tables else "sdpa"
     config._attn_implementation = "chunked" if composed else plain
     return config
+
+
+def scheme_fields(run: Run) -> dict[str, Any]:
+    """The fields of a run's position scheme, with the length of the longest training input for Giraffe's truncation."""
+    chosen = SCHEMES[run.scheme]
+    if chosen.get("rope_parameters", {}).get("rope_type") != "truncated":
+        return chosen
+    longest = make_batch(run.task, np.random.default_rng(0), 1, trained_length(run.task, run.longest))
+    return {"rope_parameters": {**chosen["rope_parameters"], "truncate_length": longest.tokens.shape[1] - 1}}
 
 
 def answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from dynattn.scripts.reproduce.positions.tasks import (
     make_batch,
     trained_length,
 )
-from dynattn.scripts.reproduce.positions.training import Run, make_model
+from dynattn.scripts.reproduce.positions.training import Run, config_of, make_model
 
 
 def number(digits: np.ndarray) -> int:
@@ -94,13 +94,18 @@ def test_the_record_counts_all_runs_and_compares_by_seed() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_composed_models_start_from_the_weights_of_plain_ones(scheme: str) -> None:
-    runs = {name: Run("sort", scheme, name, 3, 1e-3, 10, 1, 5) for name in ("off", "on", "wide")}
+    runs = {name: Run("sort", scheme, name, 3, 1e-3, 10, 2, 5) for name in ("off", "on", "wide")}
     plain, composed, wide = (make_model(runs[name]) for name in ("off", "on", "wide"))
     shared = composed.state_dict()
     assert all(torch.equal(weight, shared[name]) for name, weight in plain.state_dict().items())
     assert abs(wide.num_parameters() / composed.num_parameters() - 1) < 0.01
     groups = make_optimizer(composed, 1e-3).param_groups
     assert sum(len(group["params"]) for group in groups) == len(list(composed.parameters()))
+
+
+def test_truncation_is_told_the_longest_training_input() -> None:
+    config = config_of(Run("sort", "truncated", "off", 3, 1e-3, 10, 1, 5), composed=False)
+    assert config.rope_parameters["truncate_length"] == len("B12345S12345")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ def test_composed_models_start_from_the_weights_of_plain_ones(scheme: str) -> No
         (["--workers", "0"], "workers=0 1 or more"),
         (["--wide", "rope-quarter"], "wide=['rope-quarter'] must be some of the schemes"),
         (["--learning_rates", "0"], "must be one or more positive numbers"),
+        (["--schemes", "rope-none", "--layers", "1", "--wide", "rope-none"], "rope-none needs 2 layers"),
         (["--redraw"], "holds no record.json"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
