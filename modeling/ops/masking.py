@@ -104,6 +104,16 @@ def split_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | N
     return visible, attention_mask
 
 
+def join_mask(visible: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The inverse of `split_mask`: one mask `[..., T, S]`, in which hidden keys get the lowest finite value.
+
+    It is boolean if there is no bias, additive in the dtype of the bias otherwise, and None if both are None.
+    """
+    if visible is None or bias is None:
+        return visible if bias is None else bias
+    return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
 def with_first_keys(
     attention_mask: Tensor | None, first_keys: Tensor | None, keys: int, device: torch.device
 ) -> Tensor | None:
@@ -118,9 +128,7 @@ def with_first_keys(
     positions = torch.arange(keys, device=device)
     visible, bias = split_mask(attention_mask)
     allowed = (positions >= first_keys.to(device)[..., None])[:, None]  # [B, 1, T, S]
-    if bias is None:
-        return allowed if visible is None else allowed & visible
-    return torch.where(allowed, bias, torch.finfo(bias.dtype).min)
+    return both(allowed, visible) if bias is None else join_mask(allowed, bias)
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

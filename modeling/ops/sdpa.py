@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .distance_tables import NO_TABLES, DistanceTables, at_distances
-from .masking import both, key_distances, split_mask, visible_keys, with_first_keys
+from .masking import both, join_mask, key_distances, split_mask, visible_keys, with_first_keys
 
 
 def plain_attention(
@@ -40,31 +39,52 @@ def plain_attention(
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
     # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys.
     aligned = queries == keys and tables.offset is None
-    builtin_causal = is_causal and aligned and sliding_window is None and attention_mask is None and tables.bias is None
-    visible, mask = None, None
-    if not builtin_causal:
-        given, bias = split_mask(attention_mask)
-        structural = visible_keys(
-            queries,
-            keys,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            device=query.device,
-            offset=tables.offset,
-        )
-        visible = both(structural, given)
-        if tables.bias is not None:
-            by_distance = at_distances(tables.bias, key_distances(queries, keys, tables.offset, query.device))
-            bias = by_distance.to(query.dtype) if bias is None else bias + by_distance.to(query.dtype)
-        mask = visible if bias is None else bias
-        if bias is not None and visible is not None:
-            mask = bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)]
-    enable_gqa = bool(query.shape[1] != key.shape[1])  # `torch.jit.trace` makes tensors of sizes
+    if is_causal and aligned and sliding_window is None and attention_mask is None and tables.bias is None:
+        return attend_with_mask(query, key, value, None, None, scaling, is_causal=True), None
+    given, bias = split_mask(attention_mask)
+    structural = visible_keys(
+        queries, keys, is_causal=is_causal, sliding_window=sliding_window, device=query.device, offset=tables.offset
+    )
+    if tables.bias is not None:
+        by_distance = at_distances(tables.bias, key_distances(queries, keys, tables.offset, query.device))
+        bias = by_distance.to(query.dtype) if bias is None else bias + by_distance.to(query.dtype)
+    return attend_with_mask(query, key, value, both(structural, given), bias, scaling), None
+
+
+def attend_with_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scaling: float,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """SDPA with a boolean mask, a bias on the scores, or both; a query that sees no key gives zeros.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key, value: `[B, H_kv, S, D]`.
+        visible, bias: broadcastable to `[B, H, T, S]`.
+        dropout: the share of the probabilities that become zero.
+        is_causal: uses SDPA's own causal mask. It takes no other mask then, and as many queries as keys.
+
+    Returns:
+        `[B, T, H, D]`.
+    """
+    mask = join_mask(visible, bias)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=builtin_causal, scale=scaling, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask=None if mask is None else mask[(None,) * (4 - mask.ndim)],
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scaling,
+        enable_gqa=bool(query.shape[1] != key.shape[1]),  # `torch.jit.trace` makes tensors of sizes
     )
     if visible is not None:
         output = output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2)

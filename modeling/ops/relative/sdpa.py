@@ -1,11 +1,9 @@
 """Relative attention on PyTorch's scaled dot product attention, with the position terms as an additive mask."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..masking import both, key_distances, split_mask, visible_distances
-from ..sdpa import plain_attention
+from ..sdpa import attend_with_mask, plain_attention
 from .eager import position_scores
 
 
@@ -45,20 +43,6 @@ def relative_sdpa(
         )
     given, bias = split_mask(attention_mask)
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
-    mask = None if positions is None else positions * scaling
-    if bias is not None:
-        mask = bias if mask is None else mask + bias
-    if mask is not None and visible is not None:
-        mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
-    mask = visible if mask is None else mask
-    output = F.scaled_dot_product_attention(
-        content_query,
-        key,
-        value,
-        attn_mask=None if mask is None else mask.expand(*query.shape[:3], key.shape[2]),
-        dropout_p=dropout,
-        scale=scaling,
-    )
-    if visible is not None:
-        output = output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    return output.transpose(1, 2), None
+    if positions is not None:
+        bias = positions * scaling if bias is None else positions * scaling + bias
+    return attend_with_mask(content_query, key, value, visible, bias, scaling, dropout=dropout), None

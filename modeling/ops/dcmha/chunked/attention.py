@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...masking import both, split_mask, visible_keys, with_first_keys
+from ...masking import both, join_mask, split_mask, visible_keys, with_first_keys
 from ...modes import autocast, under_transforms
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -175,21 +175,17 @@ def mask_one_query(
     sliding_window: int | None,
     offset: int | Tensor,
     device: torch.device,
-) -> tuple[Tensor | None, int | None]:
-    """Puts causality and window of a single query at position `offset` into its mask.
+) -> Tensor | None:
+    """The mask of a single query at position `offset`, with causality and window in it.
 
     Args:
-        mask: four dimensions that broadcast to `[B, H, 1, S]`.
-
-    Returns:
-        The mask, boolean or additive like the given one, and None: no window is left to apply.
+        mask: four dimensions that broadcast to `[B, H, 1, S]`, as what is returned, which is boolean or additive like
+            this one.
     """
     structural = visible_keys(1, keys, is_causal=is_causal, sliding_window=sliding_window, device=device, offset=offset)
     given, bias = split_mask(mask)
     visible = both(None if structural is None else structural[None, None], given)
-    if bias is None or visible is None:
-        return visible, None
-    return torch.where(visible, bias, torch.finfo(bias.dtype).min), None
+    return join_mask(visible, bias)
 
 
 def _attend_one_query(
@@ -217,9 +213,8 @@ def _attend_one_query(
         `[B, 1, H, D]`.
     """
     if tables.offset is not None:
-        mask, sliding_window = mask_one_query(
-            mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
-        )
+        mask = mask_one_query(mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device)
+        sliding_window = None  # it is part of the mask now
     if sliding_window is not None and sliding_window < key.shape[2]:
         window = slice(-sliding_window, None)
         key, value = key[:, :, window], value[:, :, window]

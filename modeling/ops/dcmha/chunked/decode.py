@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables, at_distances
-from ...masking import key_distances, masked_softmax, split_mask
+from ...masking import join_mask, key_distances, masked_softmax, split_mask
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .composers.choice import compile_mode
 from .composers.stepwise import same_group
@@ -150,14 +150,11 @@ def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -
     return bias, gain
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor | None:
     """A mask, four dimensions that broadcast to `[B, H, 1, S]`, that also adds `bias` `[H, S]`."""
     bias = bias[None, :, None]
     visible, added = split_mask(mask)
-    if visible is None:
-        return bias
-    total = bias if added is None else bias + added
-    return torch.where(visible, total, torch.finfo(total.dtype).min)
+    return join_mask(visible, bias if added is None else bias + added)
 
 
 def map_scores(

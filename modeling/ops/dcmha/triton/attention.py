@@ -79,9 +79,10 @@ def dcmha_triton(
     learned = [table for table in tables.present.values() if table is not None]
     if not _needs_gradients((query, key, value, *learned), pre, post):
         if tables.offset is not None:
-            attention_mask, sliding_window = mask_one_query(
+            attention_mask = mask_one_query(
                 attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
             )
+            sliding_window = None  # it is part of the mask now
         return decode(query, key, value, pre, post, scaling, attention_mask, first_keys, sliding_window, tables), None
     load_kernels(query.device)  # called for its errors, so that all calls raise on the same devices
     return dcmha_chunked(
