@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -12,20 +11,7 @@ from ..configuration.configuration_dcpythia import DCPythiaConfig
 from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
-
-
-class DCPythiaMLP(nn.Module):
-    """Two projections with an activation between them, by default the exact GELU."""
-
-    def __init__(self, config: DCPythiaConfig) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+from .layers.mlp import MLP
 
 
 class DCPythiaDecoderLayer(GradientCheckpointingLayer):
@@ -35,7 +21,7 @@ class DCPythiaDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.use_parallel_residual = config.use_parallel_residual
         self.self_attn = ComposedAttention(config, layer_idx)
-        self.mlp = DCPythiaMLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
