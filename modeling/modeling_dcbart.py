@@ -14,9 +14,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import EncoderBody, check_padding_token
-from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, init_final_logits_bias
-from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
+from .common.encoder import check_padding_token
+from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
+from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import MLP
 from .positions.absolute import ScaledEmbedding, SinusoidalPositions, init_sinusoids
@@ -135,20 +135,13 @@ class DCBartStack(DCBartPreTrainedModel):
         return self.dropout(hidden_states if self.embed_norm is None else self.embed_norm(hidden_states))
 
 
-class DCBartEncoder(EncoderBody, DCBartStack):
+class DCBartEncoder(SourceEncoderBody, DCBartStack):
     """The encoder: every token sees all tokens of the source."""
 
     _can_record_outputs = {"hidden_states": DCBartEncoderLayer, "attentions": ComposedAttention}
 
     def __init__(self, config: DCBartConfig) -> None:
         super().__init__(config, [DCBartEncoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
-
-    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
-        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
-        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
-        if position_ids is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        return self.add_positions(inputs_embeds, position_ids)
 
 
 class DCBartDecoder(Seq2SeqDecoderBody, DCBartStack):
@@ -162,12 +155,6 @@ class DCBartDecoder(Seq2SeqDecoderBody, DCBartStack):
 
     def __init__(self, config: DCBartConfig) -> None:
         super().__init__(config, [DCBartDecoderLayer(config, layer) for layer in range(config.decoder_layers or 0)])
-
-    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
-        length = inputs_embeds.shape[1]
-        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
-        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes the caches also keep composition factors, where there are any that the key token generates."""

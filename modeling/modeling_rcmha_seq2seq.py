@@ -12,10 +12,10 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
-from .common.encoder import EncoderBody, check_padding_token
+from .common.encoder import check_padding_token
 from .common.relative_model import RelativePreTrainedModel
-from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead
-from .common.seq2seq_decoder import Seq2SeqDecoderBody, check_positions
+from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
+from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 
@@ -114,20 +114,13 @@ class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
         return self.dropout(inputs_embeds)
 
 
-class RCMHASeq2SeqEncoder(EncoderBody, RCMHASeq2SeqStack):
+class RCMHASeq2SeqEncoder(SourceEncoderBody, RCMHASeq2SeqStack):
     """The encoder: every token sees all tokens of the source."""
 
     _can_record_outputs = {"hidden_states": RCMHASeq2SeqEncoderLayer, "attentions": RCMHAAttention}
 
     def __init__(self, config: RCMHASeq2SeqConfig) -> None:
         super().__init__(config, [RCMHASeq2SeqEncoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
-
-    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
-        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
-        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
-        if position_ids is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        return self.add_positions(inputs_embeds, position_ids)
 
     def run_layers(self, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As the base, for hidden states `[B, S, E]`; also tells the convolutions which tokens are padding."""
@@ -148,12 +141,6 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
     def __init__(self, config: RCMHASeq2SeqConfig) -> None:
         layers = range(config.decoder_layers or 0)
         super().__init__(config, [RCMHASeq2SeqDecoderLayer(config, layer) for layer in layers])
-
-    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
-        length = inputs_embeds.shape[1]
-        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
-        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes the self-attention cache also keep the earlier tokens that convolutions read."""

@@ -1,4 +1,4 @@
-"""Encoder-decoders: encoder and decoder as one model, and the language modeling head."""
+"""Encoder-decoders: the encoder, encoder and decoder as one model, and the language modeling head."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,7 +15,22 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from .encoder import EncoderBody
 from .heads import check_labels
+from .seq2seq_decoder import check_positions
+
+
+class SourceEncoderBody(EncoderBody):
+    """The forward pass of an encoder whose family defines `add_positions`, as `Seq2SeqDecoderBody` describes it."""
+
+    add_positions: Callable[[Tensor, Tensor], Tensor]
+
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
+        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
+        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        return self.add_positions(inputs_embeds, position_ids)
 
 
 class Seq2SeqBody:

@@ -1,7 +1,9 @@
 """The decoder of an encoder-decoder: its forward pass, its masks and caches, and checks of its arguments."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -18,14 +20,17 @@ from .decoder_inputs import check_attention_mask, check_tokens
 class Seq2SeqDecoderBody:
     """The forward pass of a decoder that reads an encoder's output, mixed in front of a family's `PreTrainedModel`.
 
-    A family's decoder makes the modules that are annotated here, and defines `embed` and `prepare_cache`. It overrides
-    `layer_arguments` where its layers need more.
+    A family's decoder makes the modules that are annotated here, and defines `add_positions`. It overrides
+    `prepare_cache` and `layer_arguments` where its layers need more.
     """
 
     config: Any
     embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
+    # From embeddings `[B, T, E]` and positions `[.., T]` to the first layer's hidden states `[B, T, E]`. A method here
+    # would hide that of the family's class, which comes later among the bases.
+    add_positions: Callable[[Tensor, Tensor], Tensor]
 
     @merge_with_config_defaults
     @capture_outputs
@@ -81,7 +86,9 @@ class Seq2SeqDecoderBody:
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
         """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
-        raise NotImplementedError
+        length = inputs_embeds.shape[1]
+        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
+        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
