@@ -1,7 +1,9 @@
 """The parts into which the profile of a call of the chunked op is divided."""
 
 MATMULS = ("multiply_heads", "add_to_heads")
-COMPOSERS = ("compose", "compose_backward", "softmax", "softmax_backward")
+# Functions of `chunk.py` and of composers, which are clocked.
+CHUNK_FUNCTIONS = (*MATMULS, "softmax", "softmax_backward")
+COMPOSER_FUNCTIONS = ("compose", "compose_backward")
 REST, WHOLE, UNCLOCKED = "rest", "whole call", "without the clock"
 # The part that a function of the op computes, by how many of a chunk's softmax steps are done. The backward pass first
 # repeats the forward pass up to the probabilities.

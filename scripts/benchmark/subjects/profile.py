@@ -28,7 +28,18 @@ from ..harness.shapes import Shape, visible_pairs
 from . import attention
 from .attention import ATTENTION, COMPILE_MODES, OpProblem, call_op, compile_mode
 from .op_flops import composition_flops
-from .parts import BACKWARD_PARTS, COMPOSERS, FORWARD_PARTS, FUNCTIONS, LAST_PARTS, MATMULS, REST, UNCLOCKED, WHOLE
+from .parts import (
+    BACKWARD_PARTS,
+    CHUNK_FUNCTIONS,
+    COMPOSER_FUNCTIONS,
+    FORWARD_PARTS,
+    FUNCTIONS,
+    LAST_PARTS,
+    MATMULS,
+    REST,
+    UNCLOCKED,
+    WHOLE,
+)
 
 PROFILED: dict[str, tuple[str, Callable[[OpInputs], Tensor]]] = {
     "chunked-stepwise": (COMPOSED, partial(call_op, implementation="chunked")),
@@ -64,7 +75,7 @@ class PartClock:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces the op's functions by the same functions under the clock, and C code by these functions."""
-        matmuls = {name: self.timed(name, getattr(chunk, name)) for name in MATMULS}
+        functions = {name: self.timed(name, getattr(chunk, name)) for name in CHUNK_FUNCTIONS}
         choose = tiling.choose_composer
         composers = {
             "choose_composer": lambda *arguments: self.timed_composer(choose(*arguments)),
@@ -72,14 +83,14 @@ class PartClock:
         }
         with (
             compile_mode(COMPILE_MODES["chunked-stepwise"]),
-            override_attributes(chunk, matmuls),
+            override_attributes(chunk, functions),
             override_attributes(tiling, composers),
         ):
             yield
 
     def timed_composer(self, composer: ChunkComposer) -> ChunkComposer:
         """The same composer, under the clock."""
-        functions: dict[str, Any] = {name: self.timed(name, getattr(composer, name)) for name in COMPOSERS}
+        functions: dict[str, Any] = {name: self.timed(name, getattr(composer, name)) for name in COMPOSER_FUNCTIONS}
         return composer._replace(**functions)
 
     def timed(self, name: str, function: Callable[..., None]) -> Callable[..., None]:

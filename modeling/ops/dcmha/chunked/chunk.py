@@ -41,7 +41,7 @@ class ScoreTransform(NamedTuple):
         if self.pre is not None:
             maps.advance(composer.compose, self.pre, scratch)
         self._add_bias(maps.latest, is_composed=True)
-        maps.advance(composer.softmax, self.visibility)
+        maps.advance(softmax, self.visibility)
         if self.tables.gain is not None:
             maps.latest.mul_(self.tables.gain.transpose(0, 1))
         if self.post is not None:
@@ -64,7 +64,7 @@ class ScoreTransform(NamedTuple):
         if self.pre is not None:
             self.composer.compose(composed, scores, self.pre, scratch)
         self._add_bias(composed, is_composed=True)
-        self.composer.softmax(probs, composed, self.visibility)
+        softmax(probs, composed, self.visibility)
         if self.tables.gain is not None:
             torch.mul(probs, self.tables.gain.transpose(0, 1), out=gained)
         if self.post is not None:
@@ -98,7 +98,7 @@ class ScoreTransform(NamedTuple):
         if self.tables.gain is not None and sums.tables.gain is not None:
             sums.tables.gain.addcmul_(probs.transpose(0, 1), maps.latest.transpose(0, 1))
             maps.latest.mul_(self.tables.gain.transpose(0, 1))
-        maps.advance(composer.softmax_backward, probs, self.visibility)
+        maps.advance(softmax_backward, probs)
         if sums.mask is not None:
             sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
         if sums.tables.bias is not None and not self.compose_bias:
@@ -108,6 +108,23 @@ class ScoreTransform(NamedTuple):
         if sums.tables.bias is not None and self.compose_bias:
             sums.tables.bias.add_(maps.latest.transpose(0, 1))
         return maps.latest
+
+
+def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
+    """Writes the probabilities of `scores` to `out`, both `[c, H, n]`; overwrites hidden scores.
+
+    Queries that see no key get zeros.
+    """
+    visibility.hide_by_position(scores)
+    visibility.hide_by_mask(scores)
+    torch.softmax(scores, dim=-1, out=out)
+    if visibility.has_empty_rows():
+        out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+
+
+def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor) -> None:
+    """Writes the gradient of the scores of `softmax` to `out`, from that of its `probs`; all are `[c, H, n]`."""
+    torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
 
 
 class _DoubleBuffer:

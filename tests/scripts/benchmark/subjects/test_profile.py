@@ -128,7 +128,7 @@ def spied(function: Callable[..., None], sizes: list[tuple[int, int]]) -> Callab
 def test_the_op_is_its_own_again_after_all_went_well_and_after_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def functions() -> list[Any]:
         loop = [getattr(tiling, name) for name in ("choose_composer", "STEPWISE")]
-        return [*loop, *(getattr(chunk, name) for name in profile.MATMULS)]
+        return [*loop, *(getattr(chunk, name) for name in profile.CHUNK_FUNCTIONS)]
 
     before = functions()
     with PartClock().installed():

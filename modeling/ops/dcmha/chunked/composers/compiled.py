@@ -38,7 +38,7 @@ def compose_backward(
         sums.static.add_(torch.bmm(maps, gradient.transpose(1, 2)).sum(0))
 
 
-COMPILED = ChunkComposer(compose, compose_backward, STEPWISE.softmax, STEPWISE.softmax_backward)
+COMPILED = ChunkComposer(compose, compose_backward)
 _FAILED = object()
 
 

@@ -65,10 +65,6 @@ class ChunkComposer(NamedTuple):
     # (out, gradient, maps, factors, sums, scratch): from the gradient of the composition, writes that of `maps` to
     # `out` and adds those of `factors` to `sums`.
     compose_backward: Callable[[Tensor, Tensor, Tensor, StageFactors, StageFactors, Tensor], None]
-    # (out, scores, visibility): writes the probabilities; may overwrite the scores. Queries that see no key get zeros.
-    softmax: Callable[[Tensor, Tensor, ChunkVisibility], None]
-    # (out, gradient, probs, visibility): writes the gradient of the composed scores.
-    softmax_backward: Callable[[Tensor, Tensor, Tensor, ChunkVisibility], None]
 
 
 def split_terms(terms: Tensor, dim: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:

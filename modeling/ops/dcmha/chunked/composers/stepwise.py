@@ -7,7 +7,7 @@ Terms of the key side differ from key to key and are applied one by one, in plac
 import torch
 from torch import Tensor
 
-from .interface import ChunkComposer, ChunkVisibility, StageFactors, split_terms
+from .interface import ChunkComposer, StageFactors, split_terms
 
 
 def compose(out: Tensor, maps: Tensor, factors: StageFactors, scratch: Tensor) -> None:
@@ -40,21 +40,7 @@ def compose_backward(
         sums.key.add_(_key_gradient(out, gradient, maps, factors.key, factors.groups, scratch))
 
 
-def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
-    """Writes the probabilities to `out` `[c, H, n]`; overwrites hidden scores."""
-    visibility.hide_by_position(scores)
-    visibility.hide_by_mask(scores)
-    torch.softmax(scores, dim=-1, out=out)
-    if visibility.has_empty_rows():
-        out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
-
-
-def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor, visibility: ChunkVisibility) -> None:
-    """Writes the gradient of the composed scores to `out` `[c, H, n]`."""
-    torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
-
-
-STEPWISE = ChunkComposer(compose, compose_backward, softmax, softmax_backward)
+STEPWISE = ChunkComposer(compose, compose_backward)
 
 
 def _mix(out: Tensor, maps: Tensor, factors: StageFactors, *, transpose: bool) -> None:
