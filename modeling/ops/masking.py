@@ -20,6 +20,18 @@ class Structure(NamedTuple):
     sliding_window: int | None
     offset: int | None = None
 
+    @classmethod
+    def of_call(
+        cls, query: Tensor, key: Tensor, offset: Tensor | None, is_causal: bool, sliding_window: int | None
+    ) -> "Structure":
+        """The structure of an attention call with `query` `[B, H, T, D]` and `key` `[B, H_kv, S, D]`.
+
+        Args:
+            offset: `[]`, an integer, or None. Reading it waits for the device, if it is on one.
+        """
+        place = None if offset is None else int(offset)
+        return cls(query.shape[2], key.shape[2], is_causal, sliding_window, place)
+
     @property
     def first_query(self) -> int:
         """The position of the first query among the keys."""
@@ -139,9 +151,14 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Tensor:
-    """Softmax of `scores` `[..., T, S]` over the keys, computed in at least float32 and returned in their dtype.
+    """Softmax of `scores` over the keys, computed in at least float32 and returned in their dtype.
 
     Hidden keys get zero, and so do all keys of a query that sees none.
+
+    Args:
+        scores: of any shape, `[..., T, S]` by default.
+        visible: broadcastable to the scores; None hides nothing.
+        dim: the dimension of the keys.
     """
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if visible is None:

@@ -177,7 +177,7 @@ def map_scores(
         maps = maps + bias.t()
     if pre is not None:
         maps = compose_maps(maps, pre)
-    maps = _softmax(maps, None if mask is None else mask.transpose(1, 2), dim=1)
+    maps = _softmax(maps, None if mask is None else mask.transpose(1, 2))
     if gain is not None:
         maps = maps * gain.t()
     if post is not None:
@@ -253,7 +253,7 @@ def _sum_heads(maps: Tensor, groups: int) -> Tensor:
     return grouped.sum(-1, keepdim=True).expand_as(grouped).flatten(2)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Softmax of `scores` `[B, S, H]` over dimension `dim`, the keys; `mask` broadcasts to the scores."""
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of `scores` `[B, S, H]` over dimension 1, the keys; `mask` broadcasts to the scores."""
     visible, bias = split_mask(mask)
-    return masked_softmax(scores if bias is None else scores + bias, visible, dim)
+    return masked_softmax(scores if bias is None else scores + bias, visible, dim=1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...masking import split_mask
+from ...masking import Structure, split_mask
 from ...native_library import C_FLOATS, lanes, load_or_warn
 from .arguments import ChunkedInputs, ChunkedSettings
 from .csrc.sources import COMPOSE
@@ -78,6 +78,7 @@ class Problem:
         self,
         inputs: ChunkedInputs,
         settings: ChunkedSettings,
+        structure: Structure,
         chunk: int,
         grad_output: Tensor | None = None,
         mask_sums: Tensor | None = None,
@@ -85,12 +86,13 @@ class Problem:
         """Describes `inputs`.
 
         Args:
+            structure: which keys each query sees by position, by the same inputs and settings.
             chunk: how many queries a chunk has.
             grad_output: `[B, T, H, D]`, for the backward pass.
             mask_sums: the gradient of the mask in its shape, float32, for the backward pass; None if not needed.
         """
         self._kept: list[Tensor | array[int]] = []
-        items, heads, queries, width = inputs.query.shape
+        items, heads, _, width = inputs.query.shape
         first_keys = None if inputs.first_keys is None else inputs.first_keys.to("cpu", torch.int64).contiguous()
         members: list[int] = []
         for tensor in (*inputs[:3], None if grad_output is None else grad_output.transpose(1, 2)):
@@ -98,15 +100,19 @@ class Problem:
         for stage in stages_of(inputs, settings):
             members += self._stage(stage)
         members += (*self._mask(_readable(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
-        members += (items, heads, inputs.key.shape[1], width, queries, inputs.key.shape[2])
-        members += (*band_of(inputs, settings), chunk, *self._tables(inputs), int(settings.compose_bias))
+        members += (items, heads, inputs.key.shape[1], width, structure.queries, structure.keys)
+        members += (
+            *band_of(structure),
+            chunk,
+            *self._tables(inputs, table_grid(structure)),
+            int(settings.compose_bias),
+        )
         struct = array("l", members)
         self._kept.append(struct)
         self.address = struct.buffer_info()[0]
 
-    def _tables(self, inputs: ChunkedInputs) -> tuple[int, ...]:
+    def _tables(self, inputs: ChunkedInputs, grid: DistanceGrid) -> tuple[int, ...]:
         """The addresses of the tables by distance, their length, and the place of distance 0 in them."""
-        grid = table_grid(inputs)
         tables = (inputs.position_bias, inputs.position_gain)
         addresses = (None if one is None else grid.spread(one, torch.float32).contiguous() for one in tables)
         return *map(self._address, addresses), grid.columns, grid.before
@@ -171,21 +177,19 @@ def _readable(mask: Tensor | None) -> Tensor | None:
     return torch.where(visible, bias.float(), -torch.inf)
 
 
-def table_grid(inputs: ChunkedInputs) -> DistanceGrid:
+def table_grid(structure: Structure) -> DistanceGrid:
     """The grid of a table `[H, 1, X]` as C code reads it: a single row, from which each query reads at another offset.
 
     It has an element for every pair of a tile, rows beyond the queries and keys beyond the last one included.
     """
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    offset = keys - queries if inputs.offset is None else int(inputs.offset)
-    before, after = offset + queries + MAX_CHUNK, -(-keys // BLOCK_KEYS) * BLOCK_KEYS - offset
+    offset = structure.first_query
+    before, after = offset + structure.queries + MAX_CHUNK, -(-structure.keys // BLOCK_KEYS) * BLOCK_KEYS - offset
     return DistanceGrid(1, before, before + after + 1)
 
 
-def band_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[int, int, int]:
+def band_of(structure: Structure) -> tuple[int, int, int]:
     """Returns (offset, behind, ahead): query `t` sees the keys from `t + offset - behind` to `t + offset + ahead`."""
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    offset = keys - queries if inputs.offset is None else int(inputs.offset)
-    unbounded = queries + keys + abs(offset)  # farther than any key stands from any query
-    side = unbounded if settings.sliding_window is None else settings.sliding_window - 1
-    return offset, side, 0 if settings.is_causal else side
+    offset = structure.first_query
+    unbounded = structure.queries + structure.keys + abs(offset)  # farther than any key stands from any query
+    side = unbounded if structure.sliding_window is None else structure.sliding_window - 1
+    return offset, side, 0 if structure.is_causal else side

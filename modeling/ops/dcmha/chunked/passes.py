@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...masking import Structure
 from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
@@ -18,7 +19,6 @@ from .tiling import (
     query_chunks,
     read_item,
     read_tables,
-    structure_of,
     transpose_rows,
 )
 
@@ -30,9 +30,9 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     batch, heads, queries, width = inputs.query.shape
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
-    structure = structure_of(inputs, settings)
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     composer = composer_for(inputs, structure)
-    tables = read_tables(inputs, settings, structure, dtype)
+    tables = read_tables(inputs, structure, dtype)
     for index in range(batch):
         item = read_item(inputs, settings, index, dtype)
         key_transposed, value = transpose_rows(item.key), item.value.contiguous()
@@ -67,9 +67,9 @@ def attend_backward(
     if serves(inputs, settings):
         return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
-    structure = structure_of(inputs, settings)
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     composer = composer_for(inputs, structure)
-    tables = read_tables(inputs, settings, structure, dtype)
+    tables = read_tables(inputs, structure, dtype)
     gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad, tables.zeros())
     for index in range(len(inputs.query)):
         item = read_item(inputs, settings, index, dtype)

@@ -14,10 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...masking import Structure
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from .arguments import TABLES, ChunkedInputs, ChunkedSettings
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
+from .distance_blocks import DistanceGrid
 from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of, table_grid
 
 # How many queries a chunk has: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS`
@@ -51,7 +53,8 @@ def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     assert library is not None
     batch, heads, queries, width = inputs.query.shape
     output = torch.empty(batch, queries, heads, width, **C_FLOATS)
-    problem = Problem(inputs, settings, _chunk_queries(inputs, settings, threads))
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
+    problem = Problem(inputs, settings, structure, _chunk_queries(structure, heads, threads))
     memory = torch.empty(library.forward_size(problem.address, threads), **C_FLOATS)
     library.forward(output.data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
     return output.to(inputs.query.dtype)
@@ -70,9 +73,11 @@ def attend_backward_in_c(
     # Blocks of keys may add to the same elements of the mask's gradient, so they must do that one after the other, and
     # always in the same order.
     threads = 1 if mask_needs_grad else usable_threads()
-    sums = _Sums(inputs, settings, mask_needs_grad)
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
+    sums = _Sums(inputs, settings, table_grid(structure), mask_needs_grad)
     mask_sums = sums.mask if mask_needs_grad else None
-    problem = Problem(inputs, settings, _chunk_queries(inputs, settings, 1), grad_output, mask_sums)
+    chunk = _chunk_queries(structure, inputs.query.shape[1], 1)
+    problem = Problem(inputs, settings, structure, chunk, grad_output, mask_sums)
     memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
     addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.by_item])
     library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
@@ -82,8 +87,10 @@ def attend_backward_in_c(
 class _Sums:
     """The gradients that C code writes or adds to, in float32 and in the layouts of `gradients` in backward.h."""
 
-    def __init__(self, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool) -> None:
-        self.inputs = inputs
+    def __init__(
+        self, inputs: ChunkedInputs, settings: ChunkedSettings, grid: DistanceGrid, mask_needs_grad: bool
+    ) -> None:
+        self.inputs, self.grid = inputs, grid
         empty, zeros = partial(torch.empty, **C_FLOATS), partial(torch.zeros, **C_FLOATS)
         batch, heads, _, width = inputs.query.shape
         kv_heads, keys = inputs.key.shape[1:3]
@@ -97,9 +104,8 @@ class _Sums:
         ]
         self.matrices = [None if one.static is None else zeros(batch, blocks, heads, heads) for one in stages]
         self.mask = None if inputs.mask is None else zeros(inputs.mask.shape if mask_needs_grad else 0)
-        self.grid = table_grid(inputs)
         self.tables = {
-            name: None if getattr(inputs, name) is None else zeros(batch, heads, self.grid.columns) for name in TABLES
+            name: None if getattr(inputs, name) is None else zeros(batch, heads, grid.columns) for name in TABLES
         }
         # The members of the struct `gradients` in backward.h.
         self.by_item = (
@@ -131,12 +137,11 @@ class _Sums:
                 yield name, self.grid.gather(sums.sum(0)[:, None], getattr(self.inputs, name))
 
 
-def _chunk_queries(inputs: ChunkedInputs, settings: ChunkedSettings, threads: int) -> int:
+def _chunk_queries(structure: Structure, heads: int, threads: int) -> int:
     """How many queries a chunk has, if each of `threads` threads has the maps of one chunk in memory."""
-    _, behind, ahead = band_of(inputs, settings)
-    heads, _, keys = inputs.query.shape[1], *inputs.key.shape[1:3]
+    _, behind, ahead = band_of(structure)
     for queries in CHUNK_QUERIES:
-        if threads * queries * heads * min(keys, queries + behind + ahead) <= LARGEST_MAPS:
+        if threads * queries * heads * min(structure.keys, queries + behind + ahead) <= LARGEST_MAPS:
             return queries
     return CHUNK_QUERIES[-1]
 

@@ -71,16 +71,7 @@ class QueryChunk(NamedTuple):
         return part if part is None or part.key is None else part._replace(key=part.key.contiguous())
 
 
-def structure_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> Structure:
-    """Describes which keys each query may see by position alone."""
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    offset = None if inputs.offset is None else int(inputs.offset)  # waits for the device, if it is on one
-    return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
-
-
-def read_tables(
-    inputs: ChunkedInputs, settings: ChunkedSettings, structure: Structure, dtype: torch.dtype
-) -> TableBlocks:
+def read_tables(inputs: ChunkedInputs, structure: Structure, dtype: torch.dtype) -> TableBlocks:
     """The tables of a call as blocks in `dtype`, of which the chunks of all items read views."""
     most = _chunk_queries(structure, inputs.query.shape[1])
     spans = _query_spans(structure, most)

@@ -24,7 +24,7 @@ def count_terms(terms: Tensor | None) -> int:
 def padded_terms(work: Workspace, inputs: MapInputs) -> dict[str, Tensor | None]:
     """Returns packed terms `[B, length, terms, H]` with padding by the names of `Factors`; None without terms."""
     return {
-        name: None if terms is None else work.with_padding(terms, 1, of_keys="key" in name).contiguous()
+        name: None if terms is None else work.with_padding(terms, of_keys="key" in name).contiguous()
         for name, terms in zip(Factors._fields, inputs.terms, strict=True)
     }
 

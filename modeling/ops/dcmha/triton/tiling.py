@@ -133,13 +133,6 @@ def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int
     return RowTiling(*lengths, lengths[0], spans)
 
 
-def structure_of(inputs: MapInputs, settings: MapSettings) -> Structure:
-    """Describes which keys each query may see by position alone."""
-    offset = None if inputs.offset is None else int(inputs.offset)  # waits for the device, if it is on one
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    return Structure(queries, keys, settings.is_causal, settings.sliding_window, offset)
-
-
 def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:
     """Returns the tiling of a problem: by window if it is causal and the sequence has at least two blocks.
 
@@ -149,7 +142,7 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
         patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
-    structure = structure_of(inputs, settings)
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     if settings.is_causal and settings.sliding_window is not None:
         step = aligned(block_of(settings.sliding_window), max(patch[0], ALIGNMENT))
         reach = aligned(settings.sliding_window - 1 + step, max(patch[1], ALIGNMENT))

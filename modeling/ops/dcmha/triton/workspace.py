@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...masking import split_mask
+from ...masking import Structure, split_mask
 from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import Tiler, add_blocks, choose_tiling, structure_of
+from .tiling import Tiler, add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
 # The programs that CUDA takes along the third side of a grid, along which kernels have the items of a chunk. Kernels
@@ -49,7 +49,9 @@ class Workspace:
     ) -> None:
         self.batch, self.heads, _, _ = inputs.query.shape
         self.kernels = load_kernels(inputs.query.device)
-        self.structure = structure_of(inputs, settings)
+        self.structure = Structure.of_call(
+            inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window
+        )
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
@@ -76,14 +78,14 @@ class Workspace:
                 where = self._visibility(slice(items.start // self.groups, None), queries, keys)
                 yield MapChunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
 
-    def with_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
-        """Returns `[.., T or S, ..]`, whose positions are along `axis`, with zeros for the tiling's padding."""
-        return padded(rows, axis, self.keys, self.tiling.before) if of_keys else padded(rows, axis, self.queries)
+    def with_padding(self, rows: Tensor, *, of_keys: bool) -> Tensor:
+        """Returns `[B, T or S, ..]` with zeros for the tiling's padding."""
+        return padded(rows, 1, self.keys, self.tiling.before) if of_keys else padded(rows, 1, self.queries)
 
-    def without_padding(self, rows: Tensor, axis: int, *, of_keys: bool) -> Tensor:
-        """Returns `[.., T or S, ..]`, a view of the real positions along `axis`."""
+    def without_padding(self, rows: Tensor, *, of_keys: bool) -> Tensor:
+        """The inverse of `with_padding`: a view `[B, T or S, ..]` of the real positions."""
         first, length = (self.tiling.before, self.structure.keys) if of_keys else (0, self.structure.queries)
-        return rows.narrow(axis, first, length)
+        return rows.narrow(1, first, length)
 
     def add_keys(self, total: Tensor, partial: Tensor, chunk: MapChunk) -> None:
         """Adds partial sums for keys, `[items, programs along the queries, n, ..]`, to `total` `[B, all keys, ..]`."""

@@ -34,7 +34,7 @@ class HeadByHeadComposer(KernelComposer):
         named = zip(Factors._fields, inputs.terms, strict=True)
         self.factors = Factors(
             *(
-                None if terms is None else _as_panels(work.with_padding(terms, 1, of_keys="key" in name))
+                None if terms is None else _as_panels(work.with_padding(terms, of_keys="key" in name))
                 for name, terms in named
             )
         )
@@ -97,7 +97,7 @@ class HeadByHeadComposer(KernelComposer):
     def gradients(self) -> dict[str, Tensor]:
         """Returns `[B, T or S, terms, H]`, from sums that are kept as `[B, length, H, terms]`, and static matrices."""
         terms = {
-            name: self.work.without_padding(total, 1, of_keys="key" in name).transpose(2, 3)
+            name: self.work.without_padding(total, of_keys="key" in name).transpose(2, 3)
             for name, total in self.sums.items()
         }
         if "pre_static" in self.statics:

@@ -70,7 +70,7 @@ class TensorCoreComposer(KernelComposer):
     def gradients(self) -> dict[str, Tensor]:
         """Returns `[B, T or S, terms, H]` without padding, and static matrices `[H, H]`."""
         return {
-            name: total if "static" in name else self.work.without_padding(total, 1, of_keys="key" in name)
+            name: total if "static" in name else self.work.without_padding(total, of_keys="key" in name)
             for name, total in self.sums.items()
         }
 
