@@ -1,6 +1,5 @@
 """DCModernBert: a bidirectional encoder whose attention heads are dynamically composed (arXiv 2405.08553)."""
 
-import copy
 import math
 from typing import Any
 
@@ -20,7 +19,7 @@ from .common.encoder_heads import (
 )
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import GatedMLP
-from .positions.rotary import RotaryEmbedding
+from .positions.rotary import rotary_with
 
 
 class DCModernBertLayer(GradientCheckpointingLayer):
@@ -91,8 +90,8 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         self.embed_norm, self.dropout = make_norm(config), nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList([DCModernBertLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = make_norm(config)
-        kinds = sorted(set(config.layer_types or ()))
-        self.rotary_emb = nn.ModuleDict({kind: RotaryEmbedding(of_layer_type(config, kind)) for kind in kinds})
+        kinds, parameters = sorted(set(config.layer_types or ())), config.rope_parameters or {}
+        self.rotary_emb = nn.ModuleDict({kind: rotary_with(config, parameters[kind]) for kind in kinds})
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -134,13 +133,6 @@ class DCModernBertForQuestionAnswering(QuestionAnsweringHead, DCModernBertPreTra
 def make_norm(config: DCModernBertConfig) -> nn.LayerNorm:
     """The kind of norm that all parts of the model have."""
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
-
-
-def of_layer_type(config: DCModernBertConfig, layer_type: str) -> DCModernBertConfig:
-    """The configuration with the rotary parameters of one layer type."""
-    one = copy.copy(config)
-    one.rope_parameters = (config.rope_parameters or {})[layer_type]
-    return one
 
 
 __all__ = [

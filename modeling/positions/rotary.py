@@ -123,17 +123,24 @@ def rotaries_by_layer_type(config: Any) -> nn.Module | None:
 
     It is one if they share their `rope_parameters`, and None if no layer type rotates by position.
     """
-    rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
+    rotating = rotating_types(config)
     if not rotating:
         return None
     if not config.has_nested_rope:
         return RotaryEmbedding(config)
-    embeddings = {}
-    for layer_type in rotating:
-        of_type = copy.copy(config)
-        of_type.rope_parameters = config.rope_of(layer_type)
-        embeddings[layer_type] = RotaryEmbedding(of_type)
-    return nn.ModuleDict(embeddings)
+    return nn.ModuleDict({layer_type: rotary_with(config, config.rope_of(layer_type)) for layer_type in rotating})
+
+
+def rotating_types(config: Any) -> list[str]:
+    """The layer types of a decoder that rotate queries and keys by position, in the order of their names."""
+    return [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
+
+
+def rotary_with(config: PreTrainedConfig, parameters: dict[str, Any]) -> RotaryEmbedding:
+    """The rotary embedding of a model, with these `rope_parameters` in place of those of its configuration."""
+    changed = copy.copy(config)
+    changed.rope_parameters = parameters
+    return RotaryEmbedding(changed)
 
 
 def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryEmbedding | None:
@@ -145,8 +152,7 @@ def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryE
 
 def batch_dependent_rope(config: Any) -> str | None:
     """The first `rope_type` of a decoder whose angles depend on the longest row of a batch; None if none does."""
-    rotating = [layer_type for layer_type in sorted(set(config.layer_types)) if config.scheme_of(layer_type) == "rope"]
-    used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]
+    used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]
     return next((rope_type for rope_type in used if rope_type in BATCH_DEPENDENT), None)
 
 
