@@ -15,6 +15,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from ..ops.chunked_loss import IGNORED
 from .encoder import EncoderBody
 from .heads import check_labels
 from .seq2seq_decoder import check_positions
@@ -225,4 +226,4 @@ def shift_right(labels: Tensor, config: PreTrainedConfig) -> Tensor:
             raise ValueError(f"{name} is None, but labels are shifted with it; set it, or give decoder_input_ids")
     start = torch.full_like(labels[:, :1], config.decoder_start_token_id)
     shifted = torch.cat([start, labels[:, :-1]], dim=1)
-    return shifted.masked_fill(shifted == -100, config.pad_token_id)
+    return shifted.masked_fill(shifted == IGNORED, config.pad_token_id)

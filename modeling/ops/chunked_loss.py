@@ -16,6 +16,7 @@ from .modes import autocast, under_transforms
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024
+# Labels of this value are no targets, as in Transformers and in `torch.nn.functional.cross_entropy`.
 IGNORED = -100
 
 
@@ -26,7 +27,7 @@ def chunked_causal_loss(
     labels: Tensor,
     *,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     shift_labels: Tensor | None = None,
     z_loss: float = 0.0,
     **_: Any,

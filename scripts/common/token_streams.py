@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# A target that the loss leaves out, the default `ignore_index` of `torch.nn.functional.cross_entropy`.
-IGNORE_INDEX = -100
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
+# A target that the loss leaves out.
+IGNORE_INDEX = IGNORED
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
-IGNORED = -100
+from dynattn.modeling.ops.chunked_loss import IGNORED
 
 
 class Task(Protocol):

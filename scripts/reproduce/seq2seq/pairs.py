@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 PAD, EOS, FIRST_TOKEN = 0, 1, 2
-IGNORED = -100
 
 
 class Batch(NamedTuple):
