@@ -6,12 +6,10 @@ from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import RopeParameters
 
 from .composition_config import CompositionConfig
-from .field_rules import check_rope_mapping, check_rope_parameters
+from .field_rules import ABSOLUTE_SCHEMES, check_rope_mapping, check_rope_parameters
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
-# These are added to the embeddings, once for the whole model.
-ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
 # These rotate queries and keys.
 ROTARY_SCHEMES = ("rope", "carope")
 # These add a bias to the scores that depends on the distance between query and key.

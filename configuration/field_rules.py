@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# Values of `position_scheme` whose positions are added to the embeddings, once for the whole model.
+ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
+
 
 class Range(NamedTuple):
     """The numbers from `low` to `high`, both included unless `low_open` or `high_open` is set."""

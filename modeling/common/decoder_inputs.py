@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..positions.absolute import ABSOLUTE_SCHEMES
+from ...configuration.field_rules import ABSOLUTE_SCHEMES
 from .packed_documents import starts_by_borders, starts_by_positions
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {

@@ -9,8 +9,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
-ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
-
 
 class SinusoidalPositions(nn.Module):
     """A table of `sinusoids`, which is computed and not part of checkpoints."""
