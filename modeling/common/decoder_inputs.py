@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
-from .packed_documents import starts_by_borders, starts_by_positions
+from .packed_documents import not_before_document, packed_starts, starts_by_borders
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
@@ -123,8 +123,7 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
     if holds_tokens:
         return None
-    starts = starts_by_positions(given.position_ids).expand(inputs_embeds.shape[:2])  # type: ignore[arg-type]
-    return starts if is_tracing(starts) or bool(starts.any()) else None
+    return packed_starts(given.position_ids, inputs_embeds.shape[:2])  # type: ignore[arg-type]
 
 
 def is_empty(cache: Cache | None) -> bool:
@@ -191,7 +190,7 @@ def make_causal_masks(
     itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
     """
     takes_starts = getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
-    apart = None if starts is None or takes_starts else same_document(starts)
+    apart = None if starts is None or takes_starts else not_before_document(starts)
     return {
         layer_type: MASK_MAKERS[layer_type](
             config=config,
@@ -202,16 +201,6 @@ def make_causal_masks(
         )
         for layer_type in sorted(set(config.layer_types))
     }
-
-
-def same_document(starts: Tensor) -> Callable[..., Tensor]:
-    """A mask function for Transformers: a query sees no key before the start of its document, in `starts` `[B, T]`."""
-
-    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
-        return key >= starts[batch, query]
-
-    return mask_function
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:

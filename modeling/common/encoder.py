@@ -8,12 +8,11 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_tokens
-from .packed_documents import starts_by_positions
+from .packed_documents import packed_starts, same_document
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
@@ -42,26 +41,16 @@ def bidirectional_masks(
     """
     if isinstance(attention_mask, dict):
         return attention_mask
-    apart = None
+    starts = None
     if attention_mask is None and position_ids is not None:
-        starts = starts_by_positions(position_ids).expand(inputs_embeds.shape[:2])
-        apart = in_same_document(starts) if is_tracing(starts) or bool(starts.any()) else None
+        starts = packed_starts(position_ids, inputs_embeds.shape[:2])
+    apart = None if starts is None else same_document(starts)
     return {
         layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
             config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, and_mask_function=apart
         )
         for layer_type in sorted(set(layer_types_of(config)))
     }
-
-
-def in_same_document(starts: Tensor) -> Callable[..., Tensor]:
-    """A mask function for Transformers: tokens see each other if their documents have the same start (`[B, T]`)."""
-
-    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
-        return starts[batch, query] == starts[batch, key]
-
-    return mask_function
 
 
 def check_padding_token(config: PreTrainedConfig) -> None:

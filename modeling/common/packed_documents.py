@@ -1,7 +1,10 @@
-"""Several documents packed into one row of the batch: finds where each starts, from positions or from borders."""
+"""Several documents packed into one row of the batch: finds where each starts, and keeps them apart in masks."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers.utils.import_utils import is_tracing
 
 
 def starts_by_positions(position_ids: Tensor) -> Tensor:
@@ -13,6 +16,15 @@ def starts_by_positions(position_ids: Tensor) -> Tensor:
     indices = torch.arange(position_ids.shape[1], device=position_ids.device)
     continues = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) > 0
     return torch.where(continues, 0, indices).cummax(dim=1).values
+
+
+def packed_starts(position_ids: Tensor, shape: torch.Size) -> Tensor | None:
+    """`starts_by_positions` for a batch of the `shape` `[B, T]`; None where every row is one document.
+
+    Values cannot be read while tracing; rows are then taken to pack several documents.
+    """
+    starts = starts_by_positions(position_ids).expand(shape)
+    return starts if is_tracing(starts) or bool(starts.any()) else None
 
 
 def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
@@ -30,3 +42,26 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
         )
     indices = torch.arange(length, device=inputs_embeds.device)
     return starts[torch.searchsorted(starts, indices, right=True) - 1][None]
+
+
+def not_before_document(starts: Tensor) -> Callable[..., Tensor]:
+    """A mask function for Transformers: a query sees no key before the start of its document, in `starts` `[B, T]`.
+
+    Later documents stay visible: they are for a causal mask to hide.
+    """
+
+    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
+        return key >= starts[batch, query]
+
+    return mask_function
+
+
+def same_document(starts: Tensor) -> Callable[..., Tensor]:
+    """A mask function for Transformers: tokens see each other if their documents have the same start (`[B, T]`)."""
+
+    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
+        return starts[batch, query] == starts[batch, key]
+
+    return mask_function
