@@ -6,14 +6,18 @@ from huggingface_hub.dataclasses import strict
 from transformers.modeling_rope_utils import RopeParameters
 
 from .composition_config import CompositionConfig
-from .field_rules import ABSOLUTE_SCHEMES, check_rope_mapping, check_rope_parameters
+from .field_rules import (
+    ABSOLUTE_SCHEMES,
+    BIAS_SCHEMES,
+    check_buckets,
+    check_rope_mapping,
+    check_rope_parameters,
+)
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
 # These rotate queries and keys.
 ROTARY_SCHEMES = ("rope", "carope")
-# These add a bias to the scores that depends on the distance between query and key.
-BIAS_SCHEMES = ("alibi", "t5")
 POSITION_GAINS = (None, "distance", "bucket")
 ROTARY_DTYPES = (None, "float32")
 # What these fields hold where positions work as in Transformers' rotary models (Llama, GPT-NeoX).
@@ -174,21 +178,7 @@ class ComposedConfig(CompositionConfig):
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be even for sinusoidal positions: sines and cosines"
             )
-        self.validate_buckets()
-
-    def validate_buckets(self) -> None:
-        """Part of the strict validation of T5's buckets.
-
-        Their number is even, because half of them hold one distance each. The maximal distance lies beyond that half,
-        because the others grow logarithmically up to it.
-        """
-        if self.t5_num_buckets % 2:
-            raise ValueError(f"t5_num_buckets ({self.t5_num_buckets}) must be even: half hold one distance each")
-        if self.t5_max_distance <= self.t5_num_buckets // 2:
-            raise ValueError(
-                f"t5_max_distance ({self.t5_max_distance}) must be greater than half of t5_num_buckets "
-                f"({self.t5_num_buckets}), the distances that have buckets of their own"
-            )
+        check_buckets(self)
 
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters are complete, in range and fit the heads."""

@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
+from .field_rules import check_buckets
 from .portable_config import model_size
 from .relative_config import RelativeConfig
 
 MEMORY_TYPES = ("streaming", "segment")
-POSITION_SCHEMES = ("none", "rope", "alibi", "learned", "sinusoidal")
+POSITION_SCHEMES = ("none", "rope", "alibi", "t5", "learned", "sinusoidal")
 
 
 @strict
@@ -30,7 +31,9 @@ class RCMHAConfig(RelativeConfig):
         max_position_embeddings (`int`, defaults to 2048): number of tokens that attention may reach over, and rows of
             the tables of relative and of learned positions; with a streaming memory the former have `mem_len + 1` rows.
         position_scheme (`str`, defaults to `"none"`): positions of `mdha` and `mha`, which have no relative positions:
-            `"none"` (the paper's), `"rope"`, `"alibi"`, `"learned"`, or `"sinusoidal"`, scaled by `initializer_range`.
+            `"none"` (the paper's), `"rope"`, `"alibi"`, `"t5"`, a learned bias for each bucket of distances,
+            `"learned"`, or `"sinusoidal"`, scaled by `initializer_range`.
+        t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): as in `ComposedConfig`.
         rope_theta (`float`, defaults to 10000.0): base of the angles of `"rope"`.
 
     ```python
@@ -56,6 +59,8 @@ class RCMHAConfig(RelativeConfig):
     max_position_embeddings: int = 2048
     position_scheme: str = "none"
     rope_theta: float | int = 10000.0
+    t5_num_buckets: int = 32
+    t5_max_distance: int = 128
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -78,6 +83,11 @@ class RCMHAConfig(RelativeConfig):
         return [kind] * self.num_hidden_layers
 
     @property
+    def schemes(self) -> set[str]:
+        """The position schemes in use."""
+        return {self.position_scheme}
+
+    @property
     def num_relative_positions(self) -> int:
         """Rows of the relative position tables: one for each distance that a query can reach, from 0."""
         return self.sliding_window or self.max_position_embeddings
@@ -85,6 +95,7 @@ class RCMHAConfig(RelativeConfig):
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and may be combined."""
         self.require_choices(memory_type=MEMORY_TYPES, position_scheme=POSITION_SCHEMES)
+        check_buckets(self)
 
     def validate_heads(self) -> None:
         """Part of the strict validation: rotary embedding has an even number of channels to rotate."""

@@ -10,6 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # Values of `position_scheme` whose positions are added to the embeddings, once for the whole model.
 ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
+# These add a bias to the scores that depends on the distance between query and key.
+BIAS_SCHEMES = ("alibi", "t5")
 
 
 class Range(NamedTuple):
@@ -127,6 +129,22 @@ def check_fields(config: Any) -> None:
             FIELD_RANGES[field.name].check(field.name, value)
         if field.name in ACTIVATIONS and value not in ACT2FN:
             raise ValueError(f"{field.name} {_short(value)!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+def check_buckets(config: Any) -> None:
+    """Raises ValueError unless T5's buckets fit each other.
+
+    Their number is even, because half of them hold one distance each. The maximal distance lies beyond that half,
+    because the others grow logarithmically up to it.
+    """
+    buckets, furthest = config.t5_num_buckets, config.t5_max_distance
+    if buckets % 2:
+        raise ValueError(f"t5_num_buckets ({buckets}) must be even: half hold one distance each")
+    if furthest <= buckets // 2:
+        raise ValueError(
+            f"t5_max_distance ({furthest}) must be greater than half of t5_num_buckets ({buckets}), the distances that "
+            "have buckets of their own"
+        )
 
 
 def check_rope_parameters(rope: Any, head_dim: int) -> None:

@@ -1,7 +1,9 @@
 """RCMHA: a Transformer-XL-style decoder with relative convolutional attention (arXiv 2308.03429), and its baselines."""
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
@@ -17,6 +19,8 @@ from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
 from .positions.absolute import check_learned_positions, make_absolute
+from .positions.alibi import alibi_bias
+from .positions.learned_tables import learned_bias, refuse_reentrant_checkpointing
 from .positions.rotary import RotaryEmbedding
 
 
@@ -80,16 +84,22 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         self.layers = nn.ModuleList([RCMHADecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.rotary_emb = RotaryEmbedding(config) if config.position_scheme == "rope" else None
+        self.position_bias = learned_bias(config)
         self.gradient_checkpointing = False
         self.post_init()
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """As the base; refuses to train with memory and gradient checkpointing, which drops caches."""
+        """As the base; refuses to train with memory and gradient checkpointing, which drops caches.
+
+        For learned tables see `refuse_reentrant_checkpointing`.
+        """
         if given.past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
                 "checkpointing off, or train without past_key_values"
             )
+        if self.position_bias is not None:
+            refuse_reentrant_checkpointing(self)
         return super().prepare_inputs(given)
 
     def make_masks(
@@ -121,11 +131,19 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
             given_mask=given.attention_mask,
             document_starts=inputs.document_starts,
             rotary_emb=self.rotary_emb,
+            bias_of=partial(self.scheme_bias, device=inputs.inputs_embeds.device),
         )
         hidden_states = inputs.inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids).to(hidden_states.dtype)
         return hidden_states, {layer_type: {"segment": segment} for layer_type in self.config.layer_types}
+
+    def scheme_bias(self, keys: int, device: torch.device) -> Tensor | None:
+        """The bias `[S, H]` of the position scheme for distances to `S` keys, at least float32; None if it has none."""
+        if self.position_bias is not None:
+            return self.position_bias(keys)
+        heads = self.config.num_attention_heads
+        return alibi_bias(keys, heads, device) if self.config.position_scheme == "alibi" else None
 
 
 class RCMHAForCausalLM(CausalLMHead, RCMHAPreTrainedModel, GenerationMixin):

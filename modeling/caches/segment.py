@@ -1,5 +1,6 @@
 """What the layers of an RCMHA model need to know about the segment of tokens that they process."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Segment(NamedTuple):
     token_mask: Tensor | None = None  # [B, N], False for padding; None without padding
     document_positions: Tensor | None = None  # [B, T], positions from 0 in each document, if a row packs several
     rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines [B, N, D]
+    scheme_bias: Tensor | None = None  # [S, H], what ALiBi or T5 adds to scaled scores at each distance
 
 
 def describe_segment(
@@ -36,6 +38,7 @@ def describe_segment(
     given_mask: Any,
     document_starts: Tensor | None,
     rotary_emb: nn.Module | None,
+    bias_of: Callable[[int], Tensor | None] | None = None,
 ) -> Segment:
     """Derives a segment from the inputs of a decoder.
 
@@ -47,6 +50,7 @@ def describe_segment(
         given_mask: the `attention_mask` that the caller gave.
         document_starts: `[B, T]`, index of the first token of each token's document; None if every row is one document.
         rotary_emb: the model's rotary embedding, if it has one.
+        bias_of: returns the bias `[S, H]` of the position scheme for `S` keys, if it has one.
 
     Raises:
         ValueError: the batch is not the memory's, or the segment reaches over more keys than the model has positions.
@@ -65,7 +69,8 @@ def describe_segment(
         if read != length:
             position_ids = torch.arange(read, device=inputs_embeds.device)[None]
         rotary = rotary_emb(inputs_embeds, position_ids)
-    return Segment(length, query_offset, token_mask, document_positions, rotary)
+    scheme_bias = None if bias_of is None else bias_of(keys)
+    return Segment(length, query_offset, token_mask, document_positions, rotary, scheme_bias)
 
 
 def find_tokens(

@@ -53,27 +53,28 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
     Layers are first cut down to the tokens before `start`, then the model appends the new ones, and then the tokens
     from `stop` on follow with moved keys.
     """
-    layers = list(zip(cache.layers, model.config.layer_types, strict=True))
-    replaced = [_end_phases(model.config, layer_type, layer.keys[:, :, :stop]) for layer, layer_type in layers]
+    config = model.config
+    layers: list[tuple[Any, str]] = list(zip(cache.layers, config.layer_types, strict=True))
+    ends = [
+        _end_phases(config, layer.keys[:, :, :stop]) if config.scheme_of(layer_type) == "carope" else None
+        for layer, layer_type in layers
+    ]
     suffixes = [_cut(layer, start, stop) for layer in cache.layers]
     if input_ids.shape[1]:
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
         model(input_ids, past_key_values=cache, position_ids=places, use_cache=True)
     moved = start + input_ids.shape[1] - stop
-    for (layer, layer_type), suffix, end in zip(layers, suffixes, replaced, strict=True):
-        embedding = rotary_of(model.model.rotary_emb, model.config, layer_type)
+    for (layer, layer_type), suffix, end in zip(layers, suffixes, ends, strict=True):
+        embedding = rotary_of(model.model.rotary_emb, config, layer_type)
         if embedding is not None:
             suffix["keys"] = move_keys(suffix["keys"], moved, embedding.inv_freq)
         if end is not None:
-            step = _end_phases(model.config, layer_type, layer.keys) - end
-            suffix["keys"] = turn_cached_keys(suffix["keys"], step)
+            suffix["keys"] = turn_cached_keys(suffix["keys"], _end_phases(config, layer.keys) - end)
         _append(layer, suffix)
 
 
-def _end_phases(config: Any, layer_type: str, keys: Tensor) -> Tensor | None:
-    """CARoPE's phases `[B, H_kv, 1, D / 2]` of the last of the cached `keys`, 0 before any; None with other schemes."""
-    if config.scheme_of(layer_type) != "carope":
-        return None
+def _end_phases(config: Any, keys: Tensor) -> Tensor:
+    """CARoPE's phases `[B, H_kv, 1, D / 2]` of the last of the cached `keys` `[B, H_kv, S, D + ...]`, 0 before any."""
     phases = cached_phases(keys[:, :, -1:], config.head_dim, torch.promote_types(keys.dtype, torch.float32))
     return phases if keys.shape[2] else phases.new_zeros(*keys.shape[:2], 1, config.head_dim // 2)
 

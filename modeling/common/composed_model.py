@@ -1,6 +1,5 @@
 """What the families with composed attention share around their layers."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,12 @@ from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import FrequencyProjection, make_room_for_phases
-from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
+from ..positions.learned_tables import (
+    DistanceTable,
+    learned_bias,
+    learned_gain,
+    refuse_reentrant_checkpointing,
+)
 from ..positions.rotary import RotaryEmbedding, rotaries_by_layer_type, rotary_of
 from .decoder import DecoderBody, DecoderPreTrainedModel
 from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask
@@ -98,10 +102,6 @@ class ComposedDecoderBody(DecoderBody):
     embed_positions: nn.Module | None
     position_bias: DistanceTable | None
     position_gain: DistanceTable | None
-    # Provided by PreTrainedModel.
-    training: bool
-    gradient_checkpointing: bool
-    _gradient_checkpointing_func: Callable[..., Any]
 
     def make_positions(self) -> None:
         """Makes the modules of the position schemes, one of each for all layers."""
@@ -117,19 +117,9 @@ class ComposedDecoderBody(DecoderBody):
             make_room_for_phases(cache, self.config)
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """As the base; refuses to train learned tables, which all layers share, with reentrant checkpointing.
-
-        Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows
-        it only once.
-        """
-        learned = self.position_bias is not None or self.position_gain is not None
-        if learned and self.gradient_checkpointing and self.training:
-            options = getattr(self._gradient_checkpointing_func, "keywords", {})
-            if options.get("use_reentrant"):
-                raise ValueError(
-                    "use_reentrant=True cannot differentiate the learned tables of position_scheme='t5' and "
-                    "position_gain, which layers share; use gradient_checkpointing_enable({'use_reentrant': False})"
-                )
+        """As the base; for learned tables see `refuse_reentrant_checkpointing`."""
+        if self.position_bias is not None or self.position_gain is not None:
+            refuse_reentrant_checkpointing(self)
         return super().prepare_inputs(given)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:

@@ -6,10 +6,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ...configuration.field_rules import BIAS_SCHEMES
 from ...configuration.relative_config import RelativeConfig
 from ..layers.headwise_conv import HeadwiseConv, init_conv
 from ..layers.relative_attention import RCMHAAttention
 from ..ops.relative.attention import resolve_relative
+from ..positions.learned_tables import DistanceTable
 from .family_model import FamilyPreTrainedModel
 
 
@@ -24,6 +26,8 @@ class RelativePreTrainedModel(FamilyPreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, HeadwiseConv):
             init_conv(module, std)
+        elif isinstance(module, DistanceTable):
+            module.reset_parameters()
         elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
             for table in (module.position_embeddings, module.position_bias, module.content_bias):
                 init.normal_(table, std=std)
@@ -37,10 +41,10 @@ class RelativePreTrainedModel(FamilyPreTrainedModel):
         """The attention implementation that the model runs with, from the one that the caller asked for.
 
         The model takes only the implementations of `relative_attention` (`eager`, `sdpa`, `chunked`), since no others
-        compute its position terms. The default is `chunked` for a model with relative positions or ALiBi, else `sdpa`.
+        compute its position terms. The default is `chunked` for a model whose scores depend on distances, else `sdpa`.
 
         Raises:
             ValueError: the implementation is none of these.
         """
-        relative = self.config.is_relative or self.config.position_scheme == "alibi"
+        relative = self.config.is_relative or self.config.position_scheme in BIAS_SCHEMES
         return resolve_relative(attn_implementation, relative=relative)

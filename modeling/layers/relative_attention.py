@@ -12,7 +12,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from ...configuration.relative_config import RelativeConfig
 from ..caches.segment import Segment
 from ..ops.relative.attention import RELATIVE
-from ..positions.alibi import alibi_bias
 from ..positions.rotary import rotate
 from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseConv
@@ -127,10 +126,9 @@ class RCMHAAttention(ConvolvedHeads):
         if streaming is not None:
             key, value = streaming.update(key, value, self.layer_idx)
         position_bias = self.position_bias
-        if self.config.position_scheme == "alibi":
-            # The op scales the sum of all its terms, but ALiBi's bias is added to scaled scores.
-            bias = alibi_bias(key.shape[2], query.shape[1], query.device)
-            position_bias = bias.to(query.dtype) / self.scaling
+        if segment.scheme_bias is not None:
+            # The op scales the sum of all its terms, but this bias is added to scaled scores.
+            position_bias = segment.scheme_bias.to(torch.promote_types(query.dtype, torch.float32)) / self.scaling
         output, weights = self.implementation(implementation)(
             query,
             key,

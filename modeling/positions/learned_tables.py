@@ -59,6 +59,21 @@ class DistanceTable(nn.Embedding):
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))[index]
 
 
+def refuse_reentrant_checkpointing(model: Any) -> None:
+    """Raises ValueError if a decoder with learned tables, which all layers share, trains with reentrant checkpointing.
+
+    Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows it
+    only once.
+    """
+    if not (model.gradient_checkpointing and model.training):
+        return
+    if getattr(model._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+        raise ValueError(
+            "use_reentrant=True cannot differentiate the learned tables of position_scheme='t5' and "
+            "position_gain, which layers share; use gradient_checkpointing_enable({'use_reentrant': False})"
+        )
+
+
 def learned_bias(config: Any) -> DistanceTable | None:
     """T5's bias for the heads of a decoder, which all layers share; None if no layer has it."""
     if "t5" not in config.schemes:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.segment_memory import SegmentMemoryLayer
+from dynattn.modeling.positions.learned_tables import t5_buckets
 
 TYPES = ("rcmha", "rmha", "mdha", "mha")
 IDS = torch.randint(0, 31, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -39,10 +40,12 @@ def over_segments(model: PreTrainedModel, lengths: list[int]) -> Tensor:
     return torch.cat([model(ids, past_key_values=memory).logits for ids in IDS.split(lengths, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("attention_type", TYPES)
+@pytest.mark.parametrize(
+    ("attention_type", "scheme"), [*((kind, "none") for kind in TYPES), ("mha", "alibi"), ("mdha", "t5"), ("mha", "t5")]
+)
 @torch.no_grad()
-def test_streaming_memory_makes_segmentation_invisible(attention_type: str) -> None:
-    model = make(attention_type=attention_type).double()
+def test_streaming_memory_makes_segmentation_invisible(attention_type: str, scheme: str) -> None:
+    model = make(attention_type=attention_type, position_scheme=scheme).double()
     whole = model(IDS).logits
     for lengths in ([12, 12], [1] * 24, [7, 1, 1, 15], [23, 1]):
         torch.testing.assert_close(over_segments(model, lengths), whole, atol=1e-10, rtol=0)
@@ -167,7 +170,8 @@ def test_right_padding_does_not_leak_into_what_follows() -> None:
 def test_position_schemes_tell_positions_apart() -> None:
     """Without one, a plain decoder gives a token that only repeats itself the same logits everywhere."""
     repeated = torch.full((1, 12), 3)
-    for scheme, blind in (("none", True), ("rope", True), ("alibi", True), ("learned", False), ("sinusoidal", False)):
+    blinds = {"none": True, "rope": True, "alibi": True, "t5": True, "learned": False, "sinusoidal": False}
+    for scheme, blind in blinds.items():
         model = make(attention_type="mha", position_scheme=scheme, mem_len=None)
         logits = model(repeated).logits[0]
         assert ((logits - logits[0]).abs().max() < 1e-4) == blind, scheme
@@ -177,6 +181,42 @@ def test_position_schemes_tell_positions_apart() -> None:
         swapped[:, [2, 5]] = swapped[:, [5, 2]]
         order_matters = (model(IDS).logits[:, -1] - model(swapped).logits[:, -1]).abs().max() > 1e-4
         assert order_matters == (scheme != "none"), scheme
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@torch.no_grad()
+def test_a_bias_by_distance_is_added_to_scaled_scores(scheme: str) -> None:
+    model = make(attention_type="mha", position_scheme=scheme, mem_len=None, num_hidden_layers=1, t5_max_distance=20)
+    layer = model.double().model.layers[0]
+    states = layer.input_layernorm(model.model.embed_tokens(IDS))
+    query, key = (
+        project(states).unflatten(-1, (4, 8)).transpose(1, 2)
+        for project in (layer.self_attn.q_proj, layer.self_attn.k_proj)
+    )
+    places = torch.arange(24)
+    distance = (places[:, None] - places).clamp(min=0)
+    bias = -distance * 2.0 ** -torch.arange(2, 9, 2)[:, None, None]
+    if scheme == "t5":
+        bias = model.model.position_bias.weight[t5_buckets(24, 32, 20, places.device)][distance].permute(2, 0, 1)
+    scores = (query @ key.mT / 8**0.5 + bias).masked_fill(places[:, None] < places, -torch.inf)
+    maps = model(IDS, output_attentions=True).attentions[0]
+    torch.testing.assert_close(maps, scores.softmax(-1), atol=1e-12, rtol=0)
+
+
+def test_a_learned_bias_is_trained_by_all_layers_and_starts_as_that_of_t5() -> None:
+    model = make(attention_type="mha", position_scheme="t5")
+    table = model.model.position_bias.weight
+    assert table.shape == (32, 4) and 0.1 < table.std() < 0.25  # hidden_size ** -0.5 is 0.18
+    model.train()(IDS, labels=IDS).loss.backward()
+    expected = table.grad.clone()
+    assert expected[:6].abs().min() > 0 and expected[6:].abs().max() == 0  # a token sees five before it
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(IDS, labels=IDS).loss.backward()
+    torch.testing.assert_close(table.grad, expected)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=True cannot differentiate"):
+        model(IDS, labels=IDS)
 
 
 @torch.no_grad()
@@ -292,6 +332,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"attention_type": "cmha"}, "attention_type 'cmha' does not exist; choose from"),
     ({"memory_type": "ring"}, "memory_type 'ring' does not exist"),
     ({"position_scheme": "sinus"}, "position_scheme 'sinus' does not exist"),
+    ({"t5_num_buckets": 7}, r"t5_num_buckets \(7\) must be even"),
     ({"position_scheme": "rope"}, "'rcmha' has relative positions of its own"),
     ({"mem_len": -1}, r"mem_len \(-1\) must be at least 0"),
     ({"mem_len": 64}, r"mem_len \(64\) must be smaller than max_position_embeddings \(64\)"),

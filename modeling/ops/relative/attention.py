@@ -73,7 +73,7 @@ def relative_attention(
         key, value: `[B, H, S, D]`, same dtype as `query`.
         position_embeddings: `[L, H, D]`, row `d + later_rows` for the key `d` tokens before the query; dtype of
             `query`.
-        position_bias: `[L, H]`.
+        position_bias: `[L, H]`, dtype of `query` or float32, which keeps distances apart that half precision would not.
         content_bias: `[H, D]`, added to the queries for their products with keys, not for those with positions.
         scaling: factor on the whole score, position terms included; default `D ** -0.5`.
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True = visible) or additive. It is combined with the

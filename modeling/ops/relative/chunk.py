@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     key: Tensor  # [H, B, S, D]
     value: Tensor  # [H, B, S, D]
     embeddings: Tensor | None  # [H, L, D], the farthest distance first
-    bias: Tensor | None  # [H, L], the farthest distance first
+    bias: Tensor | None  # [H, L], the farthest distance first, in the dtype of the query or in float32
     content_bias: Tensor | None  # [H, 1, 1, D]
     visible: Tensor | None  # broadcastable to [H, B, T, S]
     added: Tensor | None  # additive mask, broadcastable to [H, B, T, S]
@@ -62,6 +62,9 @@ class QueryChunk(NamedTuple):
         positions = self._position_scores(operands, query)
         if positions is None or scaling == 0:  # with alpha = beta = 0 some kernels of `baddbmm` write no result
             scores = (content @ key).mul_(scaling)
+        elif positions.dtype != content.dtype:
+            scores = positions.unflatten(0, query.shape[:2]) + content @ key
+            scores.mul_(scaling)
         else:
             batched = torch.baddbmm(
                 positions.reshape(-1, *self.shape),
@@ -89,7 +92,7 @@ class QueryChunk(NamedTuple):
             unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
             unshifted = unshifted[..., self._real_columns(operands)]
             if grads.bias is not None:
-                self._table_rows(grads.bias).add_(unshifted.sum(1))
+                self._table_rows(grads.bias).add_(unshifted.sum(1, dtype=grads.bias.dtype))
             if operands.embeddings is not None and grads.embeddings is not None:
                 self._table_rows(grads.embeddings).add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
                 grad_query += (unshifted @ self._table_rows(operands.embeddings)).view_as(grad_query)
@@ -107,13 +110,17 @@ class QueryChunk(NamedTuple):
         return kept.to(probs.dtype).div_((1 - dropout) or 1.0)
 
     def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:
-        """Scores of `query` `[H, B, c, D]` against tables, shifted to `[H * B, c, n]`; undefined for hidden keys."""
+        """Scores of `query` `[H, B, c, D]` against tables, shifted to `[H * B, c, n]`; undefined for hidden keys.
+
+        They have the dtype of the query, or of a bias in a wider one.
+        """
         if operands.embeddings is None and operands.bias is None:
             return None
         heads, batch = query.shape[:2]
         (num_queries, num_keys), columns = self.shape, len(self.distances)
         real = self._real_columns(operands)
-        by_distance = query.new_empty(heads, batch * num_queries, columns)
+        dtype = query.dtype if operands.bias is None else torch.promote_types(query.dtype, operands.bias.dtype)
+        by_distance = query.new_empty(heads, batch * num_queries, columns, dtype=dtype)
         by_distance[..., : real.start] = 0
         by_distance[..., real.stop :] = 0
         reachable = by_distance[..., real]
@@ -123,8 +130,10 @@ class QueryChunk(NamedTuple):
             table = self._table_rows(operands.embeddings).transpose(-1, -2)
             if operands.bias is None:
                 torch.bmm(query.flatten(1, 2), table, out=reachable)
-            else:
+            elif operands.bias.dtype == query.dtype:
                 torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+            else:
+                torch.add(self._table_rows(operands.bias)[:, None], query.flatten(1, 2) @ table, out=reachable)
         return by_distance.as_strided(
             (heads * batch, num_queries, num_keys),
             (num_queries * columns, columns - 1, 1),

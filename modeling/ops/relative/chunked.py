@@ -73,7 +73,9 @@ def relative_chunked(
         None if position_bias is None else position_bias[rows],
         content_bias,
     ]
-    tensors = [None if tensor is None else autocast(tensor)[0] for tensor in tensors]
+    # Under autocast, a bias by itself (ALiBi, T5) keeps its dtype; beside embeddings it is part of a product.
+    kept = tensors[4] if position_embeddings is None else None
+    tensors = [x if x is None or x is kept else autocast(x)[0] for x in tensors]
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
     later_rows -= rows.start
     output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)

@@ -38,7 +38,7 @@ def relative_eager(
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
     probs = masked_softmax(scores if bias is None else scores + bias, visible)
     probs = F.dropout(probs, dropout) if dropout else probs
-    return (probs @ value).transpose(1, 2), probs
+    return (probs.to(value.dtype) @ value).transpose(1, 2), probs
 
 
 def position_scores(query: Tensor, embeddings: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor | None:

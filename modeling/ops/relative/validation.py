@@ -1,5 +1,6 @@
 """The checks of a call of `relative_attention` and of its implementations."""
 
+import torch
 from torch import Tensor
 
 from ..distance_tables import check_offset, check_table_lengths
@@ -28,7 +29,7 @@ def check_relative_call(
         query: `[B, H, T, D]`.
         key, value: `[B, H, S, D]`.
         position_embeddings: `[L, H, D]`.
-        position_bias: `[L, H]`.
+        position_bias: `[L, H]`, also float32.
         content_bias: `[H, D]`.
         attention_mask: broadcastable to `[B, H, T, S]`.
 
@@ -38,15 +39,22 @@ def check_relative_call(
     check_call(query, key, value, attention_mask, scaling, sliding_window)
     heads, width = query.shape[1], query.shape[3]
     if key.shape[1] != heads:
-        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)} in batch, heads or width")
+        raise ValueError(
+            f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}: relative attention has no grouped "
+            f"queries, so key and value need {heads} heads; repeat theirs"
+        )
     check_offset(offset)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ValueError(f"dropout must be a probability, from 0 to 1, not {dropout!r}")
     if not (is_integer(later_rows) and later_rows >= 0):
         raise ValueError(f"later_rows must be the number of rows for later keys, at least 0, not {later_rows!r}")
     has_later_rows = is_causal or later_rows > 0
-    _check_table("position_embeddings", position_embeddings, (heads, width), query, has_later_rows=has_later_rows)
-    _check_table("position_bias", position_bias, (heads,), query, has_later_rows=has_later_rows)
+    _check_table("position_embeddings", position_embeddings, (heads, width), has_later_rows)
+    _check_table("position_bias", position_bias, (heads,), has_later_rows)
+    if position_embeddings is not None:
+        check_dtype("position_embeddings", position_embeddings, query)
+    if position_bias is not None:
+        check_dtype("position_bias", position_bias, query, torch.float32)
     if attention_mask is None:
         tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
         check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
@@ -57,10 +65,8 @@ def check_relative_call(
     check_dtype("content_bias", content_bias, query)
 
 
-def _check_table(
-    name: str, table: Tensor | None, row_shape: tuple[int, ...], query: Tensor, *, has_later_rows: bool
-) -> None:
-    """Checks a position table `[L, *row_shape]` against the query `[B, H, T, D]`."""
+def _check_table(name: str, table: Tensor | None, row_shape: tuple[int, ...], has_later_rows: bool) -> None:
+    """Raises ValueError unless a position table is `[L, *row_shape]` and has rows for all keys that queries see."""
     if table is None:
         return
     if table.ndim == 0 or table.shape[1:] != row_shape:
@@ -70,4 +76,3 @@ def _check_table(
             f"is_causal=False does not go with {name}: distances to later keys have no row; use is_causal=True, or a "
             "table whose first later_rows rows are theirs"
         )
-    check_dtype(name, table, query)

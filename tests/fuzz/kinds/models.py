@@ -111,7 +111,7 @@ def random_positions(random: Random, layer_types: list[str]) -> Case:
 
 def rcmha_fields(random: Random) -> Case:
     kind = random.choice(("rcmha", "rcmha", "rmha", "mdha", "mha"))
-    scheme = random.choice(("none", "rope", "alibi", "learned")) if kind in ("mdha", "mha") else "none"
+    scheme = random.choice(("none", "rope", "alibi", "t5", "learned")) if kind in ("mdha", "mha") else "none"
     memory = random.choice(("streaming", "streaming", "segment"))
     return {
         "attention_type": kind,

@@ -211,6 +211,34 @@ def test_chunked_drops_the_same_probabilities_in_both_passes() -> None:
     assert (output - without).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_bias_in_float32_stays_exact_beside_half_precision(implementation: str, embedded: bool) -> None:
+    """A bias of some hundred has steps of 1 and more in bfloat16."""
+    query, key, value = (torch.randn(1, 2, 300, 8).bfloat16() for _ in range(3))
+    query = query * (torch.arange(2) == 1)[:, None, None]  # without queries, only the bias tells keys apart
+    given = {"position_embeddings": torch.randn(300, 2, 8).bfloat16() if embedded else None}
+    found, expected = [], []
+    for dtype, name, results in ((torch.bfloat16, implementation, found), (torch.float64, "eager", expected)):
+        bias = (-0.4 * (torch.arange(300) - 150).abs()[:, None].expand(300, 2) - 100).clone()
+        bias = bias.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        cast = {name: None if one is None else one.to(dtype) for name, one in given.items()}
+        output = relative_attention(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            position_bias=bias,
+            implementation=name,
+            scaling=1.0,
+            **cast,
+        )
+        output.square().sum().backward()
+        results += [output.detach(), bias.grad]
+    for one, truth in zip(found, expected, strict=True):
+        assert (one - truth).abs().max() < 2**-6 * truth.abs().max()
+    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+
+
 def test_chunked_allocates_nothing_of_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a forward and a backward pass is as large as one map of all queries and keys."""
     from torch.utils._python_dispatch import TorchDispatchMode
