@@ -88,7 +88,7 @@ def decode_in_c(
     output = query.new_empty(batch, 1, heads, width)
     workspace = torch.empty(library.workspace_size(batch, keys), **C_FLOATS)
     threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
-    problem = array("l", members)  # the struct `problem` of decode.c
+    problem = array("l", members)  # the struct `decode_problem` of decode.c
     library.attend(output.data_ptr(), workspace.data_ptr(), problem.buffer_info()[0], scaling, threads)
     return output
 
@@ -105,7 +105,7 @@ def _readable(mask: Tensor | None) -> Tensor | None:
 
 
 def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
-    """The members of the C struct `mask`, for one that broadcasts to `[B, H, 1, S]`."""
+    """The members of the C struct `decode_mask`, for one that broadcasts to `[B, H, 1, S]`."""
     if mask is None:
         return (0,) * 6
     item, head, key = (0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 1, 3))
@@ -127,7 +127,7 @@ def table_members(tables: DistanceTables) -> list[int]:
 
 
 def stage_members(composition: Composition | None) -> list[int]:
-    """The members of the C struct `stage`."""
+    """The members of the C struct `decode_stage`."""
     *factors, static = list_tensors(composition)
     members = [int(composition is not None)]
     for factor in factors:

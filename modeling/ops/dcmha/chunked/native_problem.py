@@ -125,7 +125,7 @@ class Problem:
         return tensor.data_ptr()
 
     def _heads(self, tensor: Tensor | None) -> tuple[int, ...]:
-        """The members of `heads_tensor`, for `[B, H, T or S, D]`."""
+        """The members of the C struct `heads_tensor`, for `[B, H, T or S, D]`."""
         if tensor is None:
             return (0,) * 5
         if tensor.stride(3) != 1:
@@ -133,13 +133,13 @@ class Problem:
         return self._address(tensor), TYPES[tensor.dtype], *tensor.stride()[:3]
 
     def _terms(self, terms: Tensor | None) -> tuple[int, ...]:
-        """The members of `terms_tensor`, for `[B, T or S, terms, H]`."""
+        """The members of the C struct `terms_tensor`, for `[B, T or S, terms, H]`."""
         if terms is None:
             return (0,) * 7
         return self._address(terms), TYPES[terms.dtype], *terms.stride(), terms.shape[2]
 
     def _stage(self, stage: Stage) -> list[int]:
-        """The members of `stage`."""
+        """The members of the C struct `stage` of problem.h."""
         members = [*self._terms(stage.query), *self._terms(stage.key)]
         matrix = None if stage.static is None else stage.static.float() + torch.eye(len(stage.static), **C_FLOATS)
         members += (self._matrix(None if matrix is None else matrix.t()), self._matrix(matrix))
@@ -158,7 +158,7 @@ class Problem:
         return self._address(padded.contiguous())
 
     def _mask(self, mask: Tensor | None) -> tuple[int, ...]:
-        """The members of `mask`, for four dimensions that broadcast to `[B, H, T, S]`."""
+        """The members of the C struct `mask`, for four dimensions that broadcast to `[B, H, T, S]`."""
         if mask is None:
             return (0,) * 6
         strides = (0 if length == 1 else stride for length, stride in zip(mask.shape, mask.stride(), strict=True))

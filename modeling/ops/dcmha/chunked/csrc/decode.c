@@ -1,7 +1,7 @@
 /* A decoding step: attention with composed heads for one query per item, in one call.
 
-   decode_native.py calls `attend` and `workspace_size` and fills `problem`. An item is a row of the batch. Maps are
-   scores or probabilities, here [keys, HEADS]. Strides and lengths count elements.
+   decode_native.py calls `attend` and `workspace_size` and fills `decode_problem`. An item is a row of the batch. Maps
+   are scores or probabilities, here [keys, HEADS]. Strides and lengths count elements.
 
    Memory bounds the speed, so keys, values and factors are read once, in the order in which they are stored. A task is
    a span of an item's keys with all heads, so that composition works in the first-level cache. Spans are joined as in
@@ -73,7 +73,7 @@ INLINE element round_element(float from) { return from; }
 typedef struct {
     const element *data;
     long item_stride, head_stride, key_stride;
-} heads_tensor;
+} decode_tensor;
 
 /* Factors of queries or keys [items, 1 or keys, terms, HEADS], whose last stride is 1. A gate is one term; its
    `term_stride` and `terms` are not read. */
@@ -87,13 +87,13 @@ typedef struct {
     factor query_down, query_up, query_gate, key_down, key_up, key_gate;
     const element *static_matrix; /* [HEADS, HEADS], indexed [in, out], or null */
     long static_stride;           /* between its rows */
-} stage;
+} decode_stage;
 
 /* A boolean mask or an additive one, [items, heads, keys]; the stride of a dimension that is broadcast is 0. */
 typedef struct {
     const void *data; /* null: all keys are visible */
     long is_bool, element_bytes, item_stride, head_stride, key_stride;
-} mask;
+} decode_mask;
 
 /* A table by distance [length, HEADS]. */
 typedef struct {
@@ -107,13 +107,13 @@ typedef struct {
 } tables;
 
 typedef struct {
-    heads_tensor query, key, value;
-    mask hiding;
-    stage pre, post;
+    decode_tensor query, key, value;
+    decode_mask hiding;
+    decode_stage pre, post;
     long items, keys;
     tables by_distance;
     long position; /* of the query among the keys, from which distances are counted */
-} problem;
+} decode_problem;
 
 /* The results that the three phases of `attend` pass to one another. A span has `span_length` keys; the last one of an
    item may have fewer. */
@@ -200,7 +200,7 @@ INLINE void add_low_rank(vec *sum, const vec *maps, const element *down, const e
 }
 
 /* Composes the maps [count, HEADS] of an item's keys from `start` on, in place. */
-static void compose(float (*maps)[HEADS], const stage *by, long item, long start, long count) {
+static void compose(float (*maps)[HEADS], const decode_stage *by, long item, long start, long count) {
     for (long s = start; s < start + count; s++, maps++) {
         vec map[HEAD_VECTORS], sum[HEAD_VECTORS];
         memcpy(map, maps, sizeof(map));
@@ -224,7 +224,7 @@ static void compose(float (*maps)[HEADS], const stage *by, long item, long start
 }
 
 /* What a mask adds to a score. The lowest finite value of its type stands for minus infinity: it hides the key. */
-INLINE float bias_of(const mask *hiding, long item, long h, long s) {
+INLINE float bias_of(const decode_mask *hiding, long item, long h, long s) {
     long index = item * hiding->item_stride + h * hiding->head_stride + s * hiding->key_stride;
     if (hiding->is_bool) return ((const char *)hiding->data)[index] ? 0 : -INFINITY;
     unsigned pattern = hiding->element_bytes == 2 ? (unsigned)((const unsigned short *)hiding->data)[index] << 16
@@ -236,7 +236,7 @@ INLINE float bias_of(const mask *hiding, long item, long h, long s) {
 
 /* Whether a mask hides all of `count` keys of an item. A mask that differs between heads is not searched: the answer is
    no. */
-static int hides_all(const mask *hiding, long item, long start, long count) {
+static int hides_all(const decode_mask *hiding, long item, long start, long count) {
     if (!hiding->data || hiding->head_stride) return 0;
     for (long s = start; s < start + count; s++)
         if (bias_of(hiding, item, 0, s) != -INFINITY) return 0;
@@ -245,7 +245,7 @@ static int hides_all(const mask *hiding, long item, long start, long count) {
 
 /* Adds the mask to the maps of an item's keys from `start` on. A hidden key gets minus infinity even if its score is
    NaN or infinite. */
-static void add_mask(float (*maps)[HEADS], const mask *hiding, long item, long start, long count) {
+static void add_mask(float (*maps)[HEADS], const decode_mask *hiding, long item, long start, long count) {
     for (long s = start; s < start + count; s++, maps++) {
         float bias[HEADS];
         for (int h = 0; h < HEADS; h++)
@@ -274,9 +274,9 @@ static void multiply_gain(float (*maps)[HEADS], const tables *by, long distance,
 }
 
 /* Composed and masked scores of `count` keys of an item from `start` on. */
-static void score_block(float (*maps)[HEADS], const problem *given, width_vec (*query)[ROW_VECTORS], long item,
+static void score_block(float (*maps)[HEADS], const decode_problem *given, width_vec (*query)[ROW_VECTORS], long item,
                         long start, long count) {
-    heads_tensor keys = given->key;
+    decode_tensor keys = given->key;
     if (hides_all(&given->hiding, item, start, count)) {
         for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) = (vec){0} - INFINITY;
         return;
@@ -309,11 +309,11 @@ static void exponentiate(workspace work, float (*maps)[HEADS], const vec *maxima
 }
 
 /* First phase: exp(score - maximum) for the keys of a span, with the span's own maxima, and the sums of these. */
-static void attend_to_keys(workspace work, const problem *given, float scaling, long item, long span) {
+static void attend_to_keys(workspace work, const decode_problem *given, float scaling, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
     float(*maps)[HEADS] = work.maps + item * given->keys;
     vec maxima[HEAD_VECTORS];
-    heads_tensor queries = given->query;
+    decode_tensor queries = given->query;
     width_vec query[HEADS][ROW_VECTORS];
     for (int h = 0; h < HEADS; h++)
         pack_query(query[h], queries.data + item * queries.item_stride + h * queries.head_stride, scaling);
@@ -340,7 +340,7 @@ static void find_normalizers(vec *factors, workspace work, long item, long span)
 }
 
 /* Second phase: a span's part of the output, the sum of its values times their composed probabilities. */
-static void attend_to_values(workspace work, const problem *given, long item, long span) {
+static void attend_to_values(workspace work, const decode_problem *given, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
     float(*maps)[HEADS] = work.maps + item * given->keys;
     width_vec(*outputs)[ROW_VECTORS] = work.outputs[item * work.spans + span];
@@ -354,7 +354,7 @@ static void attend_to_values(workspace work, const problem *given, long item, lo
         multiply_gain(maps + start, &given->by_distance, given->position - start, count);
         if (given->post.composes) compose(maps + start, &given->post, item, start, count);
         for (int h = 0; h < KV_HEADS; h++) {
-            heads_tensor values = given->value;
+            decode_tensor values = given->value;
             const element *value =
                 values.data + item * values.item_stride + h * values.head_stride + start * values.key_stride;
             add_values(outputs + h * REPEATS, maps[start] + h * REPEATS, value, values.key_stride, count);
@@ -375,7 +375,7 @@ static void join_outputs(element *out, workspace work, long item, int h) {
 
 typedef struct {
     workspace work;
-    const problem *given;
+    const decode_problem *given;
     element *out;
     float scaling;
 } step;
@@ -400,7 +400,7 @@ static void join_head(const void *context, long index, long thread) {
 }
 
 /* Writes the attention output [items, HEADS, WIDTH] to `out`; `memory` has `workspace_size` float32 elements. */
-void attend(element *out, float *memory, const problem *given, float scaling, long threads) {
+void attend(element *out, float *memory, const decode_problem *given, float scaling, long threads) {
     long items = given->items;
     step of = {divide(memory, items, given->keys), given, out, scaling};
     for_each_task(score_span, &of, items * of.work.spans, threads);

@@ -23,14 +23,14 @@ typedef struct {
 } pages;
 
 typedef struct {
-    heads_tensor query; /* [items, HEADS, 1, WIDTH] */
+    decode_tensor query; /* [items, HEADS, 1, WIDTH] */
     pages key, value;
     const long *table;        /* the page numbers of all items, one item after the other */
     const long *table_starts; /* [items]: where the page numbers of an item start in the table */
     const long *first_keys;   /* [items]: the first key that the query sees, counted from the start of its first page */
     const long *key_counts;   /* [items]: how many keys the query sees from there on */
     long page_length;         /* rows of a page */
-    stage pre, post;          /* without factors of keys, which are in the rows */
+    decode_stage pre, post;   /* without factors of keys, which are in the rows */
     long items;
     tables by_distance;
 } paged_problem;
@@ -71,8 +71,8 @@ static void read_terms(element (*terms)[TERM_ELEMENTS], const element *row, cons
 
 /* A stage with the query factors of one item and the terms [keys, TERMS, HEADS] of some keys, as `compose` reads it for
    item 0. */
-static stage stage_of(const stage *by, long item, element (*terms)[TERM_ELEMENTS]) {
-    stage own = *by;
+static decode_stage stage_of(const decode_stage *by, long item, element (*terms)[TERM_ELEMENTS]) {
+    decode_stage own = *by;
     for (factor *of_query = &own.query_down; of_query <= &own.query_gate; of_query++)
         if (of_query->data) of_query->data += item * of_query->item_stride;
     factor of_key = {terms[0], 0, TERM_ELEMENTS, HEADS, RANK};
@@ -96,7 +96,7 @@ static void score_rows(float (*maps)[HEADS], const paged_problem *given, width_v
     }
     add_bias(maps, &given->by_distance, 1, distance_of(given, item, start), count);
     if (given->pre.composes) {
-        stage pre = stage_of(&given->pre, item, terms);
+        decode_stage pre = stage_of(&given->pre, item, terms);
         compose(maps, &pre, 0, 0, count);
     }
     add_bias(maps, &given->by_distance, 0, distance_of(given, item, start), count);
@@ -105,7 +105,7 @@ static void score_rows(float (*maps)[HEADS], const paged_problem *given, width_v
 /* First phase, as `attend_to_keys`. */
 static void attend_to_key_rows(workspace work, const paged_problem *given, float scaling, long item, long span) {
     long begin = span * work.span_length, end = smaller(begin + work.span_length, given->key_counts[item]);
-    heads_tensor queries = given->query;
+    decode_tensor queries = given->query;
     vec maxima[HEAD_VECTORS];
     width_vec query[HEADS][ROW_VECTORS];
     for (int h = 0; h < HEADS; h++)
@@ -127,7 +127,7 @@ static void attend_to_value_rows(workspace work, const paged_problem *given, lon
     vec factors[HEAD_VECTORS];
     find_normalizers(factors, work, 0, span);
     memset(outputs, 0, sizeof(width_vec) * HEADS * ROW_VECTORS);
-    stage post = stage_of(&given->post, item, terms);
+    decode_stage post = stage_of(&given->post, item, terms);
     for (long start = begin; start < end; start += BLOCK_KEYS) {
         long count = smaller(end - start, BLOCK_KEYS);
         float(*maps)[HEADS] = work.maps + start;

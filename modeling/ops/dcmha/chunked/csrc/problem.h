@@ -59,6 +59,7 @@ INLINE long larger(long a, long b) { return a > b ? a : b; }
 /* Where the element of an index lies in memory; null stays null. */
 INLINE void *address(const void *data, long index, long size) { return data ? (char *)data + index * size : 0; }
 
+/* The same tensor, from an item on. */
 static heads_tensor heads_from(heads_tensor of, long item) {
     of.data = address(of.data, item * of.item_stride, element_size(of.type));
     return of;

@@ -12,8 +12,9 @@ typedef struct {
 } map_view;
 
 /* The types of `compose` and `differentiate`. */
-typedef void compose_function(map_view, map_view, map_view, const float *, const float *, long, long, long);
-typedef void differentiate_function(map_view, map_view, map_view, const float *, const float *, float *, float *, long,
-                                    long, long);
+typedef void compose_function(map_view out, map_view maps, map_view base, const float *query, const float *key,
+                              long queries, long begin, long end);
+typedef void differentiate_function(map_view grad, map_view maps, map_view base, const float *query, const float *key,
+                                    float *query_sums, float *key_sums, long queries, long begin, long end);
 
 #endif
