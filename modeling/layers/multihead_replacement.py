@@ -123,7 +123,11 @@ def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Call
 
 
 def _check_options(options: dict[str, Any], given: Iterable[str]) -> None:
-    """Raises ValueError for options that would change what a module computes already: those it was `given`, too."""
+    """Raises ValueError for options that would change the plain attention of a module.
+
+    These are `FIXED_OPTIONS`, and the constructor arguments `given`, which are copied from the module; `dropout` is
+    allowed.
+    """
     if fixed := sorted(options.keys() & ({*given, *FIXED_OPTIONS} - {"dropout"})):
         raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
 
