@@ -91,32 +91,30 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         Raises:
             ValueError: the arguments do not fit each other, or `dropout` is not 0.
         """
-        if dropout:
-            raise ValueError(
-                f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
-                "attn_implementation='sdpa', or attention_dropout=0"
-            )
+        _refuse_dropout(dropout)
         if paged is not None:
             given = (query, key, value, pre, post, scaling, sliding_window, attend, tables)
             return paged.attend(module.layer_idx, *given), None
         masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
+        mask = masking["attention_mask"]
+        composed: dict[str, Any] = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys}
+        # The window that is checked is the caller's: the op gets none where its mask includes the window.
         check_composed_call(
-            query,
-            key,
-            value,
-            pre=pre,
-            post=post,
-            scaling=scaling,
-            attention_mask=masking["attention_mask"],
-            sliding_window=sliding_window,
-            first_keys=first_keys,
-            tables=tables,
+            query, key, value, **composed, attention_mask=mask, sliding_window=sliding_window, tables=tables
         )
         name = getattr(attend, "__name__", repr(attend))
-        options = masking | table_options(name, attend, tables)
-        return attend(query, key, value, pre=pre, post=post, scaling=scaling, first_keys=first_keys, **options)
+        return attend(query, key, value, **composed, **masking, **table_options(name, attend, tables))
 
     return forward
+
+
+def _refuse_dropout(dropout: float) -> None:
+    """Raises ValueError unless `dropout`, the share of probabilities to drop, is 0."""
+    if dropout:
+        raise ValueError(
+            f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
+            "attn_implementation='sdpa', or attention_dropout=0"
+        )
 
 
 def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool = True) -> dict[str, Any]:
