@@ -10,6 +10,8 @@ from .field_rules import (
     ABSOLUTE_SCHEMES,
     BIAS_SCHEMES,
     check_buckets,
+    check_content_rope,
+    check_even_heads,
     check_rope_mapping,
     check_rope_parameters,
 )
@@ -149,26 +151,13 @@ class ComposedConfig(CompositionConfig):
 
     def validate_position_scheme(self) -> None:
         """Part of the strict validation: every layer type has a known scheme, and the fields of that scheme fit."""
-        scheme, types = self.position_scheme, set(self.layer_types or ())
-        if not isinstance(scheme, str):
-            if scheme.keys() != types:
-                raise ValueError(
-                    f"position_scheme has the layer types {sorted(scheme)}, but the model has {sorted(types)}; give "
-                    "one scheme for each of these, or one for all"
-                )
-            if absolute := sorted(set(scheme.values()) & set(ABSOLUTE_SCHEMES)):
-                raise ValueError(
-                    f"position_scheme {absolute[0]!r} acts on embeddings, which no layer type has of its own; use it "
-                    "for all layers"
-                )
+        if not isinstance(self.position_scheme, str):
+            self._check_schemes_by_layer_type(self.position_scheme)
         if unknown := sorted(self.schemes - set(POSITION_SCHEMES)):
             raise ValueError(f"position_scheme {unknown[0]!r} does not exist; choose from {POSITION_SCHEMES}")
-        for name, value, choices in (
-            ("position_gain", self.position_gain, POSITION_GAINS),
-            ("rotary_dtype", self.rotary_dtype, ROTARY_DTYPES),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} {value!r} does not exist; choose from {choices}")
+        for name, choices in {"position_gain": POSITION_GAINS, "rotary_dtype": ROTARY_DTYPES}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r} does not exist; choose from {choices}")
         if self.compose_position_bias and self.schemes.isdisjoint(BIAS_SCHEMES):
             raise ValueError(
                 f"compose_position_bias=True needs a position_scheme with a bias, one of {BIAS_SCHEMES}, not "
@@ -180,35 +169,34 @@ class ComposedConfig(CompositionConfig):
             )
         check_buckets(self)
 
+    def _check_schemes_by_layer_type(self, schemes: dict[str, str]) -> None:
+        """Raises ValueError unless each layer type of the model, and no other, has a scheme that acts on layers."""
+        types = set(self.layer_types or ())
+        if schemes.keys() != types:
+            raise ValueError(
+                f"position_scheme has the layer types {sorted(schemes)}, but the model has {sorted(types)}; give "
+                "one scheme for each of these, or one for all"
+            )
+        if absolute := sorted(set(schemes.values()) & set(ABSOLUTE_SCHEMES)):
+            raise ValueError(
+                f"position_scheme {absolute[0]!r} acts on embeddings, which no layer type has of its own; use it "
+                "for all layers"
+            )
+
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters are complete, in range and fit the heads."""
         if not self.rotates:
             return
-        if self.head_dim is None or self.head_dim % 2:
-            raise ValueError(
-                f"head_dim ({self.head_dim}) must be even: rotary embedding rotates pairs of channels; by default it "
-                f"is hidden_size ({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
-            )
-        rope: dict[str, Any] = {**(self.rope_parameters or {})}
+        head_dim = check_even_heads(self)
         for layer_type in sorted(set(self.layer_types or ())):
-            if self.scheme_of(layer_type) not in ROTARY_SCHEMES:
+            scheme = self.scheme_of(layer_type)
+            if scheme not in ROTARY_SCHEMES:
                 continue
-            if self.has_nested_rope and layer_type not in rope:
-                raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(rope)}")
-            check_rope_parameters(self.rope_of(layer_type), self.head_dim)
-            own = {name: value for name, value in self.rope_of(layer_type).items() if value is not None}
-            turns_whole_heads = own.pop("partial_rotary_factor", 1.0) == 1
-            only_theta = own.keys() - {"type"} == {"rope_theta", "rope_type"} and turns_whole_heads
-            if self.scheme_of(layer_type) == "carope" and not only_theta:
-                raise ValueError(
-                    f"rope_parameters ({self.rope_of(layer_type)}) do not go with position_scheme 'carope', whose "
-                    "frequencies come from the content; give rope_theta alone, which sets them in a new model, and "
-                    "rotate whole heads (partial_rotary_factor 1.0)"
-                )
-            if self.scheme_of(layer_type) == "carope" and own["rope_theta"] ** (2 / self.head_dim) <= 1:
-                raise ValueError(
-                    f"rope_parameters: rope_theta ({own['rope_theta']}) must be greater than 1 for 'carope'"
-                )
+            if self.has_nested_rope and layer_type not in (given := self.rope_parameters or {}):
+                raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(given)}")
+            check_rope_parameters(self.rope_of(layer_type), head_dim)
+            if scheme == "carope":
+                check_content_rope(self.rope_of(layer_type), head_dim)
 
     def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
         """Does nothing: Transformers calls a method of this name, but `validate_rotary` has checked the parameters."""

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .field_rules import check_buckets
+from .field_rules import check_buckets, check_even_heads
 from .portable_config import model_size
 from .relative_config import RelativeConfig
 
@@ -99,11 +99,8 @@ class RCMHAConfig(RelativeConfig):
 
     def validate_heads(self) -> None:
         """Part of the strict validation: rotary embedding has an even number of channels to rotate."""
-        if self.position_scheme == "rope" and self.head_dim and self.head_dim % 2:
-            raise ValueError(
-                f"head_dim ({self.head_dim}) must be even: rotary embedding rotates pairs of channels; by default it "
-                f"is hidden_size ({self.hidden_size}) / num_attention_heads ({self.num_attention_heads})"
-            )
+        if self.position_scheme == "rope" and self.head_dim:
+            check_even_heads(self)
 
     def validate_convolution(self) -> None:
         """Part of the strict validation: the kernel covers no later token."""

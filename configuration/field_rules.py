@@ -176,6 +176,30 @@ def check_rope_parameters(rope: Any, head_dim: int) -> None:
         _check_longrope(rope, width // 2)
 
 
+def check_content_rope(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Raises ValueError unless checked rotary parameters fit CARoPE, which takes only the base, for a new model."""
+    own = {name: value for name, value in rope.items() if value is not None}
+    turns_whole_heads = own.pop("partial_rotary_factor", 1.0) == 1
+    if own.keys() - {"type"} != {"rope_theta", "rope_type"} or not turns_whole_heads:
+        raise ValueError(
+            f"rope_parameters ({rope}) do not go with position_scheme 'carope', whose frequencies come from the "
+            "content; give rope_theta alone, which sets them in a new model, and rotate whole heads "
+            "(partial_rotary_factor 1.0)"
+        )
+    if own["rope_theta"] ** (2 / head_dim) <= 1:
+        raise ValueError(f"rope_parameters: rope_theta ({own['rope_theta']}) must be greater than 1 for 'carope'")
+
+
+def check_even_heads(config: Any) -> int:
+    """The width of a head, which rotary embedding divides into pairs; raises ValueError if it cannot."""
+    if config.head_dim is None or config.head_dim % 2:
+        raise ValueError(
+            f"head_dim ({config.head_dim}) must be even: rotary embedding rotates pairs of channels; by default it "
+            f"is hidden_size ({config.hidden_size}) / num_attention_heads ({config.num_attention_heads})"
+        )
+    return int(config.head_dim)
+
+
 def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
     """Returns whether `rope_parameters` have a dictionary for each layer type; otherwise they are one for all layers.
 
