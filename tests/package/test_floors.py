@@ -27,6 +27,8 @@ FLOORS = (
         "scripts.doctor",
         "scripts.serve",
         "scripts.inspect",
+        "scripts.export",
+        "scripts.report",
     ),
     ("scripts.compare",),  # trains its variants
     ("scripts.reproduce",),  # a study runs the other jobs
@@ -75,6 +77,12 @@ def room_of(module: str) -> tuple[int, str]:
     place = ".".join(MODULES[module].relative_to(ROOT).with_suffix("").parts) + "."
     rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if place.startswith(f"{room}.")]
     return max(rooms, key=lambda found: len(found[1]))
+
+
+def test_every_job_has_a_room() -> None:
+    """A job without one would fall into the room `scripts`, which may import everything."""
+    jobs = {f"scripts.{caption.parent.name}" for caption in (ROOT / "scripts").glob("*/__init__.py")}
+    assert jobs <= {room for rooms in FLOORS for room in rooms}
 
 
 def test_imports_run_downwards() -> None:
