@@ -2,8 +2,10 @@
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,18 @@ def hardware(device: torch.device, processes: int = 1) -> str:
     if device.type == "cuda":
         return f"{processes} x {torch.cuda.get_device_name(device)}"
     return f"{os.cpu_count()} cores of {_processor_name()}"
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in the order of their first occurrence; values need not be hashable.
+
+    A record of several runs lists their hardware and versions so, because normally all of them share a single one.
+    """
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _processor_name() -> str:

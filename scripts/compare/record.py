@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..common.environment import distinct
 from ..common.paired import holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
 from ..pretrain.options.model import LOSS_UNITS
@@ -18,6 +19,8 @@ Run = dict[str, Any]
 Record = dict[str, Any]
 
 MEASURED = ("parameters", "steps", "tokens", "tokens_per_second", "train_seconds", "wall_seconds")
+# What is normally the same in all runs of a study, so that the record has it once.
+COMMON = ("objective", "dataset", "hardware", "versions", "validation_targets")
 OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_steps", "warmup_steps")
 
 
@@ -53,19 +56,23 @@ def make_record(
         parents: the runs that all arms continue, one per seed; empty if they start from scratch.
     """
     runs = [*parents, *(run for runs in arms.values() for run in runs)]
-    common = ("objective", "dataset", "hardware", "versions", "validation_targets")
     baseline, *others = arms
     compared = {name: compare(arms[baseline], arms[name]) for name in others}
     for comparison, p in zip(compared.values(), holm([one["p"] for one in compared.values()]), strict=True):
         comparison["p_holm"] = p
     return {
-        **{name: _distinct([run.pop(name) for run in runs]) for name in common},
+        **{name: distinct(run[name] for run in runs) for name in COMMON},
         "threads": torch.get_num_threads(),
         "settings": dict(settings),
-        "parents": list(parents),
-        "arms": {name: {"label": labels[name], "runs": list(runs)} for name, runs in arms.items()},
+        "parents": _own_fields(parents),
+        "arms": {name: {"label": labels[name], "runs": _own_fields(runs)} for name, runs in arms.items()},
         "comparison": compared,
     }
+
+
+def _own_fields(runs: Sequence[Run]) -> list[Run]:
+    """The runs without what the record says once for all of them."""
+    return [{name: value for name, value in run.items() if name not in COMMON} for run in runs]
 
 
 def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
@@ -158,8 +165,3 @@ def _count_targets(folder: Path) -> int:
     """The number of held-out targets of a run of an earlier version, whose result does not have it."""
     held_out = TokenStream.open(folder / "data" / "validation")
     return len(held_out.tokens) - len(held_out.starts)
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Each value once; normally all runs share a single one."""
-    return [value for index, value in enumerate(values) if value not in values[:index]]

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common import markdown
 from .record import Run, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
@@ -25,15 +26,16 @@ def table(record: Mapping[str, Any]) -> str:
     head += ["difference at equal time", "tokens the baseline needs"] if timed else []
     counted = timed and all(comparison.get("operations_ratio") for comparison in compared.values())
     head += ["operations the baseline needs"] if counted else []
-    rows = [[*head, "tokens/s"], ["---"] * (len(head) + 1)]
+    head += ["tokens/s"]
+    rows = []
     if record["parents"]:
         sizes = _sizes("parent, before", record["parents"], measured)
-        rows.append([*sizes, *[""] * (len(head) + 1 - len(sizes))])
+        rows.append([*sizes, *[""] * (len(head) - len(sizes))])
     for name, arm in record["arms"].items():
         speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
         cells = _difference(compared.get(name)) + (_efficiency(compared.get(name), counted) if timed else [])
         rows.append([*_sizes(arm["label"], arm["runs"], measured), *cells, f"{speed:,.0f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{_reading(record, timed)}"
+    return f"{markdown.table(head, rows)}\n\n{_reading(record, timed)}"
 
 
 def _sizes(label: str, runs: Sequence[Run], measured: Sequence[str]) -> list[str]:

@@ -10,11 +10,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
+from ..common.markdown import table
 from ..common.paired import paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
-from .own_text import markdown, read_documents
+from .own_text import read_documents
 from .results import PLOT, check_output, describe_environment, describe_model, write_files
 
 PROMPTS = 10
@@ -97,31 +98,32 @@ def format_results(results: Mapping[str, Any]) -> str:
     names = [describe(one) for one in results["checkpoints"]]
     parts = [_perplexities(results["checkpoints"], names), _note(results), _keys(results["checkpoints"], names)]
     for name, rows in zip(names[1:], results["comparison"], strict=True):
-        lines = [["positions", f"loss of {name} minus the first checkpoint's", "95 % interval"], ["---"] * 3]
+        head = ["positions", f"loss of {name} minus the first checkpoint's", "95 % interval"]
+        lines = []
         for row in rows:
             interval = "" if row["interval_95"] is None else "{:+.4f} to {:+.4f}".format(*row["interval_95"])
             lines.append([f"{row['from']:,} to {row['to']:,}", f"{row['mean']:+.4f}", interval])
-        parts.append(markdown(lines))
+        parts.append(table(head, lines))
     return "\n\n".join(parts)
 
 
 def _perplexities(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     columns = [{(line["from"], line["to"]): line for line in one["by_position"]} for one in checkpoints]
-    rows = [["perplexity at positions", *names], ["---"] * (1 + len(names))]
+    rows = []
     for low, high in sorted({key for column in columns for key in column}):
         cells = [f"{column[low, high]['perplexity']:.4g}" if (low, high) in column else "" for column in columns]
         rows.append([f"{low:,} to {high:,}", *cells])
-    return markdown(rows)
+    return table(["perplexity at positions", *names], rows)
 
 
 def _keys(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    rows = [["tokens", "depth of the key", *names], ["---"] * (2 + len(names))]
+    rows = []
     columns = [{(cell["length"], cell["depth"]): cell for cell in one["pass_key"]} for one in checkpoints]
     for length, depth in sorted({key for column in columns for key in column}):
         found = [column.get((length, depth)) for column in columns]
         cells = ["" if cell is None else f"{cell['exact']:.2f} ({cell['nats']:.2f})" for cell in found]
         rows.append([f"{length:,}", f"{depth:.0%}", *cells])
-    return markdown(rows)
+    return table(["tokens", "depth of the key", *names], rows)
 
 
 def _note(results: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError, first_line
+from ..common.markdown import table
 from ..common.paired import paired_difference
 from ..common.segment_memory import check_memory, longest_segment
 from .arguments import EvaluateArguments
@@ -170,13 +171,13 @@ def compare(bits: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
 def format_results(results: Mapping[str, Any]) -> str:
     """The results in Markdown: a row for each checkpoint, then the loss by position."""
     head = ["checkpoint", "parameters", "tokens", "bits per byte", "loss per token", "difference, documents", "p"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for index, one in enumerate(results["checkpoints"]):
         difference = _difference(results["comparison"][index - 1]) if index else ["", ""]
         parameters, tokens = f"{one['model']['parameters']:,}", f"{one['tokens']:,}"
         measured = [f"{one['bits_per_byte']:.4f}", f"{one['loss']:.4f}"]
         rows.append([str(one["model"]["path"]), parameters, tokens, *measured, *difference])
-    return "\n".join([markdown(rows), "", _note(results), "", markdown(_positions(results["checkpoints"]))])
+    return "\n\n".join([table(head, rows), _note(results), _positions(results["checkpoints"])])
 
 
 def _difference(comparison: Mapping[str, Any]) -> list[str]:
@@ -195,20 +196,15 @@ def _note(results: Mapping[str, Any]) -> str:
     )
 
 
-def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     """A table of the mean loss of tokens, by the number of tokens that they were predicted from."""
     ranges = {(line["from"], line["to"]) for one in checkpoints for line in one["by_position"]}
     head = ["predicted from", *(str(one["model"]["path"]) for one in checkpoints)]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for low, high in sorted(ranges):
         cells = []
         for one in checkpoints:
             found = [line["loss"] for line in one["by_position"] if line["from"] == low]
             cells.append(f"{found[0]:.4f}" if found else "")
         rows.append([f"{low:,} to {high:,} tokens", *cells])
-    return rows
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as a Markdown table; the second is the rule under the head."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(head, rows)

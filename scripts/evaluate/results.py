@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
+from ..common.markdown import aligned_table
 from .lm_eval_files import FOLDER, write_lm_eval_files
 from .quoted import Quoted, quoted_source
 
@@ -151,7 +152,7 @@ def format_table(results: Results) -> str:
         for name, metric in result.metrics.items()
         for row in (_row(result, name, metric), *_quoted_rows(results.quoted, result, name))
     ]
-    lines = _aligned([head, *rows]) if rows else []
+    lines = aligned_table(head, rows) if rows else []
     lines += [f"not available: {task}: {reason}" for task, reason in results.unavailable.items()]
     if segment := results.settings.get("segment"):
         lines.append(f"perplexities: documents read in segments of {segment} tokens, with memory carried between them")
@@ -174,15 +175,6 @@ def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> lis
     """The quoted scores of the same task, number of examples and metric."""
     same = [one for one in quoted if (one.task, one.num_fewshot, one.metric) == (result.task, result.num_fewshot, name)]
     return [("", "", "", f"quoted: {one.model}", "", f"{one.value:.4f}", f"{one.stderr:.4f}", "") for one in same]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = [["-" * max(width, 1) for width in widths]]
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in [rows[0], *rule, *rows[1:]]
-    ]
 
 
 def check_output(folder: str | Path, overwrite: bool) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common import markdown
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
@@ -54,16 +55,10 @@ def write_study(output: str, settings: Mapping[str, Any], rows: Sequence[Row]) -
     folder.mkdir(parents=True, exist_ok=True)
     measured = {"hardware": hardware(torch.device("cpu")), "threads": torch.get_num_threads(), "versions": versions()}
     write_json(folder / "record.json", {"settings": dict(settings), **measured, "rows": list(rows)})
-    table = markdown(rows)
+    head = [name.replace("_", " ") for name in rows[0]]
+    table = markdown.table(head, [[_cell(value) for value in row.values()] for row in rows])
     write_whole(folder / "table.md", table + "\n")
     return table
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Rows with the same keys as a table in Markdown."""
-    head = [name.replace("_", " ") for name in rows[0]]
-    lines = [head, ["---"] * len(head), *([_cell(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _cell(value: Any) -> str:

@@ -1,8 +1,9 @@
 """A record as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ...common.markdown import aligned_table
 from ..subjects.parts import WHOLE
 
 Record = Mapping[str, Any]
@@ -57,7 +58,7 @@ def format_case(case: Record, peak: float) -> str:
         for row in measured
         if not row["verdict"]["correct"]
     ]
-    table = "\n".join([f"**{case_title(case)}**", "", *_aligned([head, *rows]), *wrong, *failures])
+    table = "\n".join([f"**{case_title(case)}**", "", *aligned_table(head, rows), *wrong, *failures])
     return "\n\n".join([table, *(format_profile(row) for row in measured if "profile" in row)])
 
 
@@ -65,7 +66,7 @@ def format_profile(row: Record) -> str:
     """The table of the parts of one candidate's calls, in the order of computation."""
     (whole,) = (part["timing"]["median"] for part in row["profile"] if part["name"] == WHOLE)
     head = [f"part of {row['name']}", "median ms", "min", "IQR", "share", "calls", "floor ms", "/ floor"]
-    return "\n".join(_aligned([head, *(_part_cells(part, whole) for part in row["profile"])]))
+    return "\n".join(aligned_table(head, [_part_cells(part, whole) for part in row["profile"]]))
 
 
 def _part_cells(part: Record, whole: float) -> list[str]:
@@ -119,12 +120,3 @@ def _load_after(record: Record) -> str:
     """The load at the end; a run that was interrupted has the cases that it came to."""
     load = record.get("load_average_after")
     return "not known after: the run was interrupted, and lacks cases" if load is None else f"{load[0]:.1f} after"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * width for width in widths]
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in [rows[0], rule, *rows[1:]]
-    ]

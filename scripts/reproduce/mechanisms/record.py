@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common.environment import distinct
 from ...common.paired import holm
 from .arms import ARMS, QUESTION
 from .log_rank import log_rank
@@ -24,8 +25,7 @@ def make_record(runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     _correct(tasks)
     return {
         "settings": dict(settings),
-        "hardware": _distinct(runs, "hardware"),
-        "versions": _distinct(runs, "versions"),
+        **{name: distinct(run[name] for run in runs) for name in ("hardware", "versions")},
         "tasks": tasks,
         "over_tasks": {f"{QUESTION[2]} against {other}": _over_tasks(tasks, other) for other in QUESTION[:2]},
     }
@@ -70,7 +70,3 @@ def _correct(tasks: Sequence[Record]) -> None:
 
 def _place(run: Mapping[str, Any]) -> Place:
     return run["run"]["task"], run["run"]["layers"], run["run"]["heads"]
-
-
-def _distinct(runs: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return [run[name] for index, run in enumerate(runs) if run[name] not in [one[name] for one in runs[:index]]]

@@ -1,9 +1,10 @@
 """The tables of the study in Markdown, made from its record."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ...common import markdown
 from .arms import ARMS, QUESTION
 from .record import Record
 
@@ -17,16 +18,16 @@ def table(record: Mapping[str, Any]) -> str:
 def answer(record: Mapping[str, Any]) -> str:
     """Whether H composed heads solved what 2H plain heads did, task by task and over all of them."""
     lines = ["**Do H composed heads solve what 2H plain heads need?** Runs that solved each task, of all:", ""]
-    rows = [["task", *(ARMS[name].label for name in QUESTION), "DCMHA against plain, p", "against twice the heads, p"]]
-    rows.append(["---"] * len(rows[0]))
+    head = ["task", *(ARMS[name].label for name in QUESTION), "DCMHA against plain, p", "against twice the heads, p"]
+    rows = []
     for task in record["tasks"]:
         if all(name in task["arms"] for name in QUESTION):
             counts = [_count(task["arms"][name]) for name in QUESTION]
             pairs = [task["log_rank"][f"full against {name}"] for name in QUESTION[:2]]
             rows.append([_name(task), *counts, *(_p(pair) for pair in pairs)])
-    if not rows[2:]:
+    if not rows:
         return "No task has finished runs of all sides yet."
-    return "\n".join([*lines, _markdown(rows), "", _over_tasks(record["over_tasks"])])
+    return "\n".join([*lines, markdown.table(head, rows), "", _over_tasks(record["over_tasks"])])
 
 
 def _over_tasks(tests: Mapping[str, Mapping[str, Any]]) -> str:
@@ -49,10 +50,10 @@ def heads_to_solve(record: Mapping[str, Any]) -> str:
         return ""
     names = [name for name in ARMS if all(name in task["arms"] for task in record["tasks"])]
     places = dict.fromkeys((task["task"], task["layers"]) for task in record["tasks"])
-    rows = [["heads to solve", *(f"{task}, {layers} layers" for task, layers in places)]]
-    rows.append(["---"] * len(rows[0]))
-    rows += [[ARMS[name].label, *(_fewest_heads(record, place, name) for place in places)] for name in names]
-    return f"{_markdown(rows)}\n\nHeads to solve: the fewest, of {counts}, with which most runs solved the task."
+    head = ["heads to solve", *(f"{task}, {layers} layers" for task, layers in places)]
+    rows = [[ARMS[name].label, *(_fewest_heads(record, place, name) for place in places)] for name in names]
+    reading = f"Heads to solve: the fewest, of {counts}, with which most runs solved the task."
+    return f"{markdown.table(head, rows)}\n\n{reading}"
 
 
 def _fewest_heads(record: Mapping[str, Any], place: tuple[str, int], name: str) -> str:
@@ -68,14 +69,14 @@ def _solves(arm: Mapping[str, Any]) -> bool:
 
 def _task_table(task: Record) -> str:
     head = ["", "parameters", "solved", "sequences to solve, mean", "accuracy at the end, mean", "p against plain"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for name, arm in task["arms"].items():
         test = task["log_rank"].get(f"{name} against plain")
         accuracy = f"{statistics.mean(arm['accuracy']):.3f}"
         sequences = f"{arm['mean_sequences']:,.0f}"
         cells = [f"{arm['parameters']:,}", _count(arm), sequences, accuracy, _p(test) if test else ""]
         rows.append([ARMS[name].label, *cells])
-    return f"### {_name(task)}\n\n{_markdown(rows)}"
+    return f"### {_name(task)}\n\n{markdown.table(head, rows)}"
 
 
 def _reading(record: Mapping[str, Any]) -> str:
@@ -106,7 +107,3 @@ def _count(arm: Mapping[str, Any]) -> str:
 
 def _p(test: Mapping[str, Any]) -> str:
     return "alike" if test["p_holm"] is None else f"{test['p_holm']:.2g}"
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

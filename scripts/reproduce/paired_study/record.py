@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common import markdown
+from ...common.environment import distinct
 from ...common.paired import holm, paired_difference, spread
 
 Record = dict[str, Any]
@@ -25,7 +27,7 @@ def make_record(
     return {
         **description,
         "settings": dict(settings),
-        **{name: _distinct([result[name] for result in results]) for name in ("hardware", "versions")},
+        **{name: distinct(result[name] for result in results) for name in ("hardware", "versions")},
         "results": {
             task: _task_record(description, task, [result for result in results if result["run"]["task"] == task])
             for task in description["tasks"]
@@ -83,26 +85,26 @@ def table(record: Mapping[str, Any]) -> str:
 def _arms_table(record: Mapping[str, Any], task: str) -> str:
     metrics = record["tasks"][task]["metrics"]
     head = ["", "parameters", "MFLOP", "seconds", "learning rate", *(metric["label"] for metric in metrics)]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for name, arm in record["results"][task]["arms"].items():
         numbers = [_mean(arm["metrics"][metric["name"]], metric["digits"]) for metric in metrics]
         costs = [f"{arm['parameters']:,.0f}", f"{arm['flops'] / 1e6:.2f}", f"{arm['cpu_seconds']:.0f}"]
         rows.append([record["arms"][name], *costs, f"{arm['learning_rate']:g}", *numbers])
-    return _markdown(rows)
+    return markdown.table(head, rows)
 
 
 def _differences_table(record: Mapping[str, Any], task: str) -> str:
     metrics = record["tasks"][task]["metrics"]
     labels = record["arms"]
     head = ["difference", *(text for metric in metrics for text in (metric["label"], "p"))]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     columns = [record["results"][task]["differences"][metric["name"]] for metric in metrics]
     for tests in zip(*columns, strict=True):
         cells = [f"{labels[tests[0]['arm']]} {MINUS} {labels[tests[0]['other']]}"]
         for test, metric in zip(tests, metrics, strict=True):
             cells += _difference(test, metric["digits"])
         rows.append(cells)
-    return _markdown(rows)
+    return markdown.table(head, rows)
 
 
 def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
@@ -132,11 +134,3 @@ def _reading(record: Mapping[str, Any]) -> str:
         f"{at_end} of {len(chosen)} choices are the smallest or the largest of them. "
         f"{record['notes']}"
     )
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    return [value for index, value in enumerate(values) if value not in values[:index]]

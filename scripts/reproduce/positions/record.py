@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common import markdown
 from ...common.paired import holm, paired_difference, spread
 
 Record = dict[str, Any]
@@ -104,8 +105,12 @@ def reciprocal_ranks(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for each cell, then the differences, and notes on reading them."""
+    return "\n\n".join([_cells_table(record), _differences_table(record), _reading(record)])
+
+
+def _cells_table(record: Mapping[str, Any]) -> str:
     head = ["task", "scheme", "composed", "learned", "trained lengths", "longer, to 2 x", "below half at", "quoted"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for cell in record["cells"]:
         quoted = record["quoted"].get(cell["task"], {}).get(cell["scheme"])
         count = len(cell["below_half_at"])
@@ -115,14 +120,17 @@ def table(record: Mapping[str, Any]) -> str:
             ", ".join("-" if length is None else str(length) for length in cell["below_half_at"]),
             "" if quoted is None or cell["composition"] != "off" else f"{quoted:.3f}",
         ])  # fmt: skip
+    return markdown.table(head, rows)
+
+
+def _differences_table(record: Mapping[str, Any]) -> str:
     head = ["task", "scheme", "composed - plain, longer", "95 % interval", "p (Holm)"]
-    others = [head, ["---"] * len(head)]
+    rows = []
     for row in record["composition"]:
         interval = "" if row["interval_95"] is None else "{:+.3f} to {:+.3f}".format(*row["interval_95"])
         corrected = "" if row["p_holm"] is None else f"{row['p_holm']:.2g}"
-        others.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", interval, corrected])
-    parts = ["\n".join(f"| {' | '.join(row)} |" for row in lines) for lines in (rows, others)]
-    return "\n\n".join([*parts, _reading(record)])
+        rows.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", interval, corrected])
+    return markdown.table(head, rows)
 
 
 def _mean(values: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.environment import distinct
 from ...common.errors import UserError
 from ...common.paired import paired_difference, spread
 from .plan import GROUPS, TYPES
@@ -163,12 +164,3 @@ def _best_first(accuracy: Mapping[str, float]) -> list[str]:
 def seed_of(run: Mapping[str, Any]) -> int:
     """The seed of a finished run."""
     return run["settings"]["seed"]
-
-
-def distinct(values: Iterable[Any]) -> list[Any]:
-    """Each value once; normally all runs share a single one."""
-    found: list[Any] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return found
