@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+# The fields that switch composition off: what is left is plain attention, the baseline of every comparison.
+NO_COMPOSITION: dict[str, Any] = {"compose_pre": False, "compose_post": False}
 _STATIC_ONLY = {"compose_low_rank": False, "compose_gate": False, "compose_static": True, "compose_init_scale": 0.0}
 
 # docs/guides/mixers.md has the formulas, what each setting does not cover, and how each was compared with the authors'

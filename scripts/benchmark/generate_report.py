@@ -17,13 +17,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, versions
 from .harness.process import source_commit
 from .serving_engines import Clock
 
-PLAIN: dict[str, Any] = {"compose_pre": False, "compose_post": False}
 HEADING = """`{command}`
 
 Commit {commit}; {hardware}, {threads} threads; load average {load}.
@@ -104,7 +104,7 @@ def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
     torch.manual_seed(0)
     return {
         "Llama": LlamaForCausalLM(LlamaConfig(**common)).eval(),
-        "DCFormer without composition": DCFormerForCausalLM(DCFormerConfig(**common, **PLAIN)).eval(),
+        "DCFormer without composition": DCFormerForCausalLM(DCFormerConfig(**common, **NO_COMPOSITION)).eval(),
         "DCFormer": DCFormerForCausalLM(DCFormerConfig(**common)).eval(),
     }
 

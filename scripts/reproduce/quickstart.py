@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...configuration.mixers import NO_COMPOSITION
 from ..common.arguments import parse_arguments
 from ..common.atomic_file import write_json
 from ..common.errors import StoppedError, UserError
@@ -22,7 +23,7 @@ from ..pretrain.stopping import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
 # The MLP is wider, so that the plain Transformer has about as many parameters as the DCFormer with its composition.
-PLAIN = {"compose_pre": False, "compose_post": False, "intermediate_size": 381}
+PLAIN = {**NO_COMPOSITION, "intermediate_size": 381}
 # A multiple of 36: among so many items of a multiple-choice task, the right answer is equally often at every position.
 SAMPLES_OF_A_TASK = 36
 # Validation losses of the record with default arguments, and by how much those of the second record differ (another

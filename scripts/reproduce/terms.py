@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...configuration.mixers import mixer_fields
+from ...configuration.mixers import NO_COMPOSITION, mixer_fields
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,9 @@ class Term:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-PLAIN = {"compose_pre": False, "compose_post": False}
 # The first is the baseline.
 TERMS = {
-    "plain": Term("plain", PLAIN),
+    "plain": Term("plain", NO_COMPOSITION),
     "full": Term("DCMHA"),
     "talking-heads": Term("talking heads (static)", dict(mixer_fields("talking_heads"))),
     "differential": Term("differential attention", dict(mixer_fields("differential"))),

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
@@ -24,8 +25,7 @@ from .attention import compile_mode, ours
 
 # Weights large enough that an error in composition or attention shows in the logits.
 INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
-UNCOMPOSED = {"compose_pre": False, "compose_post": False}
-FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: UNCOMPOSED})
+FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: NO_COMPOSITION})
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
 # The reference op holds a few maps of all pairs at a time, and keeps dozens of them for the backward pass of a layer.

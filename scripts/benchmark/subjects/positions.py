@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from dynattn.configuration.composed_config import POSITION_SCHEMES
+from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..harness.accuracy import Results
 from ..harness.interface import Candidate, Subject
-from .models import UNCOMPOSED, ModelProblem, block_cases
+from .models import ModelProblem, block_cases
 
 # The fields of a configuration for each scheme; `gain` is URPE's, beside rotary angles.
 SCHEMES: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -23,7 +24,7 @@ SCHEMES: Mapping[str, dict[str, Any]] = MappingProxyType(
 PREFIX = "plain-"
 BASELINE = f"{PREFIX}rope"
 FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {**SCHEMES, **{f"{PREFIX}{name}": fields | UNCOMPOSED for name, fields in SCHEMES.items()}}
+    {**SCHEMES, **{f"{PREFIX}{name}": fields | NO_COMPOSITION for name, fields in SCHEMES.items()}}
 )
 
 

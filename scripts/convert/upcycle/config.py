@@ -14,7 +14,6 @@ from ..common.model_loading import load_config
 from .arguments import UpcycleArguments
 
 LAYERDROPS = ("encoder_layerdrop", "decoder_layerdrop")
-NO_COMPOSITION = {"compose_pre": False, "compose_post": False}
 
 
 def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:

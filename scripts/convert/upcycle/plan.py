@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.families import FAMILIES
 
 from ...common.checkpoint_files import read_config
@@ -24,7 +25,6 @@ from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
 from .by_model_type import write_generation_settings, write_preprocessors
 from .config import (
-    NO_COMPOSITION,
     check_parent,
     chosen_fields,
     make_config,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....configuration.mixers import NO_COMPOSITION
 from ...common.errors import UserError
 from ...compare.arguments import check_rates, check_seeds
 
@@ -16,19 +17,18 @@ MODEL: dict[str, Any] = {
 }
 SMALL_MODEL: dict[str, Any] = {**MODEL, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 # What `dynattn pretrain` calls each arm's configuration to have, beside `MODEL`. `wide` gets its MLP when it is built.
-PLAIN: dict[str, Any] = {"compose_pre": False, "compose_post": False}
 NORMED: dict[str, Any] = {"use_qk_norm": True, "qk_norm_type": "layer_norm"}
 STATIC: dict[str, Any] = {"compose_static": True}
 ALL: dict[str, Any] = {**STATIC, **NORMED}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("plain", PLAIN),
-    "norm": ("plain, query-key norm", {**PLAIN, **NORMED}),
+    "plain": ("plain", NO_COMPOSITION),
+    "norm": ("plain, query-key norm", {**NO_COMPOSITION, **NORMED}),
     "static": ("static mixing only", {**STATIC, "compose_low_rank": False, "compose_gate": False}),
     "post": ("dynamic after the softmax", {"compose_pre": False}),
     "dynamic": ("dynamic", {}),
     "all": ("dynamic, static, query-key norm", ALL),
     "dropout": ("the same, compose_dropout 0.2", {**ALL, "compose_dropout": 0.2}),
-    "wide": ("plain, wider MLP", PLAIN),
+    "wide": ("plain, wider MLP", NO_COMPOSITION),
 }
 QUICK: dict[str, Any] = {
     "seeds": [0, 1, 2],

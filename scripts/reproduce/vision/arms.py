@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from ....configuration.configuration_dcvit import DCViTConfig
-from ....configuration.mixers import mixer_fields
+from ....configuration.mixers import NO_COMPOSITION, mixer_fields
 from ....modeling.modeling_dcvit import DCViTForImageClassification
 from ..model_training import begin_alike
-
-PLAIN = {"compose_pre": False, "compose_post": False}
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,14 @@ class Arm:
 
 
 ARMS = {
-    "plain": Arm("plain", {**PLAIN, "use_qk_norm": False}),
-    "norm": Arm("norm of queries and keys", PLAIN),
+    "plain": Arm("plain", {**NO_COMPOSITION, "use_qk_norm": False}),
+    "norm": Arm("norm of queries and keys", NO_COMPOSITION),
     "static": Arm("norm, static", dict(mixer_fields("talking_heads"))),
     "post": Arm("norm, dynamic, probabilities only", {"compose_static": False, "compose_pre": False}),
     "dynamic": Arm("norm, dynamic", {"compose_static": False}),
     "official": Arm("norm, dynamic and static"),
     "dropout": Arm("norm, dynamic and static, dropout 0.2", {"compose_dropout": 0.2}),
-    "wide": Arm("norm, wider MLP", PLAIN, is_wide=True),
+    "wide": Arm("norm, wider MLP", NO_COMPOSITION, is_wide=True),
 }
 # The arm with which a parent is trained, and the arms that can continue it: they get its weights, and start with its
 # outputs.
