@@ -3,10 +3,11 @@
 A family has a module of its own beside this one (`pythia`, `llama`), whose docstring is its `--help`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ... import convert as library
 from ..common.command_line import conversion_main
 from .arguments import UpcycleArguments
 
@@ -15,18 +16,18 @@ if TYPE_CHECKING:  # only for annotations: both need torch
     from .plan import Upcycling
 
 
-def main(kind: str, argv: Sequence[str], description: str | None, load_parent: "Callable[[], Parent]") -> int:
+def main(kind: str, argv: Sequence[str], description: str | None, parent: str) -> int:
     """Runs `dynattn convert KIND`: converts, tells what was read, dropped, written and verified; returns the status.
 
     Args:
         kind: the conversion's name on the command line.
         argv: what follows the name.
         description: for `--help`.
-        load_parent: imports and returns the family that is upcycled.
+        parent: the name of the `Parent` in `dynattn.scripts.convert`, which imports it when the conversion begins.
     """
 
     def convert(arguments: UpcycleArguments) -> "Upcycling":
-        return upcycle_checkpoint(arguments, load_parent())
+        return upcycle_checkpoint(arguments, getattr(library, parent))
 
     return conversion_main(kind, UpcycleArguments, argv, description, convert)
 

@@ -4,21 +4,10 @@ Run: `dynattn convert modernbert SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from . import main as upcycle
-
-if TYPE_CHECKING:  # only for the annotation: it needs Transformers
-    from .parents.interface import Parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Converts and returns the exit status."""
-    return upcycle.main("modernbert", argv, __doc__, load_parent)
-
-
-def load_parent() -> "Parent":
-    """Imports the family when it is needed."""
-    from .parents.modernbert import MODERNBERT
-
-    return MODERNBERT
+    return upcycle.main("modernbert", argv, __doc__, parent="MODERNBERT")
