@@ -15,7 +15,7 @@ from .common.command_line import parse_with_folders
 if TYPE_CHECKING:  # only for annotations: they need torch
     from transformers import PreTrainedConfig
 
-    from .common.answers import Comparison, Probe
+    from .common.probe import Comparison, Probe
 
 
 @dataclass
@@ -45,9 +45,9 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     Raises:
         UserError: one of them does not load, or their vocabularies differ in size.
     """
-    from .common.answers import compare_answers
     from .common.hub import locate
     from .common.model_loading import load_config, load_for_probe
+    from .common.probe import compare_answers
 
     folders = [locate(arguments.first, arguments.first_revision), locate(arguments.second, arguments.second_revision)]
     configs = [load_config(folder).get_text_config() for folder in folders]
@@ -64,9 +64,9 @@ def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
     """The probe for the kind of model in `folder`, which its configuration and its class tell."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+    from .common.decoder_probe import TEXT
     from .common.encoder_probe import ENCODER
     from .common.image_probe import IMAGES
-    from .common.probe import TEXT
     from .common.translation_probe import TRANSLATION
 
     if getattr(config, "vocab_size", None) is None:

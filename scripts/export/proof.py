@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import UserError
+from ..common.rounding import NOISE_MULTIPLE, largest, rounding_error
 from .formats import Format
 from .graphs import exportable_attention, graph_inputs
 
-# Logits may differ from exact ones (float64) by so many times the float32 rounding error that the model has in PyTorch.
-NOISE_MULTIPLE = 16
 # Tokens of a prompt: more than the sliding window has, so that it matters, but no more than `LONGEST_PROMPT`.
 SHORTEST_PROMPT, LONGEST_PROMPT, BEYOND_WINDOW = 32, 512, 8
 ROWS = 2
@@ -137,16 +136,11 @@ def compare(observed: Generated, expected: Generated, exact: Tensor, prompt: int
     same = int((observed.tokens == expected.tokens).all(dim=0).long().cumprod(dim=0).sum())
     if same < count:
         raise UserError(f"the graphs generate other tokens than PyTorch from token {same + 1} on; nothing was written")
-    noise = max(_largest(expected.logits - exact), torch.finfo(torch.float32).eps * _largest(exact))
-    proof = Proof(count, prompt, _largest(observed.logits - exact), noise)
+    noise = rounding_error(expected.logits, exact)
+    proof = Proof(count, prompt, largest(observed.logits - exact), noise)
     if not proof.difference <= proof.limit:
         raise UserError(
             f"the graphs' logits differ from PyTorch's by {proof.difference:.1e}, and rounding explains "
             f"{proof.limit:.1e}; nothing was written"
         )
     return proof
-
-
-def _largest(values: Tensor) -> float:
-    """The largest magnitude in `values` `[...]`; NaN if there is one."""
-    return values.abs().max().item()

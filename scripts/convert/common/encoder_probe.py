@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .answers import Answers, Probe, by_head, rounding_between
-from .probe import make_probe
+from .decoder_probe import make_probe
+from .probe import Answers, Probe, by_head, rounding_between
 
 
 @torch.no_grad()

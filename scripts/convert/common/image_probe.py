@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .answers import Answers, Probe, by_head, rounding_between
+from .probe import Answers, Probe, by_head, rounding_between
 
 
 def make_images(_: Path, *configs: Any) -> tuple[Tensor, Tensor]:

@@ -1,93 +1,146 @@
-"""The probe of text decoders: a plain batch, a left-padded row, and token by token from a cache."""
+"""Probes: fixed inputs on which models are compared, run in several ways.
 
-from inspect import signature
-from pathlib import Path
+The outputs are called answers: logits, or hidden states of a model without a head. Here is what all probes share, and
+the comparison of two models' answers; `decoder_probe`, `encoder_probe`, `image_probe` and `translation_probe` are those
+of each kind of model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
-from .answers import Answers, Probe, rounding_between
-from .comparison import PROBE_WITHOUT_WINDOW, affordable_tokens, random_ids
-from .model_loading import quiet_loading
-from .tensor_source import TensorSource, count_elements
+from ...common.rounding import NOISE_MULTIPLE, largest, smallest_error
 
-DECODED = 8
+# A check makes about three passes, each of two operations per parameter and token.
+AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6
+# Tokens of the shortest probe, and of one for models without a sliding window.
+SHORTEST_PROBE, PROBE_WITHOUT_WINDOW = 16, 64
 
 
-@torch.no_grad()
-def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
-    """Runs `model` on token ids `[2, T]` in the three ways.
+@dataclass(frozen=True)
+class Answers:
+    """The outputs of one model on one probe.
+
+    Attributes:
+        question: the probe and the ways of running it, in words for the report.
+        ways: logits or hidden states `[...]` of each way of running the model (plain, padded, from a cache).
+        noise: the largest difference between ways that should agree, which is the model's rounding error.
+        loss: the model's loss on the probe, if it has one.
+        generated: the tokens `[2, T]` that it generates, if it was run so; models may stop at different lengths `T`.
+    """
+
+    question: str
+    ways: tuple[Tensor, ...]
+    noise: float
+    loss: float | None = None
+    generated: Tensor | None = None
+
+
+class Probe(NamedTuple):
+    """How models of one kind (decoders, encoders, ...) are run for a comparison.
+
+    Attributes:
+        auto_class: returns the name of the Auto class for the class names in `architectures`.
+        make: returns an input that models of all given configurations accept; the folder may hold a tokenizer for it.
+        ask: runs a model on that input in several ways.
+    """
+
+    auto_class: Callable[[list[str]], str]
+    make: Callable[..., Any]
+    ask: Callable[[PreTrainedModel, Any], Answers]
+
+    def auto_class_of(self, raw: dict[str, Any]) -> str:
+        """The Auto class that loads a folder whose `config.json` holds `raw`."""
+        return self.auto_class(raw.get("architectures") or [])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of two models on one probe.
+
+    Attributes:
+        question: the probe and the ways of running it, in words for the report.
+        difference: the largest difference of logits over all ways.
+        noise: the difference that rounding alone explains.
+        losses: of both models.
+        generate_alike: whether both generate the same tokens; True if they were not asked to generate.
+    """
+
+    question: str
+    difference: float
+    noise: float
+    losses: tuple[float | None, float | None]
+    generate_alike: bool = True
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that counts as rounding."""
+        return NOISE_MULTIPLE * self.noise
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference, and generated tokens are the same."""
+        return self.generate_alike and self.difference <= self.limit
+
+    def describe(self) -> str:
+        """How far the logits are from each other, and whether generated tokens differ, in one line."""
+        logits = f"differ by {self.difference:.1e} (float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
+        if self.difference == 0:
+            logits = "are equal bit for bit"
+        generated = "" if self.generate_alike else ", but other tokens are generated; compare the generation settings"
+        return f"{self.question}: logits {logits}{generated}"
+
+    def describe_effect(self) -> str:
+        """What the second model's difference does to loss and logits, in one line."""
+        before, after = self.losses
+        asked = self.question.partition(",")[0]
+        if before is None or after is None:
+            return f"on {asked} logits change by up to {self.difference:.1e}"
+        return (
+            f"on {asked} the loss changes from {before:.5f} to {after:.5f} ({after - before:+.1e}), "
+            f"logits by up to {self.difference:.1e}"
+        )
+
+
+def compare_answers(first: Answers, second: Answers) -> Comparison:
+    """Compares two models' answers to the same probe.
 
     Raises:
-        UserError: it cannot run in one of them.
+        UserError: the first model's logits are not finite, or the second model's have another shape.
     """
-    if "past_key_values" not in signature(model.forward).parameters:
-        raise UserError(f"{type(model).__name__} has no cache of keys and values; such models are not compared here")
-    full = model(ids, use_cache=False).logits
-    padded, decoded = _padded_logits(model, ids), _decoded_logits(model, ids)
-    return Answers(
-        f"{ids.numel()} tokens, plain, left-padded and cached",
-        (full, padded, decoded),
-        rounding_between((full[1:, : padded.shape[1]], padded), (full[:, -DECODED:], decoded)),
-        functional.cross_entropy(full[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item(),
-    )
+    if not first.ways[0].isfinite().all():
+        raise UserError("the first model's logits are not finite; its weights are damaged")
+    pairs = list(zip(first.ways, second.ways, strict=True))
+    for one, other in pairs:
+        if one.shape != other.shape:
+            raise UserError(f"answers of shapes {tuple(one.shape)} and {tuple(other.shape)} cannot be compared")
+    difference = torch.tensor([largest(one - other) for one, other in pairs]).max().item()  # NaN if there is one
+    generated = [answers.generated for answers in (first, second) if answers.generated is not None]
+    alike = len(generated) < 2 or torch.equal(*generated)
+    return Comparison(first.question, difference, first.noise, (first.loss, second.loss), alike)
 
 
-def _padded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits `[1, T - pads, V]` of the start of the second row of `ids` `[2, T]`, with padding on its left."""
-    length = ids.shape[1]
-    pads = length // 3
-    shifted = torch.cat([ids[1:, :1].expand(-1, pads), ids[1:, : length - pads]], dim=1)
-    mask = (torch.arange(length) >= pads).long()
-    inputs = {"attention_mask": torch.stack([torch.ones_like(mask), mask])}
-    if "position_ids" in signature(model.forward).parameters:  # other models count positions from the mask
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    return model(torch.cat([ids[:1], shifted]), use_cache=False, **inputs).logits[1:, pads:]
+def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:
+    """The largest difference of answers `[...]` that should be equal; at least one float32 rounding of the first."""
+    return max(smallest_error(pairs[0][0]), *(largest(one - other) for one, other in pairs))
 
 
-def _decoded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits `[2, DECODED, V]` of the last tokens of `ids` `[2, T]`, one by one after a cache of those before."""
-    length = ids.shape[1]
-    output = model(ids[:, : length - DECODED], use_cache=True)
-    decoded = []
-    for position in range(length - DECODED, length):
-        output = model(ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True)
-        decoded.append(output.logits)
-    return torch.cat(decoded, dim=1)
+def affordable_tokens(parameters: int, segments: int = 1) -> int:
+    """How many tokens each of `segments` probes of a model may have so that the comparison stays bearable."""
+    return max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (OPERATIONS_PER_PARAMETER * parameters * segments)))
 
 
-def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
-    """Token ids `[2, T]` that all models can read: English if there is a tokenizer, else random.
-
-    They are longer than two windows if the models allow and the time is bearable.
-
-    Args:
-        folder: of one of them, where a tokenizer may be.
-        configs: of the models.
-    """
-    windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
-    affordable = affordable_tokens(count_elements(TensorSource(folder).shapes.values()))
-    shortest = min(getattr(config, "max_position_embeddings", None) or PROBE_WITHOUT_WINDOW for config in configs)
-    length = max(DECODED + 1, min(max(PROBE_WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
-    vocabulary = min(config.vocab_size for config in configs)
-    ids = text_ids(folder, 2 * length, vocabulary)
-    return random_ids(vocabulary, 2, length) if ids is None else ids.reshape(2, length)
+def random_ids(vocabulary: int, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+    """Token ids `[*shape]`, the same in every run; `generator` continues an earlier sequence."""
+    return torch.randint(vocabulary, shape, generator=generator or torch.Generator().manual_seed(0))
 
 
-def text_ids(folder: Path, count: int, vocabulary: int) -> Tensor | None:
-    """The first tokens of the built-in corpus, `[count]`; None where no tokenizer loads or its tokens do not fit."""
-    try:
-        with quiet_loading():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            ids = tokenizer(" ".join(builtin_documents("validation"))[: 16 * count], add_special_tokens=False).input_ids
-    except Exception:  # tokenizers raises bare Exception for a damaged file, and there may be none
-        return None
-    usable = [token for token in ids if token < vocabulary][:count]
-    return torch.tensor(usable) if len(usable) == count else None
-
-
-TEXT = Probe(lambda architectures: "AutoModelForCausalLM", make_probe, ask)
+def by_head(architectures: list[str]) -> str:
+    """The Auto class of a model that may have any head or none, by the name of its class."""
+    _, _, head = (architectures or [""])[0].partition("For")
+    return f"AutoModelFor{head}" if head else "AutoModel"

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from .answers import Answers, Probe, rounding_between
-from .probe import make_probe
+from .decoder_probe import make_probe
+from .probe import Answers, Probe, rounding_between
 
 GENERATED = 8
 

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...common.errors import UserError
-from ..common.comparison import LogitsCheck
 from ..common.driver import ConversionPlan
+from ..common.logits_check import LogitsCheck
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.tensor_source import TensorSource, count_elements

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..common.comparison import PROBE_WITHOUT_WINDOW, LogitsCheck, affordable_tokens, compare, random_ids
+from ..common.logits_check import LogitsCheck, compare
 from ..common.model_loading import load_converted
+from ..common.probe import PROBE_WITHOUT_WINDOW, affordable_tokens, random_ids
 from .reference import OfficialModel
 
 

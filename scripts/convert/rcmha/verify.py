@@ -9,8 +9,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dynattn import RCMHAConfig
 
-from ..common.comparison import LogitsCheck, affordable_tokens, compare, largest, random_ids
+from ...common.rounding import largest
+from ..common.logits_check import LogitsCheck, compare
 from ..common.model_loading import load_converted
+from ..common.probe import affordable_tokens, random_ids
 from .config import OfficialRCMHAConfig
 from .reference import OfficialRCMHA
 

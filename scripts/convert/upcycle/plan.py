@@ -13,11 +13,11 @@ from dynattn.families import FAMILIES
 
 from ...common.checkpoint_files import read_config
 from ...common.errors import UserError
-from ..common.answers import Comparison, Probe, compare_answers
+from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
-from ..common.probe import TEXT
+from ..common.probe import Comparison, Probe, compare_answers
 from ..common.tensor_source import TensorSource, count_elements
 from ..common.translation_probe import TRANSLATION
 from ..common.weight_map import WeightMap, plan_export, plan_import

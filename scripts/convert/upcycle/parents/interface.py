@@ -20,8 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dynattn.configuration.composed_config import ROTARY_ALONE
 
 from ....common.errors import UserError
-from ...common.answers import Probe
-from ...common.probe import TEXT
+from ...common.decoder_probe import TEXT
+from ...common.probe import Probe
 from ...common.weight_map import Drop, Rule, WeightMap
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.convert.common.answers import Answers, compare_answers
+from dynattn.scripts.convert.common.probe import Answers, compare_answers
 
 LOGITS = torch.randn(2, 3)
 ANSWERS = Answers("6 tokens", (LOGITS,), 1e-7, generated=torch.tensor([[2, 5, 7]]))
