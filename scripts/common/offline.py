@@ -6,14 +6,16 @@ from contextlib import contextmanager
 import datasets
 from huggingface_hub import constants, get_session
 
+TIMEOUT_SECONDS = 5.0
+
 
 @contextmanager
-def offline_if_unreachable(timeout: float = 5.0) -> Iterator[bool]:
-    """Yields whether the Hub answers within `timeout` seconds; while it does not, look-ups use the local cache only.
+def offline_if_unreachable() -> Iterator[bool]:
+    """Yields whether the Hub answers within `TIMEOUT_SECONDS`; while it does not, look-ups use the local cache only.
 
     Without this, every look-up retries for about 25 seconds before it gives up.
     """
-    reachable = hub_is_reachable(timeout)
+    reachable = hub_is_reachable()
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if not reachable:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -23,10 +25,10 @@ def offline_if_unreachable(timeout: float = 5.0) -> Iterator[bool]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-def hub_is_reachable(timeout: float) -> bool:
-    """Whether the Hub answers within `timeout` seconds; False without a request if `HF_HUB_OFFLINE` is set."""
+def hub_is_reachable() -> bool:
+    """Whether the Hub answers within `TIMEOUT_SECONDS`; False without a request if `HF_HUB_OFFLINE` is set."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=timeout)
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
     except Exception:  # the exception's class depends on the HTTP client of the installed huggingface_hub
         return False
     return True

@@ -31,29 +31,20 @@ def score_documents(
     documents: Sequence[str],
     *,
     max_length: int,
-    stride: int | None = None,
     carry_memory: bool = False,
 ) -> dict[str, float]:
     """Next-token accuracy, token perplexity and bits per byte of `documents`, in windows of up to `max_length` tokens.
 
-    Every token is predicted once; from a document's second window on, it is predicted from more than
-    `max_length - stride` tokens. The default stride, `max_length`, is lm-eval's; smaller strides take longer and give
-    better scores. With `carry_memory` the windows do not overlap, and the model's cache carries its memory along.
-
-    Raises:
-        ValueError: `stride` is not in 1 ... `max_length`, or is given with `carry_memory`.
+    The windows are those of lm-eval: each predicts the next `max_length` tokens, and the last one, which predicts
+    fewer, begins earlier to be as long. With `carry_memory` no windows overlap, and the model's cache carries its
+    memory along.
     """
-    if carry_memory and stride is not None:
-        raise ValueError(f"stride={stride} is for windows without memory; leave it or carry_memory out")
-    stride = max_length if stride is None else stride
-    if not 1 <= stride <= max_length:
-        raise ValueError(f"stride must be between 1 and max_length = {max_length}, not {stride}")
     with tempfile.TemporaryDirectory() as cache:
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
             tokens = encode_document(tokenizer, document)
             memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
-            parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
+            parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, max_length)
             for inputs, targets in parts:
                 predictions, log_probs = predict(model, inputs, targets, **memory)
                 metric.add_batch(predictions=predictions, references=targets, log_probs=log_probs)

@@ -36,7 +36,8 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yields the inputs of each window, and as targets the tokens that no earlier window has predicted.
 
-    The last target follows the last input.
+    The last target follows the last input. From the second window on, a token is predicted from more than
+    `max_length - stride` tokens, so a smaller stride takes longer and gives better scores.
     """
     done = 1
     while done < len(tokens):

@@ -131,7 +131,7 @@ def time_rounds(
         row = rows[name]
         row["samples"] = samples[name]
         row["timing"] = asdict(summarize(samples[name], repeats[name]))
-        finish_row(row, verdict, case, settings)
+        finish_row(row, verdict, case)
 
 
 def _judge_again(call: Call, references: tuple[Results, Results]) -> Verdict:
@@ -147,7 +147,7 @@ def _blaming(name: str, call: Callable[[], Any]) -> Any:
         raise CandidateError(name, describe(error)) from error
 
 
-def finish_row(row: Row, last_verdict: Verdict, case: Case, settings: BenchmarkSettings) -> None:
+def finish_row(row: Row, last_verdict: Verdict, case: Case) -> None:
     """Keeps the worse of the two verdicts, and adds rates if the results are right."""
     verdict = max(row["verdict"], last_verdict, key=lambda one: one.excess)
     row["verdict"] = {**asdict(verdict), "correct": verdict.correct}

@@ -25,7 +25,7 @@ def write_shards(
     *,
     dtype: torch.dtype,
     limit: int,
-) -> dict[str, str]:
+) -> None:
     """Runs the steps and writes what they give as safetensors, with an index if there are several files.
 
     Args:
@@ -35,9 +35,6 @@ def write_shards(
         shapes: of all tensors that will be written.
         dtype: of all tensors that will be written.
         limit: bytes of one file; exceeded only by a step that gives more than that on its own.
-
-    Returns:
-        The file of every tensor.
 
     Raises:
         UserError: the disk is full or not writable, or a value is too large for `dtype`.
@@ -57,7 +54,6 @@ def write_shards(
     if len(shards) > 1:
         total = count_elements(shapes[key] for key in places) * dtype.itemsize
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
-    return places
 
 
 def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int, limit: int) -> Iterator[list[Step]]:

@@ -19,6 +19,7 @@ from .indexed import is_indexed
 
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
+BATCH_DOCUMENTS = 1000
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,9 @@ def cut_tail(text: str, share: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def iterate_texts(dataset: Dataset, batch_size: int = 1000) -> Iterator[list[str]]:
+def iterate_texts(dataset: Dataset) -> Iterator[list[str]]:
     """Yields the documents in batches."""
-    for batch in dataset.iter(batch_size=batch_size):
+    for batch in dataset.iter(batch_size=BATCH_DOCUMENTS):
         yield batch["text"]
 
 

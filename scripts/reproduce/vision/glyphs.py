@@ -35,7 +35,7 @@ class Distortions:
     noise: float = 0.1
 
 
-def draw_glyphs(fonts: tuple[str, ...], number: int, seed: int, distortions: Distortions | None = None) -> Images:
+def draw_glyphs(fonts: tuple[str, ...], number: int, seed: int) -> Images:
     """`number` images `[N, 1, 28, 28]`: every character of every font about as often as any other.
 
     Args:
@@ -43,9 +43,8 @@ def draw_glyphs(fonts: tuple[str, ...], number: int, seed: int, distortions: Dis
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(np.arange(number) % (len(fonts) * len(CHARACTERS)))
-    distortions = distortions or Distortions()
     pixels = np.stack([
-        draw_one(fonts[place // len(CHARACTERS)], CHARACTERS[place % len(CHARACTERS)], rng, distortions)
+        draw_one(fonts[place // len(CHARACTERS)], CHARACTERS[place % len(CHARACTERS)], rng, Distortions())
         for place in order
     ])  # fmt: skip
     labels = torch.from_numpy(order % len(CHARACTERS)).long()

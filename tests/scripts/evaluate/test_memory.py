@@ -129,8 +129,6 @@ def test_direct_scores_with_memory_match_their_definitions(tokenizer: PreTrained
     assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     hits = int((logits.argmax(-1) == torch.tensor(tokens)).sum())
     assert hits > 0 and scores["accuracy"] == hits / len(tokens)
-    with pytest.raises(ValueError, match="stride=3 is for windows without memory"):
-        score_documents(model, tokenizer, DOCUMENTS, max_length=50, stride=3, carry_memory=True)
 
 
 def test_a_checkpoint_is_scored_on_the_command_line(

@@ -33,6 +33,7 @@ from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.quoted import quoted_scores
 from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
+from dynattn.scripts.evaluate.windows import windows
 
 CONTEXT = 384
 VOCABULARY = 384
@@ -131,29 +132,12 @@ def test_direct_scores_match_their_definitions(tokenizer: PreTrainedTokenizerFas
 
 
 @pytest.mark.parametrize("stride", [1, 7, 50])
-def test_a_stride_predicts_every_token_once_from_full_windows(stride: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    lengths: list[int] = []
-
-    class Recorder(torch.nn.Module):
-        device = torch.device("cpu")
-
-        def forward(self, inputs: torch.Tensor) -> object:
-            lengths.append(inputs.shape[1])
-            return type("Output", (), {"logits": torch.zeros(*inputs.shape, VOCABULARY)})
-
-    document = builtin_documents("validation")[0][:400]
-    scores = score_documents(Recorder(), tokenizer, [document], max_length=50, stride=stride)  # type: ignore[arg-type]
-    tokens = len(tokenizer.encode(document))
-    assert scores["perplexity"] == pytest.approx(VOCABULARY)
-    assert scores["bits_per_byte"] == pytest.approx(tokens * math.log2(VOCABULARY) / len(document.encode()))
-    assert set(lengths) == {50}
-    assert len(lengths) == 1 + math.ceil((tokens - 50) / stride)
-
-
-@pytest.mark.parametrize("stride", [0, 51])
-def test_impossible_strides(stride: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="stride must be between 1 and max_length = 50"):
-        score_documents(llama(), tokenizer, ["text"], max_length=50, stride=stride)
+def test_a_stride_predicts_every_token_once_from_full_windows(stride: int) -> None:
+    tokens = list(range(400))
+    inputs, targets = zip(*windows(tokens, 50, stride), strict=True)
+    assert [token for window in targets for token in window] == tokens[1:]
+    assert all(window == tokens[target[-1] - 50 : target[-1]] for window, target in zip(inputs, targets, strict=True))
+    assert len(inputs) == 1 + math.ceil((399 - 50) / stride)
 
 
 def test_scores_do_not_depend_on_the_batch_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
