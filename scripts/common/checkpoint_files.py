@@ -22,6 +22,8 @@ TOKENIZER_PATTERNS = (
 COMPANION_PATTERNS = (
     *("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
 )
+# The file with all weights, or the one that says in which file each of them is.
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # In a folder with this file Transformers loads the base model that the file names, which may be anywhere.
 ADAPTER = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")

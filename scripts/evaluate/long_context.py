@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
-from .windows import encode_document, first_token, predict
+from ..common.special_tokens import start_token_id
+from .windows import encode_document, predict
 
 # Lengths of texts as multiples of the trained length.
 MULTIPLES = (1, 2, 4, 8)
@@ -46,7 +47,7 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, key: str, length: int, depth
         raise UserError(f"a pass key needs {length - room} tokens, and max_length is {length}; give a longer one")
     before = round(depth * room)
     endless = filler * (room // len(filler) + 1)
-    tokens = [first_token(tokenizer), *opening, *endless[:before], *needle, *endless[: room - before], *question]
+    tokens = [start_token_id(tokenizer), *opening, *endless[:before], *needle, *endless[: room - before], *question]
     return Prompt(tokens, answer)
 
 

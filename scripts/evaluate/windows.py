@@ -8,14 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import UserError
+from ..common.special_tokens import start_token_id
 
 # Positions whose log-probabilities are computed at once.
 ROWS = 256
-
-
-def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands before a text: `bos`, or `eos` if the tokenizer has no `bos`."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def check_context(model: PreTrainedModel, asked: int | None) -> None:
@@ -26,11 +22,11 @@ def check_context(model: PreTrainedModel, asked: int | None) -> None:
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """`first_token` and the tokens of a text.
+    """The start token and the tokens of a text.
 
     A `bos` that the tokenizer itself would add, as Llama's does, is left out: it would stand twice and be scored.
     """
-    return [first_token(tokenizer), *tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+    return [start_token_id(tokenizer), *tokenizer.encode(text, add_special_tokens=False, verbose=False)]
 
 
 def windows(tokens: list[int], max_length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -33,9 +33,10 @@ from dynattn.modeling.ops.dcmha.attention import default_implementation
 
 from ..common.errors import UserError
 from ..common.segment_memory import check_memory
+from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions
-from .data.tokenizer import required_vocabulary, start_token_id
+from .data.tokenizer import required_vocabulary
 from .width_transfer import scale_initial_weights, transfer_config
 
 # For each objective, the Auto class of its models, and the model type that is trained by default.

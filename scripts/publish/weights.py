@@ -8,11 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ..common.checkpoint_files import file_of_index, read_json, require_inside
+from ..common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX, file_of_index, read_json, require_inside
 from ..common.errors import UserError
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,12 @@ def read_weights(folder: Path) -> Weights:
         UserError: there are no weights, a shard is missing, damaged or a link to elsewhere, a shard lacks a tensor that
             the index places in it, or two shards have the same tensor.
     """
-    shards = _find_shards(folder)
-    weights = Weights([*shards, *([] if (folder / SINGLE).is_file() else [INDEX])])
+    index, shards = folder / WEIGHTS_INDEX, _find_shards(folder)
+    weights = Weights([*shards, *([] if (folder / WEIGHTS).is_file() else [WEIGHTS_INDEX])])
     for name, expected in shards.items():
         counted, shapes = _read_header(folder / name)
         if absent := sorted(expected - shapes.keys()):
-            raise UserError(f"{folder / INDEX} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
+            raise UserError(f"{index} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
         if twice := sorted(shapes.keys() & weights.shapes.keys()):
             raise UserError(f"{twice[0]} is in {name} and in another shard of {folder}; save the checkpoint again")
         weights.elements.update(counted)
@@ -51,18 +48,19 @@ def read_weights(folder: Path) -> Weights:
 
 def _find_shards(folder: Path) -> dict[str, set[str]]:
     """The weight files, and the names of the tensors that each must have according to the index."""
-    if (folder / SINGLE).is_file():
-        return {require_inside(folder / SINGLE).name: set()}
-    if not (folder / INDEX).is_file():
+    index = folder / WEIGHTS_INDEX
+    if (folder / WEIGHTS).is_file():
+        return {require_inside(folder / WEIGHTS).name: set()}
+    if not index.is_file():
         others = sorted(path.name for pattern in ("*.bin", "*.safetensors") for path in folder.glob(pattern))
         found = f" (there is {others[0]})" if others else ""
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{found}; write them with `save_pretrained`")
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{found}; write them with `save_pretrained`")
     shards: dict[str, set[str]] = {}
-    for key, name in _read_weight_map(folder / INDEX).items():
+    for key, name in _read_weight_map(index).items():
         shards.setdefault(name, set()).add(key)
     for name in sorted(shards):
-        if not file_of_index(folder / INDEX, name).is_file():
-            raise UserError(f"{folder / INDEX} names the shard {name}, which is not in that folder; copy it there")
+        if not file_of_index(index, name).is_file():
+            raise UserError(f"{index} names the shard {name}, which is not in that folder; copy it there")
     return dict(sorted(shards.items()))
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...common.atomic_file import write_json
+from ...common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX
 from ...common.errors import UserError
 from .tensor_source import count_elements
 from .weight_map import Step
-
-INDEX = "model.safetensors.index.json"
 
 
 def write_shards(
@@ -43,7 +42,7 @@ def write_shards(
     places: dict[str, str] = {}
     with tqdm(total=len(steps), unit="step", leave=False, disable=None) as progress:  # only on a terminal
         for number, shard in enumerate(shards, start=1):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for step in shard:
                 results = step.run([read(key) for key in step.reads])
@@ -53,7 +52,8 @@ def write_shards(
             places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = count_elements(shapes[key] for key in places) * dtype.itemsize
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder / WEIGHTS_INDEX, index)
 
 
 def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int, limit: int) -> Iterator[list[Step]]:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ...common.errors import UserError, first_line
+from ...common.special_tokens import start_token_id
 from .chat_template import digest_of
 from .token_stream import TARGETS, TOKENS
-from .tokenizer import fingerprint, start_token_id
+from .tokenizer import fingerprint
 
 # Tokenizing a text takes many times its size in memory, so a long document is tokenized in parts.
 MAX_CHARACTERS = 1 << 20

@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...common.errors import UserError
+from ...common.special_tokens import start_token_id
 from ..arguments import PretrainArguments
 from ..outputs.run_folder import RunFolder
 from .anchored import AnchoredSequences
@@ -17,7 +18,6 @@ from .sequences import MixedSequences, Sequences
 from .streaming import open_stream
 from .token_stream import TokenStream
 from .tokenization import decoded_bytes
-from .tokenizer import start_token_id
 
 
 def open_data(

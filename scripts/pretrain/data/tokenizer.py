@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...common.errors import UserError, first_line
+from ...common.special_tokens import start_token_id
 
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
 
@@ -62,11 +63,6 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands before each document: the tokenizer's `bos`, or its `eos` if it has no `bos`."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def required_vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:

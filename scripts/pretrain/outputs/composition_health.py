@@ -35,20 +35,21 @@ def measure_health(model: nn.Module, run: Any, item: dict[str, Tensor]) -> dict[
     """
     found: dict[str, float] = {}
     with _watched(model, found):
-        if any(layer.composition is not None for layer in _layers(model)):
+        if _composed_layers(model):
             run({name: tensor[None, :TOKENS] for name, tensor in item.items()})
     return found
 
 
-def _layers(model: nn.Module) -> list[ComposedAttention]:
-    return [module for module in model.modules() if isinstance(module, ComposedAttention)]
+def _composed_layers(model: nn.Module) -> list[ComposedAttention]:
+    attentions = (module for module in model.modules() if isinstance(module, ComposedAttention))
+    return [attention for attention in attentions if attention.composition is not None]
 
 
 @contextmanager
 def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
     """In the block, each composed layer is measured after its forward pass, while its sharded weights are gathered."""
-    layers = [layer for layer in _layers(model) if layer.composition is not None]
-    hooks = [layer.register_forward_hook(partial(_look, found), with_kwargs=True) for layer in layers]
+    look = partial(_look, found)
+    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in _composed_layers(model)]
     try:
         yield
     finally:
