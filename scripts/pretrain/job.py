@@ -192,19 +192,19 @@ def build_trainer(
     )
     guard = Guard(engine, arguments, run)
     return Trainer(
-        engine,
-        arguments,
-        plan,
-        run,
-        model,
-        optimizer,
-        metrics,
-        progress,
-        throughput,
-        signals,
-        checkpoints,
-        guard,
-        average,
+        engine=engine,
+        arguments=arguments,
+        plan=plan,
+        run=run,
+        model=model,
+        optimizer=optimizer,
+        metrics=metrics,
+        progress=progress,
+        throughput=throughput,
+        signals=signals,
+        checkpoints=checkpoints,
+        guard=guard,
+        average=average,
     )
 
 

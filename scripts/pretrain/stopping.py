@@ -20,12 +20,12 @@ SAME_REQUEST_SECONDS = 1.0
 class StopSignals:
     """Handles SIGINT, SIGTERM and SIGHUP while the block runs, and knows when the time of the run is over.
 
-    After `finish_updates(True)` the first signal only sets `requested`; before, it ends the block at once. A second
+    After `react(after_update=True)` the first signal only sets `requested`; before, it ends the block at once. A second
     signal has the effect that it had before the block. Signals that the process ignores, as under nohup, stay ignored,
     and outside the main thread, where Python allows no handlers, signals are left alone.
 
     Args:
-        speaks: whether this is the process that prints messages. The others handle no signals before `finish_updates`:
+        speaks: whether this is the process that prints messages. The others handle no signals before `react`:
             until then they wait for the first process, cannot react, and have to be ended by the signal itself.
         max_seconds: seconds after which the run should stop; None for no limit.
 
@@ -37,7 +37,7 @@ class StopSignals:
         self.speaks = speaks
         self._end = math.inf if max_seconds is None else time.monotonic() + max_seconds
         self.requested = 0
-        self._finishes_updates = False
+        self._after_update = False
         self._since = 0.0
         self._process = os.getpid()
         self._earlier: dict[int, Any] = {}
@@ -55,10 +55,14 @@ class StopSignals:
         """Whether this process was asked to stop, or its time is over."""
         return self.requested > 0 or time.monotonic() >= self._end
 
-    def finish_updates(self, wanted: bool) -> None:
-        """From now on, a signal sets `requested` and the update is finished; with `wanted` false, it ends the block."""
+    def react(self, *, after_update: bool) -> None:
+        """Chooses what a signal does from now on.
+
+        Args:
+            after_update: it sets `requested`, which the training loop reads after its update; else it ends the block.
+        """
         self._install()
-        self._finishes_updates = wanted
+        self._after_update = after_update
 
     def _install(self) -> None:
         for number in heard_signals():
@@ -79,7 +83,7 @@ class StopSignals:
                 os.kill(os.getpid(), number)
             return
         self.requested, self._since = number, time.monotonic()
-        if not self._finishes_updates:
+        if not self._after_update:
             raise StoppedError(number, "no update had been interrupted, and the same command continues the run")
         if self.speaks:
             name = signal.Signals(number).name

@@ -78,7 +78,7 @@ class Trainer:
             UserError: a rollback found no checkpoint, or a file could not be written.
             StoppedError: a process was asked to stop; the last update has been saved.
         """
-        self.signals.finish_updates(True)
+        self.signals.react(after_update=True)
         batches: Iterator[Batch] = iter(self._loader())
         validation = self._validate() if self._is_due_from_before() else None
         with self._progress_bar() as bar:
@@ -99,7 +99,7 @@ class Trainer:
                     self._stop()
         self.checkpoints.finish()
         validation = validation or self._measure_validation()
-        self.signals.finish_updates(False)
+        self.signals.react(after_update=False)
         return validation
 
     def _timed_update(self, batches: Iterator[Batch]) -> tuple[float, float]:

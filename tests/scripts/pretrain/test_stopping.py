@@ -115,7 +115,7 @@ def test_a_second_signal_has_its_ordinary_effect(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
     signals = StopSignals(speaks=True)
     with pytest.raises(KeyboardInterrupt) as ended, signals:
-        signals.finish_updates(True)
+        signals.react(after_update=True)
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
@@ -124,7 +124,7 @@ def test_a_second_signal_has_its_ordinary_effect(monkeypatch: pytest.MonkeyPatch
 
 def test_one_request_may_arrive_twice():
     with StopSignals(speaks=True) as signals:
-        signals.finish_updates(True)
+        signals.react(after_update=True)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested == signal.SIGINT
@@ -134,7 +134,7 @@ def test_ignored_signals_stay_ignored():
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals(speaks=True) as signals:
-            signals.finish_updates(True)
+            signals.react(after_update=True)
             os.kill(os.getpid(), signal.SIGHUP)
             assert not signals.requested
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
