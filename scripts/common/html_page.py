@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # only for annotations: pages without pictures need no matplotlib
     from matplotlib.figure import Figure
 
 STYLE = """\

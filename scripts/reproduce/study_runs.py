@@ -155,7 +155,7 @@ def _call(function: Callable[[Any], Any], item: Any) -> Any:
     """
     try:
         return function(item)
-    except Exception as error:
+    except Exception as error:  # a study's function may fail with anything
         raise RuntimeError("".join(traceback.format_exception(error))) from None
 
 

@@ -36,7 +36,7 @@ def _logits(model: PreTrainedModel, source: Tensor, target: Tensor, mask: Tensor
 
 
 def _padded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Tensor:
-    """The same, with padding behind the source where positions allow it."""
+    """Logits `[2, T, V]` as `_logits`, with padding behind the source as far as there are positions for it."""
     limit = model.config.max_position_embeddings
     pads = min(source.shape[1], limit - source.shape[1])
     padded = torch.cat([source, source[:, :pads]], dim=1)
@@ -45,7 +45,7 @@ def _padded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Te
 
 
 def _decoded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Tensor:
-    """The same, token by token from a cache."""
+    """Logits `[2, T, V]` as `_logits`, decoded token by token from a cache."""
     cache, encoded, logits = None, model.get_encoder()(input_ids=source), []
     for token in target.split(1, dim=1):
         output = model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True)

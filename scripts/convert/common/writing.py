@@ -35,6 +35,8 @@ def write_json(folder: Path, content: dict[str, Any]) -> None:
 
 def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:
     """Writes our `config.json` with the special tokens of the tokenizer in `folder`; returns warnings."""
+    # AutoTokenizer also reads config.json to choose the tokenizer's class, so the file is there before the tokenizer is
+    # loaded, and is written again with the special tokens.
     write_transformers_config(folder, config, dtype)
     warnings = list(adopt_special_tokens(config, folder))
     config.save_pretrained(folder)
