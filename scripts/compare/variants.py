@@ -9,7 +9,7 @@ from ..common.arguments import parse_arguments
 from ..common.errors import UserError
 from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
-from ..pretrain.mappings import parse_mapping
+from ..pretrain.options.mappings import parse_mapping
 
 # Arguments that all variants must have in common, because losses on other data or tokens cannot be compared.
 SAME = (

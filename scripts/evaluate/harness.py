@@ -16,9 +16,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.builtin_corpus import builtin_documents
+from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
-from ..common.segment_memory import check_memory, longest_segment
 from .catalog import TaskCatalog, leaf_tasks
 from .heldout import score_documents
 from .quoted import quoted_scores

@@ -13,11 +13,11 @@ from datasets import load_dataset
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError, first_line
 from ..common.markdown import table
 from ..common.paired import paired_difference
-from ..common.segment_memory import check_memory, longest_segment
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import UserError
-from .mappings import SourceOptions, parse_mapping, parse_source
+from .options.mappings import SourceOptions, parse_mapping, parse_source
 from .options.ranges import RangedOptions
 from .options.sweep import Sweep
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.atomic_file import write_json
+from ..common.carried_memory import CarriedMemory
 from ..common.errors import UserError
-from ..common.segment_memory import CarriedMemory
 from .arguments import PretrainArguments
 from .engines.interface import Engine
 from .outputs import checkpoint

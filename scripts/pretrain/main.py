@@ -43,7 +43,7 @@ def run(arguments: PretrainArguments) -> str:
     Torch and Transformers are imported only here, so that mistakes in the arguments are reported at once.
     """
     if arguments.dry_run:
-        from .planning.dry_run import dry_run
+        from .dry_run.estimates import dry_run
 
         return dry_run(arguments)
     if arguments.sweep is not None:

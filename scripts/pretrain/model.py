@@ -31,8 +31,8 @@ from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 
+from ..common.carried_memory import check_memory
 from ..common.errors import UserError
-from ..common.segment_memory import check_memory
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.carried_memory import CarriedMemory, NoMemory, StreamMemory
 from ..common.errors import UserError
-from ..common.segment_memory import CarriedMemory, NoMemory, StreamMemory
 from .arguments import PretrainArguments
 from .data.batch_order import TrainingOrder
 from .data.length_warmup import LengthWarmup

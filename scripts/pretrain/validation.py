@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ..common.segment_memory import CarriedMemory
+from ..common.carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
 from .model import loss_options

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dynattn.scripts.common.arguments import parse_arguments
-from dynattn.scripts.common.segment_memory import CarriedMemory
+from dynattn.scripts.common.carried_memory import CarriedMemory
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.main import find_shipped
 from dynattn.scripts.pretrain.outputs import checkpoint, checksums, throughput

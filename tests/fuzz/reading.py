@@ -28,11 +28,11 @@ from dynattn.scripts.pretrain.data.opening import open_data
 from dynattn.scripts.pretrain.data.preparation import prepare
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
+from dynattn.scripts.pretrain.dry_run.estimates import ASSUMED_MFU, RECORDED_RATIO, composes, plain_flops
+from dynattn.scripts.pretrain.dry_run.hardware import GPUS
 from dynattn.scripts.pretrain.model import plan_config
 from dynattn.scripts.pretrain.options.model import ModelOptions
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
-from dynattn.scripts.pretrain.planning.dry_run import ASSUMED_MFU, RECORDED_RATIO, composes, plain_flops
-from dynattn.scripts.pretrain.planning.hardware import GPUS
 from tests.cases.indexed import write_indexed
 
 LENGTH, BATCH, UPDATES, ROUNDS = 2048, 8, 40, 3

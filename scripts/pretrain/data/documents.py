@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, Value, concatenate_d
 from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
-from ..mappings import SourceOptions
+from ..options.mappings import SourceOptions
 from .files import LOADERS, find_files, leave_out_empty
 from .indexed import is_indexed
 

@@ -17,7 +17,7 @@ from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import digests, documents, tokenizer
 from .chat_template import digest_of, give_chat_template
-from .encoders import ChatEncoder, Encoder, TextEncoder
+from .document_encoders import ChatEncoder, Encoder, TextEncoder
 from .indexed import IndexedTokens, is_indexed
 from .objectives import make_objective
 from .streaming import split_stream

@@ -33,8 +33,8 @@ from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
 from ..stopping import ignore_signals
 from .batch_order import TrainingOrder
+from .document_encoders import ChatEncoder, Encoded, Encoder, TextEncoder
 from .documents import load_stream
-from .encoders import ChatEncoder, Encoded, Encoder, TextEncoder
 from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
 from .tokenization import encode_batches

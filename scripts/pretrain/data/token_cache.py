@@ -12,7 +12,7 @@ from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
 from ..outputs import checksums
 from ..outputs.folder_lock import FolderLock
-from .encoders import Encoder
+from .document_encoders import Encoder
 from .token_stream import STREAM
 from .tokenization import write_stream
 

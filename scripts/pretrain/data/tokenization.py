@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import flush, write_json
 from ..stopping import ignore_signals
-from .encoders import Encoded, Encoder
+from .document_encoders import Encoded, Encoder
 from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from ..mappings import require
 from .data import DataOptions, Packing, PositionSampling
+from .mappings import require
 from .model import ModelOptions, ObjectiveName
 from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions

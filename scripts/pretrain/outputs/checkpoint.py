@@ -28,8 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.carried_memory import CarriedMemory
 from ...common.errors import UserError, first_line
-from ...common.segment_memory import CarriedMemory
 from ..engines.interface import Engine
 from ..schedule import SCHEDULE_FIELDS, keeps_past
 from ..weight_average import WeightAverage

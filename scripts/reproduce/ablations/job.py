@@ -7,7 +7,7 @@ from ...common.arguments import command_line
 from ...common.errors import UserError
 from ...compare.job import compare_variants
 from ...compare.variants import Variant
-from ..terms import TERMS
+from ..attentions import ATTENTIONS
 from .arguments import AblationsArguments
 
 # arXiv 2405.08553, abstract: "matching the performance of models with ~1.7x-2.0x compute".
@@ -84,8 +84,9 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
         "eval_every": max(1, steps // VALIDATIONS),
         "save_every": steps,
     }
-    changes = {"plain": TERMS["plain"].fields, WIDER: {**TERMS["plain"].fields, "intermediate_size": size.wider}}
-    changes |= {name: term.fields for name, term in TERMS.items()}
+    plain = ATTENTIONS["plain"].fields
+    changes = {"plain": plain, WIDER: {**plain, "intermediate_size": size.wider}}
+    changes |= {name: attention.fields for name, attention in ATTENTIONS.items()}
     return {
         name: Variant(name, {**options, "model_config": {**size.model(), **fields}}) for name, fields in changes.items()
     }

@@ -12,7 +12,7 @@ from ....configuration.configuration_rcmha import RCMHAConfig
 from ....modeling.modeling_dcformer import DCFormerForCausalLM
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.errors import last_line
-from ..terms import TERMS
+from ..attentions import ATTENTIONS
 
 # The families' own defaults are for wide models; with them these small ones learn nothing for thousands of updates.
 INITIALIZER_RANGE = 0.02
@@ -73,9 +73,9 @@ class Arm:
 
 # The first is the baseline, and the next two the other sides of the question that was asked before the runs.
 ARMS = {
-    "plain": Arm(TERMS["plain"].label, TERMS["plain"].fields),
-    "plain-2h": Arm("plain, twice the heads", TERMS["plain"].fields, times_heads=2),
-    **{name: Arm(term.label, term.fields) for name, term in TERMS.items() if name != "plain"},
+    "plain": Arm(ATTENTIONS["plain"].label, ATTENTIONS["plain"].fields),
+    "plain-2h": Arm("plain, twice the heads", ATTENTIONS["plain"].fields, times_heads=2),
+    **{name: Arm(one.label, one.fields) for name, one in ATTENTIONS.items() if name != "plain"},
     "mdha": Arm("multi-DConv-head attention", attention_type="mdha"),
     "rcmha": Arm("RCMHA", attention_type="rcmha"),
 }

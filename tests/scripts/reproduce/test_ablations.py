@@ -12,7 +12,7 @@ import dynattn
 from dynattn.scripts import cli
 from dynattn.scripts.reproduce.ablations import job
 from dynattn.scripts.reproduce.ablations.arguments import AblationsArguments
-from dynattn.scripts.reproduce.terms import TERMS
+from dynattn.scripts.reproduce.attentions import ATTENTIONS
 
 
 def parameters(size: str, name: str) -> int:
@@ -34,7 +34,7 @@ def test_the_wider_plain_variant_has_as_many_parameters_as_full_composition(size
 def test_plain_is_the_baseline_and_every_term_is_a_variant():
     names = list(job.variants(AblationsArguments()))
     assert names[0] == "plain"
-    assert set(names) == {*TERMS, job.WIDER}
+    assert set(names) == {*ATTENTIONS, job.WIDER}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
-from dynattn.scripts.pretrain.data.encoders import TextEncoder, split_long
+from dynattn.scripts.pretrain.data.document_encoders import TextEncoder, split_long
 from dynattn.scripts.pretrain.data.objectives import CausalLM
 from dynattn.scripts.pretrain.data.packing import PackedSequences
 from dynattn.scripts.pretrain.data.token_stream import TokenStream

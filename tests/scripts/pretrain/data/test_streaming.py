@@ -14,7 +14,7 @@ from cases.training import ENVIRONMENT, RUN, command, curve, killed_run, run
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
-from dynattn.scripts.pretrain.data.encoders import TextEncoder
+from dynattn.scripts.pretrain.data.document_encoders import TextEncoder
 from dynattn.scripts.pretrain.data.stream_blocks import Block, block_path
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe

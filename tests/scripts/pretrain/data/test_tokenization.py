@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.data import tokenization
-from dynattn.scripts.pretrain.data.encoders import Encoded, Encoder, TextEncoder
+from dynattn.scripts.pretrain.data.document_encoders import Encoded, Encoder, TextEncoder
 from dynattn.scripts.pretrain.data.token_cache import write_cached
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenization import encode_all, write_stream

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..common.errors import UserError
+from ...common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from dynattn.modeling.common.activation_checkpointing import checkpoint_activati
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
+from dynattn.scripts.pretrain.dry_run.estimates import RECORDED_RATIO, chunk_bytes, estimate, period_of
+from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
+from dynattn.scripts.pretrain.dry_run.memory import engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
-from dynattn.scripts.pretrain.planning.dry_run import RECORDED_RATIO, chunk_bytes, estimate, period_of
-from dynattn.scripts.pretrain.planning.hardware import GPUS, parse_cluster
-from dynattn.scripts.pretrain.planning.memory import engine_memory, rehearse
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
 LAYERS = 4

@@ -33,7 +33,6 @@ from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.quoted import quoted_scores
 from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
-from dynattn.scripts.evaluate.windows import windows
 
 CONTEXT = 384
 VOCABULARY = 384
@@ -129,15 +128,6 @@ def test_direct_scores_match_their_definitions(tokenizer: PreTrainedTokenizerFas
     assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert scores["bits_per_byte"] == pytest.approx(loss * len(tokens) / math.log(2) / len(document.encode()), rel=1e-5)
     assert scores["accuracy"] == (logits.argmax(-1) == torch.tensor(tokens)).float().mean().item()
-
-
-@pytest.mark.parametrize("stride", [1, 7, 50])
-def test_a_stride_predicts_every_token_once_from_full_windows(stride: int) -> None:
-    tokens = list(range(400))
-    inputs, targets = zip(*windows(tokens, 50, stride), strict=True)
-    assert [token for window in targets for token in window] == tokens[1:]
-    assert all(window == tokens[target[-1] - 50 : target[-1]] for window, target in zip(inputs, targets, strict=True))
-    assert len(inputs) == 1 + math.ceil((399 - 50) / stride)
 
 
 def test_scores_do_not_depend_on_the_batch_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
