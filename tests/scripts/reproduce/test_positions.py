@@ -88,8 +88,18 @@ def test_the_record_counts_all_runs_and_compares_by_seed() -> None:
     assert difference["values"] == pytest.approx([-0.25, -0.3])
     assert record["reciprocal_ranks"] == {"off": {"none": 1.0, "rope": 0.5}, "on": {"none": 1.0}}
     text = table(record)
-    assert "| copy-one | none | off | 2 of 2 | 1.000 ± 0.000 | 0.500 ± 0.000 | 4, 4 | 0.986 |" in text
-    assert "| copy-one | none | on | 1 of 2 |" in text and "-0.275" in text
+    assert "| copy-one | none | off | 2 of 2 | 1.000 ± 0.000 | 0.500 ± 0.000 | 0.500 ± 0.000 | 4, 4 | 0.986 |" in text
+    assert "| copy-one | none | on | 1 of 2 | 0.950 ± 0.071 | 0.225 ± 0.035 | 0.200 ± 0.000 |" in text
+    assert "-0.275" in text and text.endswith(
+        "Mean reciprocal ranks over tasks: plain none 1.000, rope 0.500; composed none 1.000."
+    )
+
+
+def test_parity_is_reported_but_not_ranked() -> None:
+    runs = [run_of("none", "off", seed, [1.0, 1.0, 0.5, 0.5, 0.5]) | {"task": "parity"} for seed in (0, 1)]
+    record = record_of(*runs)
+    assert record["reciprocal_ranks"] == {}
+    assert "| parity | none | off |" in table(record) and "ranks" not in table(record)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
