@@ -67,7 +67,7 @@ def draw_flow(flow: Tensor, title: str) -> Figure:
 
 def draw_maps(layer: LayerObservation, stage: str) -> Figure:
     """The maps of all heads before a stage (upper rows) and after it (lower rows), each head's in one scale."""
-    before, after = (maps[0].masked_fill(~layer.visible[0], 0.0) for maps in layer.around(stage))
+    before, after = (maps[0].masked_fill(~layer.visible, 0.0) for maps in layer.around(stage))
     heads = len(before)
     columns = min(heads, HEADS_IN_A_ROW)
     rows = -(-heads // columns)

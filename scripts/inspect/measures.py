@@ -30,12 +30,12 @@ def _measure_stage(layer: LayerObservation, stage: str) -> dict[str, Any]:
     matrices = pair_matrices(layer.stages[stage])
     identity = torch.eye(matrices.shape[-1])
     distance = (matrices - identity).norm(dim=(-2, -1)) / len(identity) ** 0.5  # [1, T, S]
-    visible = layer.visible[:, 0].expand(matrices.shape[0], -1, -1)
+    visible = layer.visible  # [T, T]
     return {
         "terms": term_sizes(layer.stages[stage]),
-        "distance": float(distance.expand(visible.shape)[visible].mean()),
-        "effective_rank": effective_rank(matrices.expand(*visible.shape, -1, -1)[visible]),
-        "similarity": [head_similarity(maps[0], layer.visible[0, 0]) for maps in (before, after)],
+        "distance": float(distance[0].expand(visible.shape)[visible].mean()),
+        "effective_rank": effective_rank(matrices[0].expand(*visible.shape, -1, -1)[visible]),
+        "similarity": [head_similarity(maps[0], visible) for maps in (before, after)],
     }
 
 
@@ -47,7 +47,7 @@ def head_flow(layer: LayerObservation, stage: str) -> Tensor:
     maps, _ = layer.around(stage)
     mixing = pair_matrices(layer.stages[stage])[0]  # [T, S, H, H]
     sizes = (maps[0].permute(1, 2, 0)[..., None] * mixing).abs()  # [T, S, H, H]
-    return sizes[layer.visible[0, 0]].mean(0)
+    return sizes[layer.visible].mean(0)
 
 
 def ablate(

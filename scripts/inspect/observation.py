@@ -1,9 +1,8 @@
 """Runs a model and keeps what its attention layers compute: maps before and after composing, and the compositions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from dynattn.modeling.layers.attention_interface import attention_function, chun
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
 from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
+from dynattn.modeling.ops.masking import both, split_mask, visible_keys, with_first_keys
 
 from ..common.composition_measures import maps_around
 
@@ -31,13 +31,8 @@ class LayerObservation:
 
     stages: dict[str, Composition]  # those that the layer has, of STAGES
     maps: AttentionMaps
+    visible: Tensor  # [T, T], boolean: the pairs of a query and a key that it sees; the same for all heads
     tables: DistanceTables = NO_TABLES
-
-    @property
-    def visible(self) -> Tensor:
-        """`[1, H, T, T]`, boolean: the pairs of a query and a key that it sees."""
-        assert self.maps.probs is not None
-        return self.maps.probs != 0
 
     def around(self, stage: str) -> tuple[Tensor, Tensor]:
         """The maps `[1, H, T, T]` before and after a stage."""
@@ -88,12 +83,18 @@ def attention_through(
         """The attention function, with the interface of Transformers (see `attention_function`)."""
         given = {stage: options.pop(stage, None) for stage in STAGES}
         stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one is not None})
-        maps: dict[str, Tensor] = {}
-        observed = attention_function(partial(dcmha_eager, hook=maps.setdefault))
-        output, _ = observed(module, *args, **options, **stages)
-        kept = AttentionMaps(**{name: part.float() for name, part in maps.items()})
-        keep(module.layer_idx, LayerObservation(stages, kept, options.get("tables", NO_TABLES)))
-        return output, None
+
+        def observed(
+            query: Tensor, key: Tensor, value: Tensor, *, tables: DistanceTables = NO_TABLES, **call: Any
+        ) -> tuple[Tensor, None]:
+            """`dcmha_eager`, whose maps are kept: output `[1, T, H, D]`."""
+            maps: dict[str, Tensor] = {}
+            output, _ = dcmha_eager(query, key, value, tables=tables, hook=maps.setdefault, **call)
+            kept = AttentionMaps(**{name: part.float() for name, part in maps.items()})
+            keep(module.layer_idx, LayerObservation(stages, kept, visible_pairs(query, key, tables, call), tables))
+            return output, None
+
+        return attention_function(observed)(module, *args, **options, **stages)
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
@@ -103,3 +104,23 @@ def attention_through(
         yield
     finally:
         config._attn_implementation = before
+
+
+def visible_pairs(query: Tensor, key: Tensor, tables: DistanceTables, call: Mapping[str, Any]) -> Tensor:
+    """The pairs `[T, S]`, boolean, that the masks of a call of `dcmha_eager` with one text leave visible.
+
+    Probabilities do not tell: those of a pair that a head sees may be too small for their dtype, and thus 0.
+
+    Args:
+        query: `[1, H, T, D]`.
+        key: `[1, H_kv, S, D]`.
+        call: the keywords of the call.
+    """
+    queries, keys, device = query.shape[2], key.shape[2], query.device
+    structure = {name: call[name] for name in ("is_causal", "sliding_window")}
+    structural = visible_keys(queries, keys, **structure, device=device, offset=tables.offset)
+    given, _ = split_mask(with_first_keys(call["attention_mask"], call["first_keys"], keys, device))
+    # A mask `[1, 1, T, S]` is the same for all heads, and has a dimension 1 for queries if it only hides padding.
+    visible = both(structural, None if given is None else given[0, 0])
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return everything if visible is None else everything & visible

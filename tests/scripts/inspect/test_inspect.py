@@ -10,9 +10,10 @@ from cases.checkpoints import save_tokenizer
 from cases.models import make_model
 from torch.nn.functional import cross_entropy
 
+from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out
-from dynattn.scripts.inspect.observation import loss_with, observe
+from dynattn.scripts.inspect.observation import loss_with, observe, visible_pairs
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
 SIDES = ("query", "key")
@@ -61,8 +62,32 @@ def test_the_flow_between_heads_adds_up_to_the_composed_maps_where_nothing_cance
     [layer, *_], _ = observe(make_model(), IDS)
     flow = head_flow(layer, "post")
     assert flow.shape == (6, 6)
-    composed = layer.maps.composed_probs[0, :, layer.visible[0, 0]].abs().mean(1)
+    composed = layer.maps.composed_probs[0, :, layer.visible].abs().mean(1)
     assert (flow.sum(0) >= composed - 1e-6).all()
+
+
+def test_pairs_that_a_head_sees_count_even_where_its_probability_underflows() -> None:
+    """The steepest slope of ALiBi makes far pairs of a long text 0, which other heads see well."""
+    model = make_model(position_scheme="alibi", num_attention_heads=8, num_key_value_heads=8)
+    layers, _ = observe(model, torch.randint(0, 97, (1, 300)))
+    causal = torch.ones(300, 300, dtype=torch.bool).tril()
+    probs = layers[1].maps.probs
+    assert probs is not None and (probs[0, 0] != 0).sum() < causal.sum()
+    assert torch.equal(layers[1].visible, causal)
+    assert torch.equal(layers[0].visible, causal.triu(-8)), "a sliding window of nine tokens"
+
+
+def test_documents_and_padding_hide_pairs() -> None:
+    query = torch.zeros(1, 1, 4, 2)
+    call = {"attention_mask": None, "first_keys": None, "is_causal": True, "sliding_window": None}
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    documents = visible_pairs(query, query, NO_TABLES, call | {"first_keys": torch.tensor([[0, 0, 2, 2]])})
+    assert torch.equal(documents, causal & (torch.arange(4) // 2 == torch.arange(4)[:, None] // 2))
+    padding = torch.tensor([False, True, True, True])
+    for mask in (padding, torch.where(padding, 0.0, torch.finfo(torch.float32).min)):
+        visible = visible_pairs(query, query, NO_TABLES, call | {"attention_mask": mask[None, None, None]})
+        assert torch.equal(visible, causal & padding)
+    assert visible_pairs(query, query, NO_TABLES, call | {"is_causal": False}).all()
 
 
 class Links(HTMLParser):
