@@ -19,7 +19,7 @@ class InspectArguments:
     file: str | None = field(default=None, metadata={"help": "a file with the text"})
     max_tokens: int = field(default=128, metadata={"help": f"tokens of the text that are read, at most {MOST_TOKENS}"})
     layer: int | None = field(default=None, metadata={"help": "layer whose maps are drawn; by default the middle one"})
-    overwrite: bool = field(default=False, metadata={"help": "replace what the output folder holds"})
+    overwrite: bool = field(default=False, metadata={"help": "replace an earlier inspection in the output folder"})
 
     def __post_init__(self) -> None:
         if self.text is not None and self.file is not None:

@@ -15,10 +15,11 @@ from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import load_checkpoint, refuse_nan
 from ..common.environment import versions
 from ..common.errors import UserError
+from ..common.folder_names import resolve_destination
 from .arguments import InspectArguments
 from .measures import ablate, head_flow, measure_layer
 from .observation import LayerObservation, observe
-from .report import write_report
+from .report import PAGE, PICTURES, write_report
 
 RESULT = "measures.json"
 
@@ -38,7 +39,7 @@ def inspect(arguments: InspectArguments) -> Path:
     Raises:
         UserError: the folder is taken, the checkpoint does not load, or the model composes no heads.
     """
-    output = Path(arguments.output)
+    output = resolve_destination(arguments.output)
     check_output(output, arguments.overwrite)
     model, tokenizer = load_checkpoint(arguments.model, dtype="float32", device="cpu")
     check_model(model, arguments)
@@ -48,7 +49,7 @@ def inspect(arguments: InspectArguments) -> Path:
     with staged_folder(output) as staging:
         write_report(inspection.record, inspection.layers[shown], inspection.flows, shown, staging)
         write_json(staging / RESULT, inspection.record)
-    return output / "page.html"
+    return output / PAGE
 
 
 def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Inspection:
@@ -71,7 +72,7 @@ def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Insp
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raises UserError if the folder is not empty, unless `overwrite` is given and it holds an earlier inspection."""
+    """Raises UserError if the folder is not empty, unless `overwrite` is given and it holds an inspection alone."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output} is a file; give a folder")
     if output.is_dir() and any(output.iterdir()):
@@ -79,6 +80,10 @@ def check_output(output: Path, overwrite: bool) -> None:
             raise UserError(f"output={output} is not empty; give another folder, or --overwrite")
         if not (output / RESULT).is_file():
             raise UserError(f"output={output} holds no inspection, so it is not overwritten; remove it yourself")
+        if others := sorted({path.name for path in output.iterdir()} - {RESULT, PAGE, *PICTURES}):
+            raise UserError(
+                f"output={output} also holds {others[0]}, which would be lost; move it, or give another folder"
+            )
 
 
 def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from ..common.html_page import as_png, heading, page, paragraph, picture, table
 from .figures import draw_flow, draw_maps, draw_similarity, draw_terms
-from .observation import LayerObservation
+from .observation import STAGES, LayerObservation
 
+PAGE = "page.html"
+# The files of all pictures that a page may have; `stage_figures` makes those of one stage.
+PICTURES = frozenset(f"{stage}-{name}.png" for stage in STAGES for name in ("terms", "similarity", "flow", "maps"))
 TITLES = {"pre": "Before the softmax: scores", "post": "After the softmax: probabilities"}
 EXPLANATIONS = {
     "pre": "Each pair of a query and a key mixes the scores of all heads with a matrix of its own, I plus terms.",
@@ -39,7 +42,7 @@ def write_report(
             png = as_png(figure)
             (folder / f"{stage}-{name}.png").write_bytes(png)
             parts.append(picture(png, caption))
-    (folder / "page.html").write_text(page(f"Composed heads of {record['model']}", parts), encoding="utf-8")
+    (folder / PAGE).write_text(page(f"Composed heads of {record['model']}", parts), encoding="utf-8")
 
 
 def stage_figures(

@@ -150,6 +150,25 @@ def test_what_cannot_be_shown_is_refused(
     assert not (tmp_path / "seen").exists()
 
 
+def test_only_what_inspect_wrote_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is refused is refused before the checkpoint is read, which does not exist here."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in (".", str(here), str(tmp_path)):
+        assert main(["inspect", "nowhere", "--output", name, "--overwrite"]) == 2
+        assert "holds the current folder" in capsys.readouterr().err
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    for name in ("measures.json", "page.html", "notes.md"):
+        (seen / name).write_text("{}")
+    assert main(["inspect", "nowhere", "--output", str(seen), "--overwrite"]) == 2
+    assert "also holds notes.md, which would be lost" in capsys.readouterr().err
+    assert (seen / "notes.md").is_file()
+
+
 def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(compose_pre=False, compose_post=False, vocab_size=300).save_pretrained(tmp_path / "plain")
     save_tokenizer(tmp_path / "plain")
