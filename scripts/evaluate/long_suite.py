@@ -15,8 +15,8 @@ from ..common.paired import paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
-from .own_text import read_documents
 from .results import PLOT, check_output, describe_environment, describe_model, write_files
+from .text_files import read_documents
 
 PROMPTS = 10
 
@@ -74,7 +74,7 @@ def longest_windows(
     """Windows of the greatest of these `lengths` that the text can fill; none if it is shorter than all of them."""
     documents = builtin_documents("validation")
     if arguments.dataset is not None:
-        documents = read_documents(arguments.dataset, arguments.text_column)
+        documents = read_documents(arguments.dataset, arguments.text_column).texts
     cuts = (cut_windows(tokenizer, documents, length, arguments.limit) for length in sorted(lengths, reverse=True))
     return next(filter(None, cuts), [])
 

@@ -3,27 +3,25 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from glob import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import load_dataset
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
-from ..common.errors import UserError, first_line
+from ..common.errors import UserError
 from ..common.markdown import table
 from ..common.paired import paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files
+from .text_files import read_documents
 from .windows import check_context, encode_document, predict, segments, windows
 
-LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 WINDOW = 1024
 
 
@@ -49,13 +47,16 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     """
     if arguments.output is not None:
         check_output(arguments.output, arguments.overwrite)
-    documents = read_documents(str(arguments.dataset), arguments.text_column)[: arguments.limit]
+    found = read_documents(str(arguments.dataset), arguments.text_column)
+    documents = found.texts[: arguments.limit]
     sizes = [len(document.encode()) for document in documents]
     checkpoints = [_evaluate_checkpoint(name, arguments, documents) for name in [arguments.model, *arguments.others]]
     results: dict[str, Any] = {
         "dataset": Path(str(arguments.dataset)).name,
         "documents": len(documents),
         "bytes": sum(sizes),
+        "rows": found.rows[: arguments.limit],
+        "rows_without_text": found.without_text,
         "carry_memory": arguments.carry_memory,
         "checkpoints": [{**about, **summarize(scores, sizes)} for about, scores in checkpoints],
     }
@@ -67,28 +68,6 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     if arguments.output is not None:
         write_files(Path(arguments.output), results, text)
     return text
-
-
-def read_documents(path: str, column: str) -> list[str]:
-    """The documents in a text file (one), or in the column of a JSON lines or Parquet file (one a row).
-
-    Raises:
-        UserError: the file cannot be read, lacks the column, or holds no text.
-    """
-    kind = LOADERS.get(Path(path).suffix)
-    if kind is None or not Path(path).is_file():
-        raise UserError(f"dataset={path!r} must be a file that ends in {', '.join(LOADERS)}")
-    options = {"sample_by": "document"} if kind == "text" else {}
-    try:
-        rows = load_dataset(kind, data_files=escape(path), split="train", **options)
-    except Exception as error:  # the readers of these formats raise errors of many types
-        raise UserError(f"cannot read {path}: {first_line(error)}") from error
-    if column not in rows.column_names:
-        raise UserError(f"{path} has no column {column!r} but {rows.column_names}; name it with --text_column")
-    documents = [text for text in rows[column] if isinstance(text, str) and text]
-    if not documents:
-        raise UserError(f"{path} holds no text in its column {column!r}")
-    return documents
 
 
 def _evaluate_checkpoint(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
-from dynattn.scripts.evaluate.own_text import Scores, read_documents, score_texts, summarize
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
+from dynattn.scripts.evaluate.text_files import Documents, read_documents
 
 DOCUMENTS = ["The first text, with a café.", "A second one, which is a little longer than the first text is.", "Third."]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -90,12 +93,13 @@ def test_checkpoints_are_compared_document_by_document(
     checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     text = tmp_path / "texts.jsonl"
-    text.write_text("\n".join(json.dumps({"words": document}) for document in DOCUMENTS))
+    text.write_text("\n".join(json.dumps({"words": document}) for document in [None, *DOCUMENTS]))
     command = ["evaluate", checkpoints[0], "--dataset", str(text), "--text_column", "words"]
     command += ["--others", checkpoints[1], checkpoints[0], "--output", str(tmp_path / "results"), "--device", "cpu"]
     assert cli.main(command) == 0
     assert "3 documents of 97 bytes in texts.jsonl" in capsys.readouterr().out
     results = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert results["rows"] == [1, 2, 3] and results["rows_without_text"] == 1
     first, second, again = (np.array(one["bits_per_byte_of_documents"]) for one in results["checkpoints"])
     assert results["comparison"][0]["mean"] == pytest.approx((second - first).mean())
     assert 0 < results["comparison"][0]["p"] < 1
@@ -135,9 +139,41 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
     from datasets import Dataset
 
     (tmp_path / "text [v2].txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    assert [text.strip() for text in read_documents(str(tmp_path / "text [v2].txt"), "text")] == ["one\n\ntwo"]
+    assert read_documents(str(tmp_path / "text [v2].txt"), "text") == Documents(["one\n\ntwo\n"], [0], 0)
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
-    assert read_documents(str(tmp_path / "text.parquet"), "text") == ["a", "b"]
+    assert read_documents(str(tmp_path / "text.parquet"), "text") == Documents(["a", "b"], [0, 3], 2)
+
+
+def test_rows_without_text_are_told_and_others_keep_their_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The name looks like an address, and the texts like dates."""
+    values = ["2020-01-01", None, "", 3, "2021-01-01\u2028b"]
+    rows = [{"other": 0}, *({"text": value} for value in values)]
+    lines = tmp_path / "we::ird.jsonl"
+    lines.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    for name, first in (("we::ird.jsonl", "line 1"), ("array.json", "row 0")):
+        assert read_documents(str(tmp_path / name), "text") == Documents([values[0], values[-1]], [1, 5], 4)
+        assert f"{name} have no text in their column 'text' and are left out, the first is {first}" in caplog.text
+        assert caplog.messages[-1].startswith("4 of 6 rows of ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("lines.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON: Expecting value"),
+        ("lines.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is no object with fields"),
+        ("lines.jsonl", b'{"text": "a"}\n{"text": "a \\ud800"}', r"line 2 has \ud800, half of a surrogate pair"),
+        ("array.json", b'[{"text": "a"},\n{"text": }]', "line 2 is no JSON: Expecting value"),
+        ("array.json", b'[{"text": "a"}, "b"]', "row 1 is no object with fields"),
+        ("latin.jsonl", '{"text": "é"}'.encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
+        ("latin.txt", "é".encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
+        ("broken.parquet", b"PAR1", "Parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_place(name: str, content: bytes, message: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"cannot read .*{name}: .*{re.escape(message)}"):
+        read_documents(str(tmp_path / name), "text")
 
 
 @pytest.mark.parametrize(
