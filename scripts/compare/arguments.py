@@ -12,8 +12,8 @@ class CompareArguments:
     """Arguments of a comparison.
 
     Raises:
-        UserError: there are fewer than two variants or seeds, a rate is not positive, or the tuning seed is a measured
-            one.
+        UserError: there are fewer than two variants or seeds, a rate is not positive, a time is negative, or the tuning
+            seed is a measured one.
     """
 
     variants: list[str] = field(
@@ -43,6 +43,7 @@ class CompareArguments:
         check_seeds(list(range(self.seeds)), self.tuning_seed)
         if self.learning_rates is not None:
             check_rates(self.learning_rates)
+        check_seconds(self.max_seconds)
 
 
 def check_seeds(seeds: list[int], tuning_seed: int) -> None:
@@ -57,3 +58,9 @@ def check_rates(learning_rates: list[float]) -> None:
     """Raises UserError unless there is at least one rate, and all are positive and finite."""
     if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
         raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")
+
+
+def check_seconds(max_seconds: float | None) -> None:
+    """Raises UserError for a negative time. None is no limit, and 0 starts no run."""
+    if max_seconds is not None and not max_seconds >= 0:
+        raise UserError(f"max_seconds={max_seconds} must be 0 or more; leave it out for no limit")

@@ -15,6 +15,7 @@ from ..common.atomic_file import write_json, write_whole
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
+from ..pretrain.stopping import deadline_after
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, make_record, read_run
@@ -63,7 +64,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
         UserError: a learning rate is not valid, the folder holds something else or runs on other texts, or time was
             over before two seeds were complete.
     """
-    runs = Runs(output, time.monotonic() + (arguments.max_seconds or math.inf))
+    runs = Runs(output, deadline_after(arguments.max_seconds))
     # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
     cells = product(variants, (arguments.tuning_seed, *range(arguments.seeds)), arguments.learning_rates or (None,))
     planned = [runs.arguments(*cell) for cell in cells]
@@ -162,7 +163,7 @@ class Runs:
             DivergedError: the run has diverged, now or before.
         """
         arguments = self.arguments(variant, seed, rate)
-        if time.monotonic() > self.deadline and not has_ended(Path(arguments.output)):
+        if time.monotonic() >= self.deadline and not has_ended(Path(arguments.output)):
             raise OutOfTimeError("the time is over; the same command goes on where it stopped")
         return train_once(arguments)
 

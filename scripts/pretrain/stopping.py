@@ -35,7 +35,7 @@ class StopSignals:
 
     def __init__(self, speaks: bool, max_seconds: float | None = None) -> None:
         self.speaks = speaks
-        self._end = math.inf if max_seconds is None else time.monotonic() + max_seconds
+        self._end = deadline_after(max_seconds)
         self.requested = 0
         self._after_update = False
         self._since = 0.0
@@ -88,6 +88,11 @@ class StopSignals:
         if self.speaks:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())
+
+
+def deadline_after(seconds: float | None) -> float:
+    """The reading of `time.monotonic` in so many seconds; infinity for None, which is no limit."""
+    return math.inf if seconds is None else time.monotonic() + seconds
 
 
 def heard_signals() -> list[int]:

@@ -17,7 +17,7 @@ import torch
 
 from ..common.atomic_file import write_json
 from ..common.errors import StoppedError, UserError
-from ..pretrain.stopping import signals_received
+from ..pretrain.stopping import deadline_after, signals_received
 
 Result = dict[str, Any]
 ResultsOf = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[tuple[Any, Any]]]
@@ -49,7 +49,7 @@ class StudyRuns:
         run_one: makes a run; a function of a module, so that other processes can call it.
         told: returns the line to print for a result.
         workers: number of processes, each with one thread; with 1, runs are made in this process.
-        max_seconds: no run starts after this many seconds.
+        max_seconds: no run starts after this many seconds; None for no limit.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class StudyRuns:
         max_seconds: float | None,
     ) -> None:
         self.folder, self.run_one, self.told, self.workers = folder, run_one, told, workers
-        self.deadline = time.monotonic() + (max_seconds or float("inf"))
+        self.deadline = deadline_after(max_seconds)
 
     def make(self, runs: Iterable[AnyRun]) -> int:
         """Makes those that have no file, in their order, until the deadline; returns how many are left."""
         missing = [run for run in runs if not self.has(run)]
-        in_time = takewhile(lambda _: time.monotonic() <= self.deadline, missing)
+        in_time = takewhile(lambda _: time.monotonic() < self.deadline, missing)
         with worker_pool(self.workers) as results_of:
             for run, result in results_of(self.run_one, in_time):
                 self._keep(run, result)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seeds
+from ...compare.arguments import check_rates, check_seconds, check_seeds
 
 
 @dataclass
@@ -43,6 +43,7 @@ class MechanismsArguments:
             self.arms, self.seeds, self.learning_rates = list(QUICK_ARMS), [0, 1], [3e-3]
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
+        check_seconds(self.max_seconds)
         if self.workers < 1 or not all(1 <= number <= 64 for number in (*(self.layers or ()), *(self.heads or ()))):
             raise UserError(
                 f"workers={self.workers} must be 1 or more; layers={self.layers} and heads={self.heads} from 1 to 64"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seeds
+from ...compare.arguments import check_rates, check_seconds, check_seeds
 
 RATES = [1e-3, 3e-3, 9e-3]
 # Small models that are trained shortly learn best with larger ones.
@@ -37,6 +37,7 @@ class PairedStudyArguments:
     def __post_init__(self) -> None:
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.rates)
+        check_seconds(self.max_seconds)
         if self.workers < 1:
             raise UserError(f"workers={self.workers} must be 1 or more")
 

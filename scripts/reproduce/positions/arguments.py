@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seeds
+from ...compare.arguments import check_rates, check_seconds, check_seeds
 
 TASKS = ("copy-one", "copy-many", "sort", "sum", "reverse", "parity", "addition", "addition-reversed")
 # What the configuration of each scheme's model has.
@@ -90,6 +90,7 @@ class PositionsArguments:
             raise UserError(f"rope-none needs 2 layers, one of each type, and layers={self.layers}")
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
+        check_seconds(self.max_seconds)
         if self.steps < 2 or min(self.layers, self.workers) < 1 or not 0 <= self.longest <= 20:
             raise UserError(
                 f"steps={self.steps} must be 2 or more, layers={self.layers} and workers={self.workers} 1 or more, "

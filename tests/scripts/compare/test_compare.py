@@ -121,6 +121,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
         (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "must be two or more different ones"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "3", "--tuning_seed", "2"], "is one of the measured seeds"),
         (["tiny.yaml", "tiny.yaml", "--learning_rates", "0"], "must be one or more positive numbers"),
+        (["tiny.yaml", "tiny.yaml", "--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
         (["a.yaml", "b.yaml", "--redraw", "--output", "nowhere"], "holds no record.json"),
     ],
 )
@@ -154,7 +155,7 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
     assert len(trained) == len(set(trained)) == 6 + 2 * 3
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     check_comparison(record, tmp_path / "study")
-    assert cli.main([*command, "--seeds", "4", "--max_seconds", "1e-9"]) == 0
+    assert cli.main([*command, "--seeds", "4", "--max_seconds", "0"]) == 0
     assert len(json.loads((tmp_path / "study" / "record.json").read_text())["arms"]["llama"]["runs"]) == 3
     assert len(trained) == 6 + 2 * 3
     assert cli.main(["compare", *files[::-1], "--output", str(tmp_path / "study"), "--redraw"]) == 0

@@ -90,7 +90,7 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
         run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
     run_study(STUDY, arguments(tmp_path, seeds=[0, 1]))
     calls.clear()
-    text = run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
+    text = run_study(STUDY, arguments(tmp_path, max_seconds=0))
     assert not calls
     assert "2 runs are left" in text and "2 runs are not finished" in text
     run_study(STUDY, arguments(tmp_path))
@@ -143,6 +143,7 @@ def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
         ({"seeds": [1]}, "two or more different ones"),
         ({"seeds": [1, 9]}, "tuning_seed=9 is one of the measured"),
         ({"workers": 0}, "workers=0 must be 1 or more"),
+        ({"max_seconds": -1.0}, "max_seconds=-1.0 must be 0 or more"),
         ({"learning_rates": [0.0]}, "positive numbers"),
         ({"redraw": True}, "no measured run yet"),
     ],

@@ -130,6 +130,7 @@ def test_truncation_is_told_the_longest_training_input() -> None:
         (["--wide", "rope-quarter"], "wide=['rope-quarter'] must be some of the schemes"),
         (["--learning_rates", "0"], "must be one or more positive numbers"),
         (["--schemes", "rope-none", "--layers", "1", "--wide", "rope-none"], "rope-none needs 2 layers"),
+        (["--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
         (["--redraw"], "holds no record.json"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -156,7 +157,7 @@ def test_a_tiny_study_runs_resumes_and_keeps_its_settings(
     monkeypatch.setattr("dynattn.scripts.reproduce.positions.job.train", lambda run: pytest.fail(f"repeats {run}"))
     assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
     monkeypatch.undo()
-    assert cli.main([*words, "2", "--learning_rates", "1e-3", "2e-3", "--max_seconds", "1e-9"]) == 0
+    assert cli.main([*words, "2", "--learning_rates", "1e-3", "2e-3", "--max_seconds", "0"]) == 0
     assert json.loads((tmp_path / "record.json").read_text())["settings"]["seeds"] == [0, 1]
     assert "5 runs are left" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds a study with other steps"):
