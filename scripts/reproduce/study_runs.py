@@ -17,6 +17,7 @@ import torch
 
 from ..common.atomic_file import write_json
 from ..common.errors import StoppedError, UserError
+from ..pretrain.outputs.folder_lock import FolderLock
 from ..pretrain.stopping import deadline_after, signals_received
 
 Result = dict[str, Any]
@@ -45,7 +46,7 @@ class StudyRuns:
     """Makes runs and keeps their results.
 
     Args:
-        folder: holds the files.
+        folder: holds the files; the folder above it is the study's, which is locked while runs are made.
         run_one: makes a run; a function of a module, so that other processes can call it.
         told: returns the line to print for a result.
         workers: number of processes, each with one thread; with 1, runs are made in this process.
@@ -64,13 +65,19 @@ class StudyRuns:
         self.deadline = deadline_after(max_seconds)
 
     def make(self, runs: Iterable[AnyRun]) -> int:
-        """Makes those that have no file, in their order, until the deadline; returns how many are left."""
-        missing = [run for run in runs if not self.has(run)]
-        in_time = takewhile(lambda _: time.monotonic() < self.deadline, missing)
-        with worker_pool(self.workers) as results_of:
-            for run, result in results_of(self.run_one, in_time):
-                self._keep(run, result)
-        return sum(not self.has(run) for run in missing)
+        """Makes those that have no file, in their order, until the deadline; returns how many are left.
+
+        Raises:
+            UserError: another process makes runs of this study.
+        """
+        missing = self._missing(runs)
+        if missing and self._is_in_time():
+            with FolderLock(self.folder.parent / ".lock"):
+                missing = self._missing(missing)  # another process may have made some just before
+                with worker_pool(self.workers) as results_of:
+                    for run, result in results_of(self.run_one, takewhile(self._is_in_time, missing)):
+                        self._keep(run, result)
+        return len(self._missing(missing))
 
     def has(self, run: AnyRun) -> bool:
         """Whether the run is finished."""
@@ -91,6 +98,13 @@ class StudyRuns:
             if self.has(run) and (run.cell not in best or merit(self.read(run)) > best[run.cell][0]):
                 best[run.cell] = merit(self.read(run)), run.learning_rate
         return {cell: rate for cell, (_, rate) in best.items()}
+
+    def _missing(self, runs: Iterable[AnyRun]) -> list[AnyRun]:
+        return [run for run in runs if not self.has(run)]
+
+    def _is_in_time(self, _: AnyRun | None = None) -> bool:
+        """Whether a run may start now, whichever it is."""
+        return time.monotonic() < self.deadline
 
     def _keep(self, run: AnyRun, result: Result) -> None:
         self._file(run).parent.mkdir(parents=True, exist_ok=True)

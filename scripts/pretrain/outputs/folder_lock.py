@@ -20,7 +20,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderLock:
-    """An exclusive lock on the folder in which the file `path` lies; the file names the process that holds it."""
+    """An exclusive lock on the folder in which the file `path` lies; the file names the process that holds it.
+
+    As a context manager it takes the lock, and releases it at the end of the block.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,6 +34,13 @@ class FolderLock:
     def is_held(self) -> bool:
         """Whether this object holds the lock."""
         return self._file is not None
+
+    def __enter__(self) -> "FolderLock":
+        self.take()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def take(self) -> None:
         """Takes the lock, and makes the folder if it is not there.

@@ -7,6 +7,7 @@ from pathlib import Path
 from ...common.atomic_file import write_json, write_whole
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
+from ...pretrain.outputs.folder_lock import FolderLock
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
@@ -35,7 +36,8 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     """Makes every run that is missing, and measures an update of each type once.
 
     Raises:
-        UserError: a text is missing, or a finished run does not compare with these.
+        UserError: a text is missing, a finished run does not compare with these, or another process makes runs of this
+            study.
     """
     corpora = load_corpora(arguments)
     settings = {
@@ -47,12 +49,13 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     finished = [run for cell in read_runs(output).values() for run in cell]
     planned = [{"settings": run.settings(), "data": corpora[run.corpus].description} for run in runs]
     check_comparable([*finished, *planned])  # before the first run, and not when it is reported
-    for run in runs:
-        make_once(run, corpora[run.corpus], output / run.file_name)
-    if not (output / PROBE).exists():
-        print("time and memory of an update", flush=True)
-        probe = measure(corpora["tiny-shakespeare"], SETTINGS, rounds=5 if arguments.quick else 15)
-        write_json(output / PROBE, probe, indent=1)
+    with FolderLock(output / ".lock"):
+        for run in runs:
+            make_once(run, corpora[run.corpus], output / run.file_name)
+        if not (output / PROBE).exists():
+            print("time and memory of an update", flush=True)
+            probe = measure(corpora["tiny-shakespeare"], SETTINGS, rounds=5 if arguments.quick else 15)
+            write_json(output / PROBE, probe, indent=1)
 
 
 def load_corpora(arguments: StudyArguments) -> dict[str, Corpus]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,23 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
         run_study(STUDY, arguments(tmp_path, quick=True))
     assert "+0.183" in run_study(STUDY, arguments(tmp_path, redraw=True))
     assert "4 runs are left" in run_study(STUDY, arguments(tmp_path, redraw=True, seeds=[0, 1, 2, 3, 4]))
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_one_process_at_a_time_makes_the_runs_of_a_study(tmp_path: Path):
+    """A second one is refused while there is something to make, but may report what is finished."""
+    attempts: list[str] = []
+
+    def run_both(run: Run) -> dict[str, Any]:
+        if not run.tuning and run.seed == 1:
+            with pytest.raises(UserError, match=rf"study is in use by process {os.getpid()} .*; wait for it"):
+                run_study(STUDY, arguments(tmp_path))
+            attempts.append(run_study(STUDY, arguments(tmp_path, max_seconds=0)))
+        return run_one(run)
+
+    run_study(replace(STUDY, run_one=run_both), arguments(tmp_path))
+    assert len(attempts) == 2 and "4 runs are left" in attempts[0] and "3 runs are left" in attempts[1]
+    assert not (tmp_path / "study" / ".lock").exists()
 
 
 @pytest.mark.usefixtures("coarse_plots")

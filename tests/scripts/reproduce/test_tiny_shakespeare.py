@@ -17,6 +17,7 @@ from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.paired import paired_difference
 from dynattn.scripts.common.token_streams import TokenStreams
+from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
 from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
@@ -387,6 +388,13 @@ def test_nothing_is_trained_into_a_folder_with_runs_that_do_not_compare(
     command = ["reproduce", "tiny-shakespeare", "--other_text", "--data", book, "--output", str(tmp_path / "study")]
     assert cli.main([*command, "--seeds", "0", "1"]) == 2
     assert "sensible: mha, seed 0, finished or asked for, differ in steps, text; give" in capsys.readouterr().err
+
+
+def test_one_process_at_a_time_makes_the_runs_of_a_study(book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with FolderLock(tmp_path / "study" / ".lock"):
+        command = ["reproduce", "tiny-shakespeare", "--quick", "--other_text", "--data", book]
+        assert cli.main([*command, "--output", str(tmp_path / "study")]) == 2
+    assert "study is in use by process" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
