@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError, first_line
+
 # Errors of `fsync` on file systems that cannot flush folders. They are ignored, as nothing more can be done there.
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
@@ -25,6 +27,25 @@ def write_whole(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any, *, indent: int | None = 2, **options: Any) -> None:
     """Writes `content` as a JSON file with `write_whole`; `options` are those of `json.dumps`."""
     write_whole(path, json.dumps(content, indent=indent, **options) + "\n")
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file of ours.
+
+    Args:
+        fix: what the user can do about a damaged file, the end of the message.
+
+    Raises:
+        UserError: the file holds something else, as when a full disk or an interrupted copy cut it off.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"{path} is damaged: {first_line(error)}; {fix}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it holds no object; {fix}")
+    return content
 
 
 def put_in_place(partial: Path, final: Path) -> None:

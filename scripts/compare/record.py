@@ -1,6 +1,5 @@
 """The record of a study that compares trained arms: its runs and their statistics."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ..common.atomic_file import read_json
 from ..common.environment import distinct
+from ..common.errors import UserError
 from ..common.paired import holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
 from ..pretrain.options.model import LOSS_UNITS
@@ -25,8 +26,16 @@ OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a finished run: its options, its measurements, and its losses after each number of tokens."""
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    """Reads a finished run: its options, its measurements, and its losses after each number of tokens.
+
+    Raises:
+        UserError: its result is damaged or gone.
+    """
+    fix = f"remove {folder} to repeat the run"
+    try:
+        result = read_json(folder / "result.json", fix)
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no result.json; {fix}") from error
     lines = read_metrics(folder / "metrics.jsonl")
     flops = result["flops_per_second"]
     return {

@@ -1,14 +1,17 @@
 """The folder of a study: which study it belongs to, and the table and the plot that are made from its record."""
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.errors import UserError
 
 SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
+# In messages: what a setting is that one of two studies does not have, and how many settings they name.
+ABSENT, TOLD = "absent", 3
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
@@ -19,13 +22,29 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
     """
     marker = output / SETTINGS
     if marker.exists():
-        stored = json.loads(marker.read_text(encoding="utf-8"))
-        if changed := [name for name in settings if stored.get(name) != json.loads(json.dumps(settings[name]))]:
-            raise UserError(f"{output} holds a study with other {', '.join(changed)}; give another --output")
+        stored = read_json(marker, "give another --output")
+        given = json.loads(json.dumps(settings))
+        if changed := [told for name in given for told in _differences(name, stored.get(name, ABSENT), given[name])]:
+            rest = f" and {len(changed) - TOLD} more" if len(changed) > TOLD else ""
+            raise UserError(
+                f"{output} holds a study with other {', '.join(changed[:TOLD])}{rest}; give another --output"
+            )
     elif output.exists() and any(output.iterdir()):
         raise UserError(f"{output} holds something that is no {study}; give a new or empty --output")
     output.mkdir(parents=True, exist_ok=True)
     write_json(marker, settings, indent=1)
+
+
+def _differences(name: str, stored: Any, given: Any) -> list[str]:
+    """The settings below `name` that differ, each with both values."""
+    if not (isinstance(stored, dict) and isinstance(given, dict)):
+        return [] if stored == given else [f"{name} ({_short(stored)} there, {_short(given)} now)"]
+    inner = [(key, stored.get(key, ABSENT), given.get(key, ABSENT)) for key in {**stored, **given}]
+    return [told for key, *values in inner for told in _differences(f"{name}.{key}", *values)]
+
+
+def _short(value: Any) -> str:
+    return ABSENT if value == ABSENT else reprlib.repr(value)
 
 
 def draw(
@@ -37,10 +56,10 @@ def draw(
     """Makes the table and the plot from the record alone; returns the table and the names of the files.
 
     Raises:
-        UserError: there is no record.
+        UserError: there is no record, or it is damaged.
     """
     try:
-        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+        record = read_json(output / RECORD, "remove it, and run the study without --redraw")
     except OSError as error:
         raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
     text = table(record)

@@ -1,9 +1,9 @@
 """Checks that the runs of a study read the same texts, by the fingerprints that each run stores with its tokens."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..common.atomic_file import read_json
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments
 from ..pretrain.data.preparation import SOURCE_FILE, Fingerprints, fingerprints
@@ -37,4 +37,4 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
 def read_texts(run: Path) -> Fingerprints | None:
     """The fingerprints of the texts of a run, as far as its version stored them; None if it has not begun."""
     file = RunFolder(run).data / SOURCE_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return read_json(file, f"remove {run} to repeat the run") if file.exists() else None

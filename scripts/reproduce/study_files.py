@@ -1,6 +1,5 @@
 """The files of small studies of one trained model: they read held-out tokens of its run, and write record and table."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common import markdown
-from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.environment import hardware, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination, resolve_folder
@@ -43,7 +42,7 @@ def held_out_windows(run: str, length: int) -> Tensor:
 
 def describe_run(run: str) -> dict[str, Any]:
     """How the model of a run was trained, without the folders of the machine that did it."""
-    result = json.loads((resolve_folder(run) / "result.json").read_text(encoding="utf-8"))
+    result = read_json(resolve_folder(run) / "result.json", "give another run")
     dataset = Path(result["arguments"]["dataset"]).name
     trained = {name: result["arguments"][name] for name in TRAINED}
     return {"name": resolve_folder(run).name, "parameters": result["parameters"], "dataset": dataset, **trained}

@@ -1,6 +1,5 @@
 """The runs of a study: each is made once, several at a time if asked for, and its result is stored in a file."""
 
-import json
 import signal
 import time
 import traceback
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..common.atomic_file import write_json
+from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
 from ..pretrain.outputs.folder_lock import FolderLock
 from ..pretrain.stopping import deadline_after, signals_received
@@ -88,8 +87,12 @@ class StudyRuns:
         return [self.read(run) for run in runs if self.has(run)]
 
     def read(self, run: AnyRun) -> Result:
-        """The result of a finished run."""
-        return json.loads(self._file(run).read_text(encoding="utf-8"))
+        """The result of a finished run.
+
+        Raises:
+            UserError: its file is damaged.
+        """
+        return read_result(self._file(run))
 
     def best_rates(self, runs: Sequence[AnyRun], merit: Callable[[Result], Any]) -> dict[Hashable, float]:
         """The learning rate of the best finished run of each cell that has one, by a merit that is largest for it."""
@@ -113,6 +116,11 @@ class StudyRuns:
 
     def _file(self, run: AnyRun) -> Path:
         return self.folder / run.file_name
+
+
+def read_result(path: Path) -> Result:
+    """The result in the file of a finished run; raises UserError if it is damaged."""
+    return read_json(path, "remove it to repeat the run")
 
 
 def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """A study of arms from end to end: its missing runs, then record, table and plot of all finished ones."""
 
-import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from ...common.arguments import command_line
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
-from ..study_runs import Result, StudyRuns, chosen
+from ..study_runs import Result, StudyRuns, chosen, read_result
 from .arguments import PairedStudyArguments
 from .figures import draw_arms
 from .record import make_record, table
@@ -130,7 +129,7 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
 def name_older_runs(folder: Path) -> None:
     """Renames the files of finished runs of earlier versions, which gave tuning runs the names of measured runs."""
     for path in folder.glob("*/*.json"):
-        run = Run(**json.loads(path.read_text(encoding="utf-8"))["run"])
+        run = Run(**read_result(path)["run"])
         path.rename(folder / run.file_name)
 
 

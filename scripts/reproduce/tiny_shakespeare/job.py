@@ -1,10 +1,9 @@
 """The whole study: its missing runs, then record, table and plots of all finished ones."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from ...common.atomic_file import write_json, write_whole
+from ...common.atomic_file import read_json, write_json, write_whole
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
 from ...pretrain.outputs.folder_lock import FolderLock
@@ -108,7 +107,7 @@ def report(output: Path) -> str:
     runs = read_runs(output)
     if not runs:
         raise UserError(f"{output} holds no finished run; run the study without --report_only first")
-    probe = json.loads((output / PROBE).read_text(encoding="utf-8")) if (output / PROBE).exists() else None
+    probe = read_json(output / PROBE, "remove it to measure again") if (output / PROBE).exists() else None
     record = make_record(runs, probe)
     text = format_record(record)
     write_json(output / RECORD, record, indent=1)

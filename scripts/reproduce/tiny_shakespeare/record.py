@@ -1,6 +1,5 @@
 """The record of the study: its finished runs, their comparisons, and the figures that the paper reports."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from ...common.environment import distinct
 from ...common.errors import UserError
 from ...common.paired import paired_difference, spread
+from ..study_runs import read_result
 from .plan import GROUPS, TYPES
 
 Run = dict[str, Any]
@@ -41,7 +41,7 @@ def read_runs(output: Path) -> dict[Cell, list[Run]]:
     """The finished runs of a study by group and variant, in the order of the plan, seeds ascending."""
     found: dict[Cell, list[Run]] = {(name, variant): [] for name, group in GROUPS.items() for variant in group.variants}
     for path in sorted(output.glob("runs/*/*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = read_result(path)
         found.setdefault((run["settings"]["group"], run["settings"]["variant"]), []).append(run)
     return {cell: sorted(runs, key=seed_of) for cell, runs in found.items() if runs}
 

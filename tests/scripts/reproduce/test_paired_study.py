@@ -144,6 +144,15 @@ def test_a_run_that_tuned_is_not_measured_nor_the_reverse(older: bool, tmp_path:
 
 
 @pytest.mark.usefixtures("coarse_plots")
+def test_a_run_whose_file_was_cut_off_is_named(tmp_path: Path):
+    run_study(STUDY, arguments(tmp_path))
+    (tmp_path / "study" / "runs" / "read" / "old-seed-1-rate-0.2.json").write_text('{"run": {')
+    for redraw in (False, True):
+        with pytest.raises(UserError, match=r"old-seed-1-rate-0.2.json is damaged: .*; remove it to repeat the run"):
+            run_study(STUDY, arguments(tmp_path, redraw=redraw))
+
+
+@pytest.mark.usefixtures("coarse_plots")
 def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path))
     (tmp_path / "study" / "runs" / "read" / "old-seed-1-rate-0.2.json").unlink()

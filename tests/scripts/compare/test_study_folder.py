@@ -1,0 +1,50 @@
+"""The folder of a study: what does not belong to it, and files that were cut off, are told by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.compare.record import read_run
+from dynattn.scripts.compare.study_folder import claim, draw
+
+
+def variants(**changed: Any) -> dict[str, Any]:
+    """The settings of a comparison of two variants, the second with changes."""
+    options = {"max_steps": 4, "dataset": "builtin"}
+    return {"variants": {"a": options, "b": options | changed}, "steps": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (variants(max_steps=5), "with other variants.b.max_steps (4 there, 5 now); give another --output"),
+        (variants(dtype=None), "with other variants.b.dtype (absent there, None now); give"),
+        ({"variants": {"a": {}}}, "with other variants.a.max_steps (4 there, absent now), variants.a.dataset ('built"),
+        ({"seeds": 3}, "with other seeds (absent there, 3 now); give"),
+        (variants(a=1, b=2, c=3, d=4), "variants.b.c (absent there, 3 now) and 1 more; give"),
+    ],
+    ids=["value", "option", "variant", "setting", "many"],
+)
+def test_settings_that_differ_are_told_with_both_values(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    claim(tmp_path / "study", variants(), "comparison")
+    claim(tmp_path / "study", variants(), "comparison")
+    with pytest.raises(UserError) as refused:
+        claim(tmp_path / "study", settings, "comparison")
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ['{"arms": {"a": ', "", "[1]"], ids=["half", "empty", "no object"])
+def test_files_that_were_cut_off_are_named(content: str, tmp_path: Path) -> None:
+    for name in ("record.json", "study.json", "result.json"):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"record.json is damaged: .*; remove it, and run the study without --redraw"):
+        draw(tmp_path, lambda _: "", lambda *_: None, "plot.png")
+    with pytest.raises(UserError, match=r"study.json is damaged: .*; give another --output"):
+        claim(tmp_path, variants(), "comparison")
+    with pytest.raises(UserError, match=rf"result.json is damaged: .*; remove {tmp_path} to repeat the run"):
+        read_run(tmp_path)
+    (tmp_path / "result.json").unlink()
+    with pytest.raises(UserError, match=rf"holds no result.json; remove {tmp_path} to repeat the run"):
+        read_run(tmp_path)
