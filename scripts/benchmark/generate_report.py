@@ -20,8 +20,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..common.atomic_file import write_json, write_whole
-from ..common.environment import hardware, versions
-from .harness.process import source_commit
+from ..common.environment import hardware, source_commit, versions
 from .serving_engines import Clock
 
 HEADING = """`{command}`

@@ -22,8 +22,7 @@ from typing import Any
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
-from ..common.environment import versions
-from .harness.process import source_commit
+from ..common.environment import source_commit, versions
 from .kernel_compilation import FUSED_KEYS, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
 from .sass import disassemble, parse

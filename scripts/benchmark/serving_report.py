@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ..common.atomic_file import write_json
-from ..common.environment import hardware, versions
+from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
-from .harness.process import source_commit
 from .serving_engines import ALONE, Answer, Server, make_servers, random_prompts
 
 MODULE = "dynattn.scripts.benchmark.serving_report"

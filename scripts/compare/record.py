@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..common.atomic_file import read_json
-from ..common.environment import distinct
+from ..common.environment import OF_A_RUN, distinct, of_runs
 from ..common.errors import UserError
 from ..common.paired import holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 MEASURED = ("parameters", "steps", "tokens", "tokens_per_second", "train_seconds", "wall_seconds")
 # What is normally the same in all runs of a study, so that the record has it once.
-COMMON = ("objective", "dataset", "hardware", "versions", "validation_targets")
+COMMON = ("objective", "dataset", "validation_targets")
 OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_steps", "warmup_steps")
 
 
@@ -41,7 +41,7 @@ def read_run(folder: Path) -> Run:
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
         **{name: result[name] for name in MEASURED},
-        **{name: result[name] for name in ("dataset", "hardware", "versions")},
+        **{name: result[name] for name in ("dataset", *OF_A_RUN) if name in result},
         "objective": result["arguments"].get("objective", "causal_lm"),
         "validation_targets": result.get("validation_targets") or _count_targets(folder),
         "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
@@ -71,6 +71,7 @@ def make_record(
         comparison["p_holm"] = p
     return {
         **{name: distinct(run[name] for run in runs) for name in COMMON},
+        **of_runs(runs),
         "threads": torch.get_num_threads(),
         "settings": dict(settings),
         "parents": _own_fields(parents),
@@ -81,7 +82,7 @@ def make_record(
 
 def _own_fields(runs: Sequence[Run]) -> list[Run]:
     """The runs without what the record says once for all of them."""
-    return [{name: value for name, value in run.items() if name not in COMMON} for run in runs]
+    return [{name: value for name, value in run.items() if name not in (*COMMON, *OF_A_RUN)} for run in runs]
 
 
 def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.atomic_file import read_json, write_json, write_whole
+from ..common.environment import NOT_STORED, source_commit
 from ..common.errors import UserError
 
 SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
@@ -55,6 +56,8 @@ def draw(
 ) -> str:
     """Makes the table and the plot from the record alone; returns the table and the names of the files.
 
+    A line tells if runs were made with another commit than this one.
+
     Raises:
         UserError: there is no record, or it is damaged.
     """
@@ -65,4 +68,11 @@ def draw(
     text = table(record)
     write_whole(output / TABLE, text + "\n")
     plot(record, output / plot_name)
-    return f"\n{text}\n\n{output}: {RECORD}, {TABLE}, {plot_name}"
+    return f"\n{text}\n\n{other_commits(record)}{output}: {RECORD}, {TABLE}, {plot_name}"
+
+
+def other_commits(record: Mapping[str, Any]) -> str:
+    """A line that names the commits of runs of the record which are not this one's; empty if none is known."""
+    now = source_commit()
+    others = [commit for commit in record.get("commit", []) if commit not in (now, None, NOT_STORED)]
+    return f"runs were made with other code: commit {', '.join(others)}; this is {now}\n" if now and others else ""

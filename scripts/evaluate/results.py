@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
 from ..common.atomic_file import write_json, write_whole
-from ..common.environment import hardware, versions
+from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.markdown import aligned_table
 from .lm_eval_files import FOLDER, write_lm_eval_files
@@ -134,9 +134,10 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Date (UTC), versions, threads and hardware."""
+    """Date (UTC), commit, versions, threads and hardware."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": source_commit(),
         "hardware": hardware(device),
         "threads": torch.get_num_threads(),
         "versions": versions(),

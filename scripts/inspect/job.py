@@ -13,7 +13,7 @@ from ..common.atomic_file import write_json
 from ..common.atomic_folder import staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import load_checkpoint, refuse_nan
-from ..common.environment import versions
+from ..common.environment import provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 from .arguments import InspectArguments
@@ -66,6 +66,7 @@ def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Insp
         "layers": [measure_layer(layer) for layer in layers],
         "ablations": ablate(model, tokens, layers, loss),
         "versions": versions(),
+        **provenance(),
     }
     flows = {stage: [head_flow(layer, stage) for layer in layers] for stage in layers[0].stages}
     return Inspection({**record, "seconds": time.perf_counter() - started}, layers, flows)

@@ -30,6 +30,7 @@ from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..common.atomic_file import partial_path, put_in_place
+from ..common.environment import source_commit
 from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .card import write_card
@@ -83,6 +84,8 @@ def pretrain(arguments: PretrainArguments) -> Result:
 def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signals: StopSignals) -> Result:
     """The steps of `pretrain`, in a folder that is locked and with an engine that the caller releases."""
     started, accelerator = time.perf_counter(), engine.accelerator
+    if accelerator.is_main_process:
+        source_commit()  # for the result, at the end
     resume_from = on_main(
         accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps)
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.atomic_file import write_json
-from ..common.environment import hardware, versions
+from ..common.environment import hardware, provenance, versions
 from .arguments import PretrainArguments
 from .model import count_parameters
 from .options.model import LOSS_UNITS
@@ -41,6 +41,7 @@ class Result:
         mfu: model FLOPs utilization, `flops_per_second / gemm_flops_per_second`.
         train_seconds: time spent on updates.
         wall_seconds: time of the whole call; of a resumed run, only the part after resuming.
+        commit, date: as in `provenance`.
     """
 
     output: Path
@@ -65,6 +66,8 @@ class Result:
     processes: int
     hardware: str
     versions: dict[str, str]
+    commit: str | None
+    date: str
 
     @property
     def loss_unit(self) -> str:
@@ -116,6 +119,7 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
         processes=accelerator.num_processes,
         hardware=hardware(accelerator.device, accelerator.num_processes),
         versions=versions(),
+        **provenance(),
         **measured,
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common import markdown
 from ..common.atomic_file import read_json, write_json, write_whole
-from ..common.environment import hardware, versions
+from ..common.environment import hardware, provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination, resolve_folder
 from ..pretrain.data.packing import TokenStream
@@ -53,7 +53,7 @@ def write_study(output: str, settings: Mapping[str, Any], rows: Sequence[Row]) -
     folder = resolve_destination(output)
     folder.mkdir(parents=True, exist_ok=True)
     measured = {"hardware": hardware(torch.device("cpu")), "threads": torch.get_num_threads(), "versions": versions()}
-    write_json(folder / "record.json", {"settings": dict(settings), **measured, "rows": list(rows)})
+    write_json(folder / "record.json", {"settings": dict(settings), **measured, **provenance(), "rows": list(rows)})
     head = [name.replace("_", " ") for name in rows[0]]
     table = markdown.table(head, [[_cell(value) for value in row.values()] for row in rows])
     write_whole(folder / "table.md", table + "\n")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..common.atomic_file import read_json, write_json
+from ..common.environment import provenance, source_commit
 from ..common.errors import StoppedError, UserError
 from ..pretrain.outputs.folder_lock import FolderLock
 from ..pretrain.stopping import deadline_after, signals_received
@@ -62,6 +63,7 @@ class StudyRuns:
     ) -> None:
         self.folder, self.run_one, self.told, self.workers = folder, run_one, told, workers
         self.deadline = deadline_after(max_seconds)
+        source_commit()  # for the files of runs, much later
 
     def make(self, runs: Iterable[AnyRun]) -> int:
         """Makes those that have no file, in their order, until the deadline; returns how many are left.
@@ -111,7 +113,7 @@ class StudyRuns:
 
     def _keep(self, run: AnyRun, result: Result) -> None:
         self._file(run).parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._file(run), result)
+        write_json(self._file(run), {**result, **provenance()})
         print(f"{run.file_name.removesuffix('.json')}: {self.told(result)}", flush=True)
 
     def _file(self, run: AnyRun) -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...common.environment import hardware, versions
-from .process import ALLOCATOR, source_commit
+from ...common.environment import hardware, source_commit, versions
+from .process import ALLOCATOR
 
 
 def run_metadata(argv: Sequence[str], device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process that measures: its environment, the processes that continue after it, and the commit that it runs.
+"""The process that measures: its environment, and the processes that continue after it.
 
 Nothing here imports PyTorch: the process is restarted before anything slow is imported.
 """
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...common.errors import UserError
 
@@ -16,8 +15,6 @@ from ...common.errors import UserError
 # the time of an implementation with large temporaries.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 THREADS = "OMP_NUM_THREADS"
-# The environment variable with the commit of a copy that has no repository.
-COMMIT = "DYNATTN_COMMIT"
 # The exit status of a process whose work another process has to continue.
 DEVICE_LOST = 75
 # Environment variables of the processes of a preset: when the last case may begin, and whether another came before.
@@ -77,24 +74,3 @@ def threads_of(value: str) -> int:
     if not first.isdecimal() or int(first) < 1:
         raise UserError(f"{THREADS}={value!r} must be a positive number of threads; set it so, or give --threads")
     return int(first)
-
-
-def source_commit() -> str | None:
-    """The commit of this checkout, with the suffix `-dirty` if files differ from it other than records and cards.
-
-    In a copy without its repository, or on a machine without git, it is what the environment says, None if nothing.
-    """
-    source = Path(__file__).resolve()  # an editable installation may link to the checkout
-    try:
-        _git(source, "ls-files", "--error-unmatch", str(source))
-        # A record that is written where an earlier one was committed says nothing about the code that it measured.
-        changed = _git(source, "status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)model_cards")
-        return _git(source, "rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get(COMMIT)
-
-
-def _git(source: Path, *command: str) -> str:
-    """What a git command prints in the folder of a file."""
-    git = ["git", "-C", str(source.parent), *command]
-    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()

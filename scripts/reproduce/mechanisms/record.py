@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...common.environment import distinct
+from ...common.environment import of_runs
 from ...common.paired import holm
 from .arms import ARMS, QUESTION
 from .log_rank import log_rank
@@ -25,7 +25,7 @@ def make_record(runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     _correct(tasks)
     return {
         "settings": dict(settings),
-        **{name: distinct(run[name] for run in runs) for name in ("hardware", "versions")},
+        **of_runs(runs),
         "tasks": tasks,
         "over_tasks": {f"{QUESTION[2]} against {other}": _over_tasks(tasks, other) for other in QUESTION[:2]},
     }

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common import markdown
-from ...common.environment import distinct
+from ...common.environment import of_runs
 from ...common.paired import holm, paired_difference, spread
 
 Record = dict[str, Any]
@@ -27,7 +27,7 @@ def make_record(
     return {
         **description,
         "settings": dict(settings),
-        **{name: distinct(result[name] for result in results) for name in ("hardware", "versions")},
+        **of_runs(results),
         "results": {
             task: _task_record(description, task, [result for result in results if result["run"]["task"] == task])
             for task in description["tasks"]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...common.atomic_file import read_json, write_json, write_whole
+from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
 from ...pretrain.outputs.folder_lock import FolderLock
@@ -48,6 +49,7 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     finished = [run for cell in read_runs(output).values() for run in cell]
     planned = [{"settings": run.settings(), "data": corpora[run.corpus].description} for run in runs]
     check_comparable([*finished, *planned])  # before the first run, and not when it is reported
+    source_commit()  # for the files of runs, much later
     with FolderLock(output / ".lock"):
         for run in runs:
             make_once(run, corpora[run.corpus], output / run.file_name)
@@ -90,7 +92,7 @@ def make_once(run: Run, corpus: Corpus, path: Path) -> None:
     if path.exists():
         print(f"{label}: done before", flush=True)
         return
-    result = run_one(run, corpus, path.with_suffix(".checkpoint.pt"))
+    result = run_one(run, corpus, path.with_suffix(".checkpoint.pt")) | provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result, indent=1)
     bits, accuracy = (result["validation"][name] for name in ("bits_per_character", "accuracy"))

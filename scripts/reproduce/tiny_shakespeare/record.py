@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...common.environment import distinct
+from ...common.environment import distinct, of_runs
 from ...common.errors import UserError
 from ...common.paired import paired_difference, spread
 from ..study_runs import read_result
@@ -68,7 +68,8 @@ def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | N
         ],
         "orders": [order for group in GROUPS if (order := check_order(runs, group))],
         "probe": probe,
-        **{name: distinct(run[name] for run in every) for name in ("hardware", "versions", "threads")},
+        **of_runs(every),
+        "threads": distinct(run["threads"] for run in every),
         "runs": every,
     }
 

@@ -1,11 +1,13 @@
 """The folder of a study: what does not belong to it, and files that were cut off, are told by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.compare import study_folder
 from dynattn.scripts.compare.record import read_run
 from dynattn.scripts.compare.study_folder import claim, draw
 
@@ -33,6 +35,23 @@ def test_settings_that_differ_are_told_with_both_values(settings: dict[str, Any]
     with pytest.raises(UserError) as refused:
         claim(tmp_path / "study", settings, "comparison")
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("commits", "told"),
+    [
+        (["now"], ""),
+        ([None, "not stored"], ""),
+        (["now", "then"], "runs were made with other code: commit then; this is now\n"),
+    ],
+)
+def test_runs_of_other_commits_are_told(
+    commits: list[str | None], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_folder, "source_commit", lambda: "now")
+    (tmp_path / "record.json").write_text(json.dumps({"commit": commits}))
+    text = draw(tmp_path, lambda _: "table", lambda *_: None, "plot.png")
+    assert text == f"\ntable\n\n{told}{tmp_path}: record.json, table.md, plot.png"
 
 
 @pytest.mark.parametrize("content", ['{"arms": {"a": ', "", "[1]"], ids=["half", "empty", "no object"])

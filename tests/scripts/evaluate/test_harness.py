@@ -244,7 +244,7 @@ def test_command_line_writes_complete_results(
         "tasks": ["builtin_heldout", TASK], "num_fewshot": [1], "limit": 12, "batch_size": 8, "max_length": CONTEXT,
         "truncate": False, "carry_memory": False, "segment": None, "seed": 5,
     }  # fmt: skip
-    assert set(content["environment"]) == {"date", "hardware", "threads", "versions"}
+    assert set(content["environment"]) == {"commit", "date", "hardware", "threads", "versions"}
     assert [result["task"] for result in content["tasks"]] == ["builtin_heldout", DIRECT, TASK]
     owner = content["tasks"][2]
     assert (owner["num_fewshot"], owner["samples"], owner["chance"]) == (1, 12, 0.3611)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dynattn  # noqa: F401
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
+from dynattn.scripts.common.environment import source_commit
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.pretrain import Result
@@ -44,6 +45,7 @@ def test_a_finished_run_learned_and_leaves_everything(finished: Result):
     stored = json.loads((finished.output / "result.json").read_text())
     assert stored["validation_loss"] == finished.validation_loss
     assert stored["arguments"]["learning_rate"] == 1e-2
+    assert stored["commit"] == source_commit() and stored["date"] == finished.date
     assert finished.steps == 12
     assert finished.tokens == 12 * 4 * 32
     assert list((finished.output / "tensorboard").iterdir())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from dynattn.scripts.common.environment import source_commit
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce.model_training import learning_rate_factor
 from dynattn.scripts.reproduce.paired_study.arguments import PairedStudyArguments
@@ -67,6 +68,7 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
     assert [run.seed for run in calls[4:]] == [0, 0, 1, 1, 2, 2]
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert record["settings"]["tuning"]["read"]["new"] == pytest.approx({"0.1": 0.6, "0.2": 0.7})
+    assert record["commit"] == [source_commit()] and len(record["date"]) == 1
     for metric, sign in (("quality", 1), ("error", -1)):
         (row,) = record["results"]["read"]["differences"][metric]
         assert row["values"] == pytest.approx([0.2 * sign, 0.1 * sign, 0.25 * sign])
@@ -91,7 +93,10 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
         run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
     run_study(STUDY, arguments(tmp_path, seeds=[0, 1]))
     calls.clear()
+    older = tmp_path / "study" / "runs" / "read" / "new-seed-0-rate-0.1.json"
+    older.write_text(json.dumps({**json.loads(older.read_text()), "commit": "earlier"}))
     text = run_study(STUDY, arguments(tmp_path, max_seconds=0))
+    assert "runs were made with other code: commit earlier; this is" in text
     assert not calls
     assert "2 runs are left" in text and "2 runs are not finished" in text
     run_study(STUDY, arguments(tmp_path))

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -72,32 +71,3 @@ def test_another_process_goes_on_for_one_that_crashes_or_loses_its_device(
     assert capsys.readouterr().out.count("another one goes on") == 2
     statuses[:] = [process.DEVICE_LOST, 0]
     assert process.run_workers([], -1.0) == process.DEVICE_LOST, "no time is left"
-
-
-def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> None:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert process.source_commit() is None
-    monkeypatch.setenv(process.COMMIT, "15c7007")
-    assert process.source_commit() == "15c7007"
-
-
-def test_changed_code_is_told_beside_the_commit_and_changed_records_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, record = tmp_path / "scripts" / "process.py", tmp_path / "model_cards" / "record.json"
-    for file in (source, record):
-        file.parent.mkdir()
-        file.touch()
-    identity = ["-c", "user.name=tests", "-c", "user.email=tests@example.com"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    monkeypatch.setattr(process, "__file__", str(source))
-    commit = process.source_commit()
-    assert commit and len(commit) == 40
-    record.write_text("{}")
-    assert process.source_commit() == commit
-    source.write_text("changed = True")
-    assert process.source_commit() == f"{commit}-dirty"
