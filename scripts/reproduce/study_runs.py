@@ -51,6 +51,8 @@ class StudyRuns:
         told: returns the line to print for a result.
         workers: number of processes, each with one thread; with 1, runs are made in this process.
         max_seconds: no run starts after this many seconds; None for no limit.
+        definition: what the names of a run stand for, in JSON types. It is stored with the result, so that a file is
+            not taken for that of a run which only has the same names.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class StudyRuns:
         told: Callable[[Result], str],
         workers: int,
         max_seconds: float | None,
+        definition: Callable[[Any], Mapping[str, Any]] = lambda run: {},
     ) -> None:
         self.folder, self.run_one, self.told, self.workers = folder, run_one, told, workers
+        self.definition = definition
         self.deadline = deadline_after(max_seconds)
         source_commit()  # for the files of runs, much later
 
@@ -81,8 +85,21 @@ class StudyRuns:
         return len(self._missing(missing))
 
     def has(self, run: AnyRun) -> bool:
-        """Whether the run is finished."""
-        return self._file(run).exists()
+        """Whether the run is finished.
+
+        Raises:
+            UserError: it was made with another definition. Files of earlier versions may store none.
+        """
+        if not self._file(run).exists():
+            return False
+        now = self.definition(run)
+        stored = self.read(run).get("definition", now) if now else now
+        if changed := [name for name in now if stored.get(name) != now[name]]:
+            raise UserError(
+                f"{self._file(run)} was made with another {' and '.join(changed)}; give another --output, or remove "
+                "the file to repeat the run"
+            )
+        return True
 
     def results(self, runs: Iterable[AnyRun]) -> list[Result]:
         """The results of those that are finished."""
@@ -113,7 +130,9 @@ class StudyRuns:
 
     def _keep(self, run: AnyRun, result: Result) -> None:
         self._file(run).parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._file(run), {**result, **provenance()})
+        definition = self.definition(run)
+        stored = {"definition": definition} if definition else {}
+        write_json(self._file(run), {**result, **stored, **provenance()})
         print(f"{run.file_name.removesuffix('.json')}: {self.told(result)}", flush=True)
 
     def _file(self, run: AnyRun) -> Path:

@@ -12,7 +12,7 @@ import torch
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
-from ..study_runs import AnyRun, Result, StudyRuns, chosen
+from ..study_runs import Result, StudyRuns, chosen
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
 from .figures import draw_survival
@@ -51,7 +51,14 @@ class Study:
         told = {(arm, heads): ARMS[arm].refusal(replace(size, heads=heads)) for (_, _, heads), arm in cells}
         self.refused = {cell: reason for cell, reason in told.items() if reason is not None}
         self.cells = [(place, arm) for place, arm in cells if (arm, place[2]) not in self.refused]
-        self.runs = MechanismRuns(arguments, self.preset)
+        self.runs = StudyRuns(
+            self.output / "runs",
+            partial(run_one, preset=self.preset, device=device_of(arguments)),
+            _told,
+            arguments.workers,
+            arguments.max_seconds,
+            partial(definition, preset=self.preset),
+        )
 
     def train(self) -> int:
         """Makes the runs that are missing; returns how many are left.
@@ -92,28 +99,9 @@ class Study:
         return rates | self.runs.best_rates(self._tuning(cells), _merit)
 
 
-class MechanismRuns(StudyRuns):
-    """The runs of a folder, whose tasks and attentions may have been other ones when they were made."""
-
-    def __init__(self, arguments: MechanismsArguments, preset: Preset) -> None:
-        device = "cuda" if arguments.preset == "gpu" and torch.cuda.is_available() else "cpu"
-        make, folder = partial(run_one, preset=preset, device=device), Path(arguments.output) / "runs"
-        super().__init__(folder, make, _told, arguments.workers, arguments.max_seconds)
-        self.preset = preset
-
-    def has(self, run: AnyRun) -> bool:
-        """Whether the run is finished.
-
-        Raises:
-            UserError: it was made with another version of its task or its attention.
-        """
-        finished = super().has(run)
-        if finished and isinstance(run, Run) and self.read(run)["definition"] != definition(run, self.preset):
-            raise UserError(
-                f"{self.folder / run.file_name} is of another version of {run.task} or {run.arm}; give another "
-                "--output, or remove the file to repeat the run"
-            )
-        return finished
+def device_of(arguments: MechanismsArguments) -> str:
+    """Where models are trained: the GPU preset's on a GPU if there is one."""
+    return "cuda" if arguments.preset == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def _told(result: Result) -> str:

@@ -39,7 +39,6 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     solved = [sequences for sequences, accuracy in curve if accuracy >= SOLVED]
     return {
         "run": run.settings(),
-        "definition": definition(run, preset),
         "parameters": model.num_parameters(),
         "length": task.length,
         "solved_at": solved[0] if solved else None,

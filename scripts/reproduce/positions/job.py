@@ -4,18 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...common.arguments import command_line
 from ...common.atomic_file import write_json
-from ...common.environment import hardware, versions
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw
 from ..study_runs import Result, StudyRuns
 from .arguments import PositionsArguments
 from .figures import draw_lengths
 from .record import make_record, table, trained_match
-from .training import MODEL, Run, train
+from .training import MODEL, Run, definition, train
 
 PLOT = "lengths.png"
 # Learning rates are chosen on this cell.
@@ -34,7 +31,7 @@ def run_study(arguments: PositionsArguments) -> str:
     if arguments.redraw:
         return draw(output, table, draw_lengths, PLOT)
     claim(output, {name: getattr(arguments, name) for name in COMMON}, "study of positions")
-    runs = StudyRuns(output / "runs", train, _told, arguments.workers, arguments.max_seconds)
+    runs = StudyRuns(output / "runs", train, _told, arguments.workers, arguments.max_seconds, definition)
     left = runs.make(tuning_runs(arguments))
     left = left or runs.make(measured_runs(arguments, chosen_rates(arguments, runs), arguments.seeds))
     rest = f"{left} runs are left; the same command goes on with them" if left else ""
@@ -86,10 +83,9 @@ def record_of(arguments: PositionsArguments, runs: StudyRuns, seeds: list[int]) 
     rates = chosen_rates(arguments, runs)
     settings = {name: getattr(arguments, name) for name in (*COMMON, "tasks", "schemes", "wide", "learning_rates")}
     settings |= {"seeds": seeds, "tuning": tuning_of(arguments, runs), "chosen": rates, "model": MODEL}
-    # `StudyRuns` gives every run one thread.
-    measured = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "threads": 1}
     results = runs.results(measured_runs(arguments, rates, seeds))
-    return {"command": command_of(arguments), **measured, **make_record(settings, results)}
+    # `StudyRuns` gives every run one thread.
+    return {"command": command_of(arguments), "threads": 1, **make_record(settings, results)}
 
 
 def tuning_of(arguments: PositionsArguments, runs: StudyRuns) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common import markdown
+from ...common.environment import OF_A_RUN, of_runs
 from ...common.paired import holm, paired_difference, spread
 
 Record = dict[str, Any]
@@ -54,10 +55,11 @@ def make_record(settings: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
             "below_half_at": [falls_below_half(run) for run in here],
         })  # fmt: skip
     return {
+        **of_runs(runs),
         "settings": dict(settings),
         "gate": GATE,
         "quoted": QUOTED,
-        "runs": [dict(run) for run in runs],
+        "runs": [{name: value for name, value in run.items() if name not in (*OF_A_RUN, "definition")} for run in runs],
         "cells": cells,
         "composition": composition_differences(cells),
         "reciprocal_ranks": reciprocal_ranks(cells),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
+from ...common.environment import hardware, versions
 from ..model_training import begin_alike, train_steps
 from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
@@ -80,7 +81,14 @@ def train(run: Run) -> dict[str, Any]:
         "last_loss": last_loss,
         "exact_match": test(model, run.task, trained),
         "seconds": time.perf_counter() - began,
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions(),
     }
+
+
+def definition(run: Run) -> dict[str, Any]:
+    """What the names of the run stand for, to tell its file from those of other versions of this study."""
+    return {"model": MODEL, "scheme": scheme_fields(run), "batch": BATCH, "test_examples": TEST_EXAMPLES}
 
 
 def make_model(run: Run) -> DCFormerForCausalLM:

@@ -231,7 +231,7 @@ def test_a_tiny_study_stops_in_time_and_goes_on(
     assert (tmp_path / "study" / "survival.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(PRESETS, "cpu", replace(TINY, tasks={"recall-12": Recall(2, values=5)}))
     assert cli.main(command) == 2
-    assert "is of another version of recall-12 or plain; give another --output" in capsys.readouterr().err
+    assert "was made with another task; give another --output" in capsys.readouterr().err
     monkeypatch.setitem(PRESETS, "cpu", Preset(TINY.size, TINY.tasks, 4, steps=3))
     assert cli.main(command) == 2
     assert "holds a study with other steps" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dynattn.scripts import cli
+from dynattn.scripts.common.environment import hardware, versions
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce.model_training import make_optimizer
 from dynattn.scripts.reproduce.positions import training
@@ -156,11 +157,29 @@ def test_a_tiny_study_runs_resumes_and_keeps_its_settings(
     assert set(record["settings"]["tuning"]["off"]) == {"0.001", "0.002"}
     monkeypatch.setattr("dynattn.scripts.reproduce.positions.job.train", lambda run: pytest.fail(f"repeats {run}"))
     assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) == 0
-    monkeypatch.undo()
     assert cli.main([*words, "2", "--learning_rates", "1e-3", "2e-3", "--max_seconds", "0"]) == 0
     assert json.loads((tmp_path / "record.json").read_text())["settings"]["seeds"] == [0, 1]
     assert "5 runs are left" in capsys.readouterr().out
+    check_origins(tmp_path, [*words, "--learning_rates", "1e-3", "2e-3", "--max_seconds", "0"])
+    monkeypatch.setattr(training, "BATCH", 5)
+    assert cli.main([*words, "--learning_rates", "1e-3", "2e-3"]) != 0
+    assert "was made with another batch; give another --output, or remove the file" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds a study with other steps"):
         from dynattn.scripts.reproduce.positions.job import run_study
 
         run_study(PositionsArguments(output=str(tmp_path), steps=4, layers=1, longest=3))
+
+
+def check_origins(folder: Path, command: list[str]) -> None:
+    """The record says where each run was made, and what runs of earlier versions have not stored."""
+    record = json.loads((folder / "record.json").read_text())
+    assert record["hardware"] == [hardware(torch.device("cpu"))] and record["versions"] == [versions()]
+    assert not {"hardware", "versions", "commit", "date", "definition"} & set(record["runs"][0])
+    older = next((folder / "runs").rglob("rope-wide-seed-0-*.json"))
+    run = json.loads(older.read_text())
+    assert run["definition"]["scheme"] == SCHEMES["rope"]
+    names = ("hardware", "versions", "definition", "commit", "date")
+    older.write_text(json.dumps({name: value for name, value in run.items() if name not in names}))
+    assert cli.main(command) == 0
+    record = json.loads((folder / "record.json").read_text())
+    assert len(record["hardware"]) == 2 and "not stored" in record["hardware"] and "not stored" in record["versions"]
