@@ -7,6 +7,7 @@ from ...common.atomic_file import read_json, write_json, write_whole
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
+from ...compare.study_folder import other_commits
 from ...pretrain.outputs.folder_lock import FolderLock
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
@@ -29,7 +30,7 @@ def run_study(arguments: StudyArguments) -> str:
     output = Path(str(arguments.output))
     if not arguments.report_only:
         train_all(arguments, output)
-    return f"\n{report(output)}\n{output}: {RECORD}, {TABLE}, {CURVES}, {BARS}"
+    return f"\n{report(output)}{output}: {RECORD}, {TABLE}, {CURVES}, {BARS}"
 
 
 def train_all(arguments: StudyArguments, output: Path) -> None:
@@ -101,7 +102,7 @@ def make_once(run: Run, corpus: Corpus, path: Path) -> None:
 
 
 def report(output: Path) -> str:
-    """Writes record, table and plots of all finished runs; returns the table.
+    """Writes record, table and plots of all finished runs; returns the table, and a line if code has changed.
 
     Raises:
         UserError: there is no finished run, or some do not compare.
@@ -116,4 +117,4 @@ def report(output: Path) -> str:
     write_whole(output / TABLE, text)
     draw_curves(record, output / CURVES)
     draw_bars(record, output / BARS)
-    return text
+    return f"{text}\n{other_commits(record)}"

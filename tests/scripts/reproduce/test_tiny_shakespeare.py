@@ -324,11 +324,11 @@ def test_the_papers_order_is_checked_on_means_and_in_every_seed(
 def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for group in ("sensible", "official"):
         for results in runs_of(group, IN_ORDER_ONCE).values():
-            write_runs(tmp_path, *results)
+            write_runs(tmp_path, *({**result, "commit": "earlier"} for result in results))
     assert cli.main(["reproduce", "tiny-shakespeare", "--output", str(tmp_path), "--report_only"]) == 0
     shown = capsys.readouterr().out
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
-    assert table in shown
+    assert table in shown and "runs were made with other code: commit earlier; this is" in shown
     assert "| rmha | 2 | 1,200 | 1,000 | 0.4000 ± 0.1414 |" in table
     assert "rcmha > mha > mdha > rmha **does not hold**" in table
     assert "1 of 2 seeds" in table
