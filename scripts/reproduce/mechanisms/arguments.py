@@ -36,7 +36,10 @@ class MechanismsArguments:
         default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
     )
     quick: bool = field(default=False, metadata={"help": "three arms, two seeds, few updates and one learning rate"})
-    redraw: bool = field(default=False, metadata={"help": "make only record, table and plots, from the finished runs"})
+    redraw: bool = field(
+        default=False,
+        metadata={"help": "make only record, table and plots, from the finished runs, or a record without its runs"},
+    )
 
     def __post_init__(self) -> None:
         if self.quick:

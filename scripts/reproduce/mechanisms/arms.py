@@ -66,8 +66,8 @@ class Arm:
         """Why a model of this size cannot have this attention, such as a rank above its heads; None if it can."""
         try:
             self.config(size, vocabulary=2, length=1)
-        except StrictDataclassError as error:
-            return last_line(error)
+        except (StrictDataclassError, ValueError) as error:  # some checks of RCMHA raise the latter as it is
+            return last_line(error).removeprefix("ValueError: ")
         return None
 
 

@@ -1,5 +1,6 @@
 """The whole study: its missing runs, then record, table and plots of all finished ones."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +18,7 @@ from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
 from .figures import draw_survival
 from .plan import PRESETS, Cell, Preset, Run, measured_runs, tuning_runs
-from .record import make_record
+from .record import Record, make_record, with_tests
 from .table import table
 from .training import definition, run_one
 
@@ -74,18 +75,26 @@ class Study:
 
     def report(self) -> str:
         """Writes record, table and plot; returns the table and the names of the files."""
-        results = self.runs.results(self._measured(self.cells))
-        if not results:
-            raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
-        write_json(self.output / RECORD, make_record(results, self._settings()), indent=1)
+        write_json(self.output / RECORD, self._record(), indent=1)
         return draw(self.output, table, draw_survival, PLOT)
+
+    def _record(self) -> Record:
+        """The record of the finished runs; in a folder that has none but a record, this one with its tests anew."""
+        results, record = self.runs.results(self._measured(self.cells)), self.output / RECORD
+        if results:
+            return make_record(results, self._settings())
+        if self.arguments.redraw and record.exists() and not self.runs.folder.exists():
+            return with_tests(json.loads(record.read_text(encoding="utf-8")))
+        raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
 
     def _settings(self) -> dict[str, Any]:
         told = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
         names = ("seeds", "tuning_seed", "learning_rates")
         finished = [cell for cell in self.cells if self.runs.results(self._measured([cell]))]
         rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(finished).items()}
-        return {**told, **{name: getattr(self.arguments, name) for name in names}, "chosen": rates}
+        told |= {name: getattr(self.arguments, name) for name in names}
+        refused = [{"arm": arm, "heads": heads, "reason": why} for (arm, heads), why in self.refused.items()]
+        return {**told, "refused": refused, "chosen": rates}
 
     def _tuning(self, cells: Sequence[Cell]) -> list[Run]:
         return list(tuning_runs(cells, self.arguments.tuning_seed, self.arguments.learning_rates))

@@ -22,13 +22,15 @@ def make_record(runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     """
     places = sorted({_place(run) for run in runs})
     tasks = [_task_record(place, [run for run in runs if _place(run) == place], settings) for place in places]
+    return with_tests({"settings": dict(settings), **of_runs(runs), "tasks": tasks})
+
+
+def with_tests(record: Mapping[str, Any]) -> Record:
+    """A record with the log-rank tests of its arms, in the place of those that it may have already."""
+    tasks = [{**task, "log_rank": _tests(task["arms"])} for task in record["tasks"]]
     _correct(tasks)
-    return {
-        "settings": dict(settings),
-        **of_runs(runs),
-        "tasks": tasks,
-        "over_tasks": {f"{QUESTION[2]} against {other}": _over_tasks(tasks, other) for other in QUESTION[:2]},
-    }
+    over_tasks = {f"{QUESTION[2]} against {other}": _over_tasks(tasks, other) for other in QUESTION[:2]}
+    return {**record, "tasks": tasks, "over_tasks": over_tasks}
 
 
 def _task_record(place: Place, runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Record:
@@ -44,14 +46,17 @@ def _task_record(place: Place, runs: Sequence[Mapping[str, Any]], settings: Mapp
                 "accuracy": [run["accuracy"] for run in mine],
                 "mean_sequences": statistics.mean(run["solved_at"] or budget for run in mine),
             }
-    pairs = {
+    return {"task": place[0], "layers": place[1], "heads": place[2], "budget": budget, "arms": arms}
+
+
+def _tests(arms: Mapping[str, Any]) -> Record:
+    """The tests of one task: each arm against the baseline, and full composition against twice the heads."""
+    return {
         f"{name} against {baseline}": log_rank([(arms[name]["solved_at"], arms[baseline]["solved_at"])])
         for baseline in QUESTION[:2]
         for name in arms
         if baseline in arms and name != baseline and (baseline == QUESTION[0] or name == QUESTION[2])
     }
-    sizes = {"layers": place[1], "heads": place[2]}
-    return {"task": place[0], **sizes, "budget": budget, "arms": arms, "log_rank": pairs}
 
 
 def _over_tasks(tasks: Sequence[Record], other: str) -> dict[str, float | None]:

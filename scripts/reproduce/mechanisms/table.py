@@ -1,7 +1,7 @@
 """The tables of the study in Markdown, made from its record."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common import markdown
@@ -48,19 +48,35 @@ def heads_to_solve(record: Mapping[str, Any]) -> str:
     counts = sorted({task["heads"] for task in record["tasks"]})
     if len(counts) < 2:
         return ""
-    names = [name for name in ARMS if all(name in task["arms"] for task in record["tasks"])]
+    names = [name for name in ARMS if any(name in task["arms"] for task in record["tasks"])]
     places = dict.fromkeys((task["task"], task["layers"]) for task in record["tasks"])
     head = ["heads to solve", *(f"{task}, {layers} layers" for task, layers in places)]
     rows = [[ARMS[name].label, *(_fewest_heads(record, place, name) for place in places)] for name in names]
-    reading = f"Heads to solve: the fewest, of {counts}, with which most runs solved the task."
-    return f"{markdown.table(head, rows)}\n\n{reading}"
+    return f"{markdown.table(head, rows)}\n\n{_reading_heads(record, counts)}"
 
 
 def _fewest_heads(record: Mapping[str, Any], place: tuple[str, int], name: str) -> str:
+    """The fewest heads that solve a task, and with which H the arm was run if not with all; empty if it was not."""
     tasks = [task for task in record["tasks"] if (task["task"], task["layers"]) == place]
-    enough = [task["heads"] for task in tasks if _solves(task["arms"][name])]
-    times = ARMS[name].times_heads
-    return str(times * min(enough)) if enough else f"more than {times * max(task['heads'] for task in tasks)}"
+    run = [task for task in tasks if name in task["arms"]]
+    if not run:
+        return ""
+    enough = [task["heads"] for task in run if _solves(task["arms"][name])]
+    times, counts = ARMS[name].times_heads, [str(task["heads"]) for task in run]
+    fewest = str(times * min(enough)) if enough else f"more than {times * max(task['heads'] for task in run)}"
+    return fewest if len(run) == len(tasks) else f"{fewest} (H = {', '.join(counts)})"
+
+
+def _reading_heads(record: Mapping[str, Any], counts: Sequence[int]) -> str:
+    """What heads to solve are, and which attentions cannot have some of the numbers of heads."""
+    refused: dict[tuple[int, str], list[str]] = {}
+    for one in record["settings"].get("refused", ()):
+        refused.setdefault((one["heads"], one["reason"]), []).append(ARMS[one["arm"]].label)
+    reasons = [f" Not with H = {heads}: {', '.join(arms)} ({reason})." for (heads, reason), arms in refused.items()]
+    return (
+        f"Heads to solve: the fewest with which most runs solved the task, of H = {', '.join(map(str, counts))}, or of "
+        f"those in brackets where an attention was not run with all.{''.join(reasons)}"
+    )
 
 
 def _solves(arm: Mapping[str, Any]) -> bool:
@@ -92,8 +108,9 @@ def _reading(record: Mapping[str, Any]) -> str:
         f"A run has solved its task when it answers 99 of 100 held-out questions right. Runs end after "
         f"{settings['steps']:,} updates of {settings['batch']} fresh sequences; those that have not solved their task "
         f"by then count with all of these in the mean, which is then too low, and as censored in the log-rank tests. "
-        f"p is two-sided and corrected over tasks (Holm); alike: none was solved, or all at once. Learning rates: "
-        f"{rates}."
+        f"p is two-sided: the share of all ways to deal the runs to the two sides that differ as much (for five runs "
+        f"against five at least 2 of 252), corrected over tasks (Holm); alike: none was solved, or all at once. "
+        f"Learning rates: {rates}."
     )
 
 

@@ -1,8 +1,11 @@
 """The study of mechanisms: its tasks against their definitions, its statistics, and a tiny one from end to end."""
 
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -141,25 +144,55 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
 def test_unsolved_runs_are_censored_in_the_log_rank_test():
     """Two groups of two by hand: at 10 one of four at risk ends, in the first group; at 20 one of three."""
     found = log_rank([([10, None], [20, None])])
-    expected = (1 / 2) + (1 / 3)
-    variance = (1 / 4) + (1 / 3) * (2 / 3)
-    assert found["deviation"] == pytest.approx(1 - expected)
-    assert found["p"] == pytest.approx(2 * stats.norm.sf(abs(1 - expected) / variance**0.5))
+    assert found["deviation"] == pytest.approx(1 - 1 / 2 - 1 / 3)
+    assert found["p"] == pytest.approx(1)  # the other ways deviate as much, or by 7 / 6
+    assert log_rank([([10, 20], [None, None])])["p"] == pytest.approx(2 / 6)
     assert log_rank([([None], [None])]) == {"p": None, "deviation": 0.0}
 
 
-def test_one_stratum_is_the_test_of_scipy_and_two_add_up():
-    first, second = [100, 100, 250, None, 300], [200, 250, None, None, None, 250]
-    samples = [
-        stats.CensoredData.right_censored([at or 900 for at in group], [at is None for at in group])
-        for group in (first, second)
-    ]
-    assert log_rank([(first, second)])["p"] == pytest.approx(float(stats.logrank(*samples).pvalue))
-    twice = log_rank([(first, second)] * 2)["p"]
-    once = log_rank([(first, second)])["p"]
-    assert stats.norm.isf(twice / 2) == pytest.approx(2**0.5 * stats.norm.isf(once / 2))
-    swapped = log_rank([(first, second), (second, first)])
-    assert swapped["deviation"] == pytest.approx(0) and swapped["p"] == pytest.approx(1)
+def test_five_runs_against_five_have_no_smaller_p_than_two_ways_of_all():
+    """All of one group are earlier than all of the other; normal approximation says 0.0027."""
+    found = log_rank([([100] * 4 + [200], [300, 400, 500, 600, None])])
+    assert found["p"] == pytest.approx(2 / math.comb(10, 5))
+
+
+def deviation(times: Sequence[float | None], first: Sequence[int]) -> float:
+    """Observed minus expected, summed over times, where runs with the indices `first` are the first group."""
+    ends = [math.inf if at is None else at for at in times]
+    total = 0.0
+    for at in {end for end in ends if end < math.inf}:
+        risk = [index for index, end in enumerate(ends) if end >= at]
+        solved = [index for index in risk if ends[index] == at]
+        total += sum(index in first for index in solved)
+        total -= len(solved) * sum(index in first for index in risk) / len(risk)
+    return total
+
+
+@pytest.mark.parametrize(
+    "strata",
+    [
+        [([100, 100, 250, None, 300], [200, 250, None, None, None])],
+        [([100, 100, 250, None, 300], [200, 250, None, None, None, 250, 400])],  # twelve: scores are rounded
+        [([100, 100, 250], [200, None, None]), ([50, None], [60, 60, 70]), ([None] * 2, [None] * 2)],
+        [([100], [200, 300]), ([200, 300], [100])],
+    ],
+)
+def test_p_is_the_share_of_all_ways_to_deal_the_runs(strata: list[tuple[list[int | None], list[int | None]]]):
+    ways = []
+    for first, second in strata:
+        pool = [*first, *second]
+        ways.append([deviation(pool, chosen) for chosen in combinations(range(len(pool)), len(first))])
+    actual = sum(deviations[0] for deviations in ways)  # the first way is the one that was
+    sums = [sum(one) for one in product(*ways)]
+    found = log_rank(strata)
+    assert found["deviation"] == pytest.approx(actual)
+    assert found["p"] == pytest.approx(sum(abs(one) >= abs(actual) - 1e-9 for one in sums) / len(sums))
+
+
+def test_with_many_runs_p_is_that_of_the_normal_approximation():
+    first, second = list(range(1, 21)), list(range(4, 24))
+    found = log_rank([(first, second)])["p"]
+    assert found == pytest.approx(float(stats.logrank(first, second).pvalue), rel=0.1)
 
 
 def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4) -> dict[str, object]:
@@ -193,6 +226,34 @@ def test_heads_to_solve_counts_the_heads_of_each_side():
     assert "| plain | more than 4 |" in text
     assert "| plain, twice the heads | 8 |" in text
     assert "| DCMHA | 2 |" in text
+
+
+def test_heads_to_solve_takes_each_arm_where_it_was_run():
+    """Composition cannot have a single head, and one attention was run on one of two tasks."""
+    runs = [finished("recall-12", "plain", seed, 100, heads) for heads in (1, 2, 4) for seed in range(3)]
+    runs += [finished("recall-12", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
+    runs += [finished("two-hops-5", arm, seed, None, 2) for arm in ("plain", "mdha") for seed in range(3)]
+    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
+    refused = [{"arm": arm, "heads": 1, "reason": "takes at least 2 heads"} for arm in ("full", "rank-1")]
+    text = table(make_record(runs, {**settings, "refused": refused}))
+    assert "| plain | 1 | more than 2 |" in text
+    assert "| DCMHA | 2 (H = 2, 4) |  |" in text
+    assert "| multi-DConv-head attention |  | more than 2 |" in text
+    assert "of H = 1, 2, 4, or of those in brackets" in text
+    assert "Not with H = 1: DCMHA, DCMHA, rank 1 (takes at least 2 heads)." in text
+
+
+def test_a_record_without_its_runs_gets_its_tests_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [finished("recall-12", "plain", seed, 9 + seed) for seed in range(5)]
+    runs += [finished("recall-12", "full", seed, 99 + seed) for seed in range(5)]
+    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
+    record = make_record(runs, settings)
+    earlier = json.loads(json.dumps(record))
+    earlier["tasks"][0]["log_rank"]["full against plain"] |= {"p": 0.0027, "p_holm": 0.0027}
+    (tmp_path / "record.json").write_text(json.dumps(earlier))
+    assert cli.main(["reproduce", "mechanisms", "--output", str(tmp_path), "--redraw"]) == 0
+    assert json.loads((tmp_path / "record.json").read_text()) == record
+    assert "| 0.0079 |" in capsys.readouterr().out
 
 
 TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-12": Recall(2, values=4)}, 4, 2, 1, 8)
@@ -248,6 +309,11 @@ def test_attentions_that_need_more_heads_are_left_out_and_said(
     assert "rank-4 is left out with 2 heads" in told and "compose_rank (4) must be from 1 to the heads" in told
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert [set(task["arms"]) for task in record["tasks"]] == [{"plain"}, {"plain", "full"}]
+
+
+def test_a_width_that_the_heads_do_not_divide_is_told_as_a_reason():
+    told = ARMS["rcmha"].refusal(Size(64, heads=3, head_dim=16, layers=2))
+    assert told == "hidden_size (64) must be a multiple of num_attention_heads (3), or give head_dim"
 
 
 def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch):
