@@ -48,6 +48,14 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
     return content
 
 
+def without_nan(content: Any) -> Any:
+    """What JSON keeps of `content`, with None in place of NaN and infinities, which JSON does not have.
+
+    Python writes them all the same, but readers in other languages refuse such files.
+    """
+    return json.loads(json.dumps(content), parse_constant=lambda _: None)
+
+
 def put_in_place(partial: Path, final: Path) -> None:
     """Renames a complete file or folder to `final` once its content is on disk.
 

@@ -1,7 +1,11 @@
-"""Statistics over seeds: spread, paired differences, and corrections for several comparisons."""
+"""Statistics over seeds: spread, paired differences, and corrections for several comparisons.
 
+Values that are None, NaN or infinite are those of runs that diverged.
+"""
+
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy import stats
@@ -10,19 +14,32 @@ from scipy import stats
 ROUNDING = 1e-12
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation; the latter is None for a single value."""
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return {"values": list(values), "mean": statistics.mean(values), "sd": sd}
+def spread(values: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and sample standard deviation; the latter is None for a single value.
+
+    Both are None if a run diverged, because the mean of the others would say nothing about all; so is its value.
+    """
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    known = [value for value in finite if value is not None]
+    if len(known) < len(finite):
+        return {"values": finite, "mean": None, "sd": None}
+    return {"values": known, "mean": statistics.mean(known), "sd": statistics.stdev(known) if len(known) > 1 else None}
 
 
-def paired_difference(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+def diverged(summary: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    """Which of the seeds of a `spread` diverged, such as "diverged on seeds 0, 2"; empty if none did."""
+    gone = [str(seed) for seed, value in zip(seeds, summary["values"], strict=True) if value is None]
+    return f"diverged on seed{'s' * (len(gone) > 1)} {', '.join(gone)}" if gone else ""
+
+
+def paired_difference(values: Sequence[float | None], others: Sequence[float | None]) -> dict[str, Any]:
     """`values` minus `others`, seed by seed, with a two-sided paired t-test.
 
-    The interval and p are None for a single seed, and for differences that are equal up to rounding, which have no
-    spread to test against.
+    The interval and p are None for a single seed, if a run diverged, and for differences that are equal up to rounding,
+    which have no spread to test against.
     """
-    differences = [value - other for value, other in zip(values, others, strict=True)]
+    pairs = zip(values, others, strict=True)
+    differences = [None if value is None or other is None else value - other for value, other in pairs]
     summary = {**spread(differences), "interval_95": None, "p": None}
     if summary["sd"] is not None and summary["sd"] > ROUNDING:
         test = stats.ttest_rel(values, others)

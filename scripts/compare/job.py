@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_file import write_whole
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
@@ -19,7 +19,7 @@ from ..pretrain.stopping import deadline_after
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, make_record, read_run
-from .study_folder import RECORD, claim, draw
+from .study_folder import claim, draw, write_record
 from .table import table
 from .texts import check_same_texts
 from .variants import Variant, read_variants
@@ -53,7 +53,7 @@ def compare_variants(
     output = Path(arguments.output)
     if not arguments.redraw:
         record = make_runs(arguments, variants, output)
-        write_json(output / RECORD, {**record, "command": command, "quoted": quoted}, indent=1)
+        write_record(output, {**record, "command": command, "quoted": quoted})
     return draw(output, table, draw_arms, PLOT)
 
 

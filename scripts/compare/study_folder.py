@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.atomic_file import read_json, write_json, write_whole
+from ..common.atomic_file import read_json, without_nan, write_json, write_whole
 from ..common.environment import NOT_STORED, source_commit
 from ..common.errors import UserError
 
@@ -46,6 +46,11 @@ def _differences(name: str, stored: Any, given: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     return ABSENT if value == ABSENT else reprlib.repr(value)
+
+
+def write_record(output: Path, record: Mapping[str, Any]) -> None:
+    """Writes the record of a study, in which numbers of diverged runs are null."""
+    write_json(output / RECORD, without_nan(record), indent=1)
 
 
 def draw(

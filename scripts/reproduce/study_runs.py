@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..common.atomic_file import read_json, write_json
+from ..common.atomic_file import read_json, without_nan, write_json
 from ..common.environment import provenance, source_commit
 from ..common.errors import StoppedError, UserError
 from ..pretrain.outputs.folder_lock import FolderLock
@@ -132,7 +132,7 @@ class StudyRuns:
         self._file(run).parent.mkdir(parents=True, exist_ok=True)
         definition = self.definition(run)
         stored = {"definition": definition} if definition else {}
-        write_json(self._file(run), {**result, **stored, **provenance()})
+        write_json(self._file(run), without_nan({**result, **stored, **provenance()}))
         print(f"{run.file_name.removesuffix('.json')}: {self.told(result)}", flush=True)
 
     def _file(self, run: AnyRun) -> Path:

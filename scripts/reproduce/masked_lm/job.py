@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...common.atomic_file import write_json
 from ...compare.figures import PLOT, draw_arms
 from ...compare.record import Record, compare, make_record, read_run
-from ...compare.study_folder import RECORD, claim, draw
+from ...compare.study_folder import claim, draw, write_record
 from ...compare.table import table
 from ...compare.texts import check_same_texts
 from .arguments import ARMS, MaskedLMArguments
@@ -22,7 +21,7 @@ def run_study(arguments: MaskedLMArguments) -> str:
     output = Path(str(arguments.output))
     if not arguments.redraw:
         record = make_runs(arguments, output)
-        write_json(output / RECORD, {"command": command_of(arguments), **record}, indent=1)
+        write_record(output, {"command": command_of(arguments), **record})
     return draw(output, table, draw_arms, PLOT)
 
 

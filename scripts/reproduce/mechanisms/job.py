@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ...compare.study_folder import RECORD, claim, draw
+from ...compare.study_folder import RECORD, claim, draw, write_record
 from ..study_runs import Result, StudyRuns, chosen
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
@@ -75,7 +74,7 @@ class Study:
 
     def report(self) -> str:
         """Writes record, table and plot; returns the table and the names of the files."""
-        write_json(self.output / RECORD, self._record(), indent=1)
+        write_record(self.output, self._record())
         return draw(self.output, table, draw_survival, PLOT)
 
     def _record(self) -> Record:

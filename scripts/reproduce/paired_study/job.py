@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...common.arguments import command_line
-from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ...compare.study_folder import RECORD, claim, draw
+from ...compare.study_folder import claim, draw, write_record
 from ..study_runs import Result, StudyRuns, chosen, read_result
 from .arguments import PairedStudyArguments
 from .figures import draw_arms
@@ -121,7 +120,7 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     results, missing = runs.results(plan.measured()), plan.missing()
     if not results:
         raise UserError(f"{output} holds no measured run yet; run the study without --redraw, or longer")
-    write_json(output / RECORD, make_record(description(study, tasks, arms), plan.settings(), results), indent=1)
+    write_record(output, make_record(description(study, tasks, arms), plan.settings(), results))
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
     return draw(output, table, draw_arms, PLOT) + rest
 
@@ -192,7 +191,7 @@ def merit(study: Study, result: Result) -> float:
     """What makes one learning rate of an arm better than another."""
     metric = study.tasks[result["run"]["task"]].chosen_by
     value = result["metrics"][metric.name]
-    if math.isnan(value):  # the run diverged
+    if value is None or math.isnan(value):  # the run diverged
         return -math.inf
     return value if metric.better == "higher" else -value
 

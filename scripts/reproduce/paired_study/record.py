@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common import markdown
 from ...common.environment import of_runs
-from ...common.paired import holm, paired_difference, spread
+from ...common.paired import diverged, holm, paired_difference, spread
 
 Record = dict[str, Any]
 # What a run says of its model.
@@ -87,7 +87,7 @@ def _arms_table(record: Mapping[str, Any], task: str) -> str:
     head = ["", "parameters", "MFLOP", "seconds", "learning rate", *(metric["label"] for metric in metrics)]
     rows = []
     for name, arm in record["results"][task]["arms"].items():
-        numbers = [_mean(arm["metrics"][metric["name"]], metric["digits"]) for metric in metrics]
+        numbers = [_mean(arm["metrics"][metric["name"]], arm["seeds"], metric["digits"]) for metric in metrics]
         costs = [f"{arm['parameters']:,.0f}", f"{arm['flops'] / 1e6:.2f}", f"{arm['cpu_seconds']:.0f}"]
         rows.append([record["arms"][name], *costs, f"{arm['learning_rate']:g}", *numbers])
     return markdown.table(head, rows)
@@ -108,13 +108,17 @@ def _differences_table(record: Mapping[str, Any], task: str) -> str:
 
 
 def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
-    """Mean difference with its interval, and p; those of a single seed have neither."""
+    """Mean difference with its interval, and p; those of a single seed have neither, those of diverged runs nothing."""
+    if told := diverged(test, test["seeds"]):
+        return [told, ""]
     interval = " to ".join(f"{limit:+.{digits}f}" for limit in test["interval_95"] or ())
     mean = f"{test['mean']:+.{digits}f}" + (f" ({interval})" if interval else "")
     return [mean, "" if test["p_holm"] is None else f"{test['p_holm']:.2g}"]
 
 
-def _mean(summary: Mapping[str, Any], digits: int) -> str:
+def _mean(summary: Mapping[str, Any], seeds: Sequence[int], digits: int) -> str:
+    if told := diverged(summary, seeds):
+        return told
     sd = "" if summary["sd"] is None else f" ± {summary['sd']:.{digits}f}"
     return f"{summary['mean']:.{digits}f}{sd}"
 

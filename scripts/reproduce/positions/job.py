@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.arguments import command_line
-from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ...compare.study_folder import RECORD, claim, draw
+from ...compare.study_folder import claim, draw, write_record
 from ..study_runs import Result, StudyRuns
 from .arguments import PositionsArguments
 from .figures import draw_lengths
@@ -38,7 +37,7 @@ def run_study(arguments: PositionsArguments) -> str:
     seeds = finished_seeds(arguments, runs)
     if len(seeds) < 2:
         raise UserError(f"{rest}, and two finished seeds make a record")
-    write_json(output / RECORD, record_of(arguments, runs, seeds), indent=1)
+    write_record(output, record_of(arguments, runs, seeds))
     return f"{draw(output, table, draw_lengths, PLOT)}\n{rest}".rstrip()
 
 

@@ -62,7 +62,9 @@ def _draw_curve(axes: Axes, cell: Mapping[str, Any], runs: Sequence[Mapping[str,
         deviation = values.std(axis=0, ddof=1)
         axes.fill_between(steps, mean - deviation, mean + deviation, alpha=0.2, color=line.get_color())
     validation = cell["validation"]["bits_per_character"]
-    axes.errorbar(steps[-1:], [validation["mean"]], yerr=[validation["sd"] or 0], fmt="o", color=line.get_color(), ms=5)
+    if validation["mean"] is not None:  # no run diverged
+        spread, color = validation["sd"] or 0, line.get_color()
+        axes.errorbar(steps[-1:], [validation["mean"]], yerr=[spread], fmt="o", color=color, ms=5)
 
 
 def _draw_bars(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:

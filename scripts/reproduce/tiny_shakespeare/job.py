@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ...common.atomic_file import read_json, write_json, write_whole
+from ...common.atomic_file import read_json, without_nan, write_json, write_whole
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.token_streams import TokenStreams
@@ -113,7 +113,7 @@ def report(output: Path) -> str:
     probe = read_json(output / PROBE, "remove it to measure again") if (output / PROBE).exists() else None
     record = make_record(runs, probe)
     text = format_record(record)
-    write_json(output / RECORD, record, indent=1)
+    write_json(output / RECORD, without_nan(record), indent=1)
     write_whole(output / TABLE, text)
     draw_curves(record, output / CURVES)
     draw_bars(record, output / BARS)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common.paired import diverged
 from .plan import GROUPS
 from .record import PAPER_ORDER
 from .text import TRAIN_SHARE
@@ -157,7 +158,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 def _cells(cell: Mapping[str, Any]) -> list[str]:
     parameters = cell["parameters"]
     scores = [
-        _spread(cell[split][score])
+        diverged(cell[split][score], cell["seeds"]) or _spread(cell[split][score])
         for score, splits in (
             ("accuracy", ("validation", "train", "all_training_batches")),
             ("bits_per_character", ("validation", "train")),
@@ -177,6 +178,9 @@ def _difference(comparison: Mapping[str, Any]) -> list[str]:
     cells = [f"{comparison['variant']} - {comparison['than'][1]}", str(len(comparison["seeds"]))]
     for score in ("accuracy", "bits_per_character"):
         one = comparison[score]
+        if told := diverged(one, comparison["seeds"]):
+            cells += [told, "", ""]
+            continue
         interval = one["interval_95"]
         cells += [f"{one['mean']:+.4f}", "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"]
         cells += ["" if one["p"] is None else f"{one['p']:.2g}"]

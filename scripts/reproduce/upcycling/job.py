@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...common.atomic_file import write_json
 from ...compare.figures import PLOT, draw_arms
 from ...compare.job import Losses
 from ...compare.record import Record, make_record, read_run
-from ...compare.study_folder import RECORD, claim, draw
+from ...compare.study_folder import claim, draw, write_record
 from ...compare.table import table
 from ...compare.texts import check_same_texts
 from .arguments import UpcyclingArguments
@@ -24,7 +23,7 @@ def run_study(arguments: UpcyclingArguments) -> str:
     if not arguments.redraw:
         record = make_runs(arguments, output)
         record["command"] = command_of(arguments)
-        write_json(output / RECORD, record, indent=1)
+        write_record(output, record)
     return draw(output, table, draw_arms, PLOT)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynattn.scripts.common.atomic_file import flush, put_in_place, write_json, write_whole
+from dynattn.scripts.common.atomic_file import flush, put_in_place, without_nan, write_json, write_whole
 from dynattn.scripts.common.atomic_folder import staged_folder
 
 
@@ -15,6 +15,10 @@ def test_json_is_written_with_its_options_and_leaves_nothing_beside_it(tmp_path:
     write_json(tmp_path / "a.json", {"b": tmp_path, "a": 1}, indent=1, sort_keys=True, default=str)
     assert (tmp_path / "a.json").read_text() == f'{{\n "a": 1,\n "b": {json.dumps(str(tmp_path))}\n}}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_no_number_becomes_null():
+    assert without_nan({"a": [float("nan"), 1.5, (float("inf"), "NaN")]}) == {"a": [None, 1.5, [None, "NaN"]]}
 
 
 def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

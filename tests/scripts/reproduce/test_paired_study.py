@@ -82,9 +82,26 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
 
 
 def test_a_rate_whose_run_diverged_is_the_worst():
-    """The first of them diverged, so that nothing is greater than its error."""
-    runs = [{"run": {"task": "read"}, "metrics": {"error": error}} for error in (math.nan, 0.4, 0.3)]
-    assert [merit(STUDY, run) for run in runs] == [-math.inf, -0.4, -0.3]
+    """The first of them diverged, so that nothing is greater than its error. Its file has null, earlier ones NaN."""
+    runs = [{"run": {"task": "read"}, "metrics": {"error": error}} for error in (math.nan, None, 0.4, 0.3)]
+    assert [merit(STUDY, run) for run in runs] == [-math.inf, -math.inf, -0.4, -0.3]
+
+
+def diverging(run: Run) -> dict[str, Any]:
+    result = run_one(run)
+    if (run.arm, run.seed) == ("new", 1):
+        result["metrics"]["error"] = math.nan
+    return result
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_study_tells_which_of_its_runs_diverged(tmp_path: Path):
+    text = run_study(replace(STUDY, run_one=diverging), arguments(tmp_path, learning_rates=[0.1]))
+    assert "| New | 10 | 2.00 | 1 | 0.1 | 0.683 ± 0.029 | diverged on seed 1 |" in text
+    assert "| diverged on seed 1 |  |" in text.split("New \N{MINUS SIGN} Old")[1]
+    for file in (tmp_path / "study").rglob("*.json"):
+        assert "NaN" not in file.read_text()
+    assert run_study(STUDY, arguments(tmp_path, learning_rates=[0.1], redraw=True)) == text
 
 
 @pytest.mark.usefixtures("coarse_plots")
