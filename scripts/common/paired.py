@@ -28,8 +28,13 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 def diverged(summary: Mapping[str, Any], seeds: Sequence[int]) -> str:
     """Which of the seeds of a `spread` diverged, such as "diverged on seeds 0, 2"; empty if none did."""
-    gone = [str(seed) for seed, value in zip(seeds, summary["values"], strict=True) if value is None]
-    return f"diverged on seed{'s' * (len(gone) > 1)} {', '.join(gone)}" if gone else ""
+    gone = [seed for seed, value in zip(seeds, summary["values"], strict=True) if value is None]
+    return f"diverged on {name_seeds(gone)}" if gone else ""
+
+
+def name_seeds(seeds: Sequence[int]) -> str:
+    """The seeds in words, such as "seeds 0, 2"."""
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def paired_difference(values: Sequence[float | None], others: Sequence[float | None]) -> dict[str, Any]:

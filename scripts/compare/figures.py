@@ -15,12 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from .record import Run, loss_unit
+from .record import AT_LEAST, AT_MOST, Run, loss_unit
 
 PLOT = "losses.png"
 # Ten colors, and the same again in other lines where there are more arms.
 STYLES = cycler(linestyle=["-", "--", ":"]) * cycler(color=matplotlib.color_sequences["tab10"])
 LEGEND_WIDTH = 110  # characters
+BOUND_MARKS = {None: "o", AT_LEAST: ">", AT_MOST: "<"}
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
@@ -40,19 +41,18 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1 + 2 * has_costs, 2, figsize=size, dpi=150, squeeze=False, layout="constrained")
     for axes in panels.flat:
         axes.set_prop_cycle(STYLES)
-    start = [parent["validation"][-1]["loss"] for parent in record["parents"]]
-    losses = {name: _losses(arm["runs"], start) for name, arm in arms.items()}
-    tokens = {name: _tokens(arm["runs"], start) for name, arm in arms.items()}
+    start = {parent["seed"]: parent["validation"][-1]["loss"] for parent in record["parents"]}
+    curves = {name: [_curve(run, start) for run in arm["runs"]] for name, arm in arms.items()}
     baseline = next(iter(arms))
     for name, arm in arms.items():
-        _band(panels[0, 0], tokens[name].mean(axis=0), losses[name], arm["label"])
-        if losses[name].shape == losses[baseline].shape:
-            _band(panels[0, 1], tokens[name].mean(axis=0), losses[name] - losses[baseline], arm["label"])
+        tokens, losses = (np.array(of_runs) for of_runs in zip(*curves[name], strict=True))
+        _band(panels[0, 0], tokens.mean(axis=0), losses, arm["label"])
+        _band(panels[0, 1], *_differences(arm["runs"], arms[baseline]["runs"], start), arm["label"])
         if has_costs:
             costs = np.array([[run["flops_per_token"]] for run in arm["runs"]])
             speeds = np.array([[run["tokens_per_second"]] for run in arm["runs"]])
-            _band(panels[1, 0], (tokens[name] * costs).mean(axis=0), losses[name], arm["label"])
-            _band(panels[1, 1], (tokens[name] / speeds).mean(axis=0), losses[name], arm["label"])
+            _band(panels[1, 0], (tokens * costs).mean(axis=0), losses, arm["label"])
+            _band(panels[1, 1], (tokens / speeds).mean(axis=0), losses, arm["label"])
     after = "tokens after the parent's training" if start else "tokens"
     loss = f"validation loss, {loss_unit(record)}"
     _label(panels[0, 0], after, loss)
@@ -71,38 +71,61 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _losses(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
-    """Validation losses `[seeds, validations]`, beginning with the parents' if there are any."""
-    curves = np.array([[line["loss"] for line in run["validation"]] for run in runs])
-    return np.column_stack([start, curves]) if start else curves
+def _curve(run: Run, start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens and losses `[validations]` of a run, beginning with the loss of the parent of its seed if there is one."""
+    points = [(0.0, start[run["seed"]])] if start else []
+    points += [(line["tokens"], line["loss"]) for line in run["validation"]]
+    tokens, losses = np.array(points).T
+    return tokens, losses
 
 
-def _tokens(runs: Sequence[Run], start: Sequence[float]) -> NDArray[np.float64]:
-    """The tokens `[seeds, validations]` that had been read at these validations."""
-    tokens = np.array([[line["tokens"] for line in run["validation"]] for run in runs], dtype=float)
-    return np.column_stack([np.zeros(len(runs)), tokens]) if start else tokens
+def _differences(
+    runs: Sequence[Run], baseline: Sequence[Run], start: Mapping[int, float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens `[validations]`, and differences `[seeds, validations]` from the baseline's runs of the same seeds.
+
+    Arms may be validated after other tokens: the baseline's losses are interpolated, and validations after tokens that
+    it never read are left out, as are seeds on which it diverged.
+    """
+    others = {run["seed"]: _curve(run, start) for run in baseline}
+    curves = [(_curve(run, start), others[run["seed"]]) for run in runs if run["seed"] in others]
+    if not curves:
+        return np.zeros(0), np.zeros((0, 0))
+    tokens = np.array([at for (at, _), _ in curves]).mean(axis=0)
+    beyond = {"left": np.nan, "right": np.nan}
+    differences = np.array([losses - np.interp(at, *other, **beyond) for (at, losses), other in curves])
+    both = ~np.isnan(differences).any(axis=0)
+    return tokens[both], differences[:, both]
 
 
 def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label: str) -> None:
     """Draws mean and standard deviation of values `[seeds, validations]` at the points `x` `[validations]`."""
-    mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1)
+    if not len(values):
+        axes.plot([], [], label=label)  # the next arm gets the next color in all panels
+        return
+    mean = values.mean(axis=0)
     (line,) = axes.plot(x, mean, marker="o", ms=3, label=label)
-    axes.fill_between(x, mean - spread, mean + spread, color=line.get_color(), lw=0, alpha=0.12)
+    if len(values) > 1:
+        spread = values.std(axis=0, ddof=1)
+        axes.fill_between(x, mean - spread, mean + spread, color=line.get_color(), lw=0, alpha=0.12)
 
 
 def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
-    """Draws the ratio of FLOPs of each arm with its 95 % interval, the best one on top."""
+    """Draws the ratio of FLOPs of each arm with its 95 % interval, the best one on top; bounds are arrows."""
     ratios = {name: comparison.get("operations_ratio") for name, comparison in record["comparison"].items()}
     known = sorted(((ratio["mean"], name) for name, ratio in ratios.items() if ratio), reverse=True)
     for place, (mean, name) in enumerate(known):
         low, high = ratios[name]["interval_95"] or (mean, mean)
-        axes.errorbar(mean, -place, xerr=[[mean - low], [high - mean]], fmt="o", color="black", capsize=3)
+        mark = BOUND_MARKS[ratios[name].get("bound")]
+        axes.errorbar(mean, -place, xerr=[[mean - low], [high - mean]], fmt=mark, color="black", capsize=3)
     if quoted := record.get("quoted"):
         axes.axvspan(*quoted["interval"], color="tab:orange", alpha=0.25)
         axes.set_title(f"shaded: {quoted['label']} (quoted)", fontsize="medium")
     axes.axvline(1, color="gray", lw=1)
     axes.set_yticks([-place for place in range(len(known))], [record["arms"][name]["label"] for _, name in known])
-    axes.set_xlabel("operations the baseline needs for the same loss, as a multiple of the arm's (mean, 95 % interval)")
+    arrows = "; arrows: at least, or at most" if any(ratios[name].get("bound") for _, name in known) else ""
+    what = "operations the baseline needs for the same loss, as a multiple of the arm's"
+    axes.set_xlabel(f"{what} (mean, 95 % interval{arrows})")
     axes.grid(alpha=0.3)
 
 

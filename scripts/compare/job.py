@@ -18,7 +18,7 @@ from ..pretrain.guard import DivergedError
 from ..pretrain.stopping import deadline_after
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
-from .record import Record, make_record, read_run
+from .record import Record, Run, make_record, read_run
 from .study_folder import claim, draw, write_record
 from .table import table
 from .texts import check_same_texts
@@ -58,11 +58,11 @@ def compare_variants(
 
 
 def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: Path) -> Record:
-    """Trains what is missing and returns the record of the seeds that all variants have finished.
+    """Trains what is missing and returns the record of the seeds that all variants have ended.
 
     Raises:
-        UserError: a learning rate is not valid, the folder holds something else or runs on other texts, or time was
-            over before two seeds were complete.
+        UserError: a learning rate is not valid, the folder holds something else or runs on other texts, time was over
+            before two seeds were complete, or all runs of the baseline diverged.
     """
     runs = Runs(output, deadline_after(arguments.max_seconds))
     # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
@@ -71,17 +71,18 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
     check_same_texts(planned)
-    folders: list[dict[str, Path]] = []
+    ended: list[dict[str, Run | None]] = []
     try:
         rates, losses = choose_rates(runs, variants, arguments)
         for seed in range(arguments.seeds):
-            folders.append({variant.name: runs.trained(variant, seed, rates[variant.name]) for variant in variants})
+            trains = {one.name: partial(runs.trained, one, seed, rates[one.name]) for one in variants}
+            ended.append({name: measured_run(train) for name, train in trains.items()})
     except OutOfTimeError as error:
-        if len(folders) < 2:
-            raise UserError(f"{error}; {len(folders)} seeds are complete, and a comparison needs 2 or more") from error
-        print(f"\n{error}; {len(folders)} of {arguments.seeds} seeds are complete", flush=True)
+        if len(ended) < 2:
+            raise UserError(f"{error}; {len(ended)} seeds are complete, and a comparison needs 2 or more") from error
+        print(f"\n{error}; {len(ended)} of {arguments.seeds} seeds are complete", flush=True)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
-    arms = {variant.name: [read_run(seed[variant.name]) for seed in folders] for variant in variants}
+    arms = {variant.name: {seed: runs[variant.name] for seed, runs in enumerate(ended)} for variant in variants}
     return make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
 
 
@@ -118,6 +119,19 @@ def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple
     if not losses:
         raise UserError(f"the runs with all learning_rates={list(rates)} diverged; give lower ones. The last: {last}")
     return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": losses.get(rate) for rate in rates}
+
+
+def measured_run(train: Callable[[], Path]) -> Run | None:
+    """Reads a run that counts; None if it diverged, which does not keep a study from going on with its other runs.
+
+    Args:
+        train: makes the run and returns its folder.
+    """
+    try:
+        return read_run(train())
+    except DivergedError as error:
+        print(error, flush=True)
+        return None
 
 
 def has_ended(folder: Path) -> bool:

@@ -3,8 +3,9 @@
     dynattn compare plain.yaml composed.yaml [more.yaml ...] --seeds 5 --output runs/compare
 
 Each file holds arguments of `dynattn pretrain` for one variant, of any model type; the first is the baseline. All must
-read the same data with the same tokenizer, because other losses cannot be compared. With --learning_rates each variant
-is trained with the best of them, which is chosen on a seed that is not compared (a rate that diverges is not chosen).
+read the same data with the same tokenizer and length of sequences, because other losses cannot be compared. With
+--learning_rates each variant is trained with the best of them, which is chosen on a seed that is not compared (a rate
+that diverges is not chosen). A compared run that diverges is named, and its variant compared on the other seeds.
 Finished runs are not repeated: the same command continues an interrupted comparison, and more seeds can be added later.
 """
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from ..pretrain.options.model import LOSS_UNITS
 from ..pretrain.outputs.metrics import read_metrics
 
 Run = dict[str, Any]
+# The run of each seed; None if it diverged.
+RunsOfArm = Mapping[int, Run | None]
+# The least and the most that a number can be, which are the same if it was measured.
+Limits = tuple[float, float]
+AT_LEAST, AT_MOST = "at least", "at most"
 Record = dict[str, Any]
 
 MEASURED = ("parameters", "steps", "tokens", "tokens_per_second", "train_seconds", "wall_seconds")
@@ -52,7 +58,7 @@ def read_run(folder: Path) -> Run:
 
 def make_record(
     settings: Mapping[str, Any],
-    arms: Mapping[str, Sequence[Run]],
+    arms: Mapping[str, RunsOfArm],
     labels: Mapping[str, str],
     parents: Sequence[Run] = (),
 ) -> Record:
@@ -60,13 +66,20 @@ def make_record(
 
     Args:
         settings: the settings of the study.
-        arms: for each arm one run per seed, in the same order of seeds; the first arm is the baseline of the others.
+        arms: the runs of each arm; the first arm is the baseline of the others.
         labels: the names of the arms in table and plot.
         parents: the runs that all arms continue, one per seed; empty if they start from scratch.
+
+    Raises:
+        UserError: all runs of the baseline diverged.
     """
-    runs = [*parents, *(run for runs in arms.values() for run in runs)]
     baseline, *others = arms
-    compared = {name: compare(arms[baseline], arms[name]) for name in others}
+    finished = {name: [run for run in runs.values() if run is not None] for name, runs in arms.items()}
+    if not finished[baseline]:
+        raise UserError(f"all runs of the baseline, {labels[baseline]}, diverged; give it a lower learning rate")
+    runs = [*parents, *(run for runs in finished.values() for run in runs)]
+    pairs = {name: compare_arms(arms[baseline], arms[name]) for name in others}
+    compared = {name: comparison for name, comparison in pairs.items() if comparison is not None}
     for comparison, p in zip(compared.values(), holm([one["p"] for one in compared.values()]), strict=True):
         comparison["p_holm"] = p
     return {
@@ -75,7 +88,12 @@ def make_record(
         "threads": torch.get_num_threads(),
         "settings": dict(settings),
         "parents": _own_fields(parents),
-        "arms": {name: {"label": labels[name], "runs": _own_fields(runs)} for name, runs in arms.items()},
+        "arms": {name: {"label": labels[name], "runs": _own_fields(runs)} for name, runs in finished.items() if runs},
+        "diverged": {
+            name: {"label": labels[name], "seeds": seeds}
+            for name, runs in arms.items()
+            if (seeds := [seed for seed, run in runs.items() if run is None])
+        },
         "comparison": compared,
     }
 
@@ -85,75 +103,107 @@ def _own_fields(runs: Sequence[Run]) -> list[Run]:
     return [{name: value for name, value in run.items() if name not in (*COMMON, *OF_A_RUN)} for run in runs]
 
 
+def compare_arms(baseline: RunsOfArm, runs: RunsOfArm) -> dict[str, Any] | None:
+    """Compares two arms on the seeds on which neither diverged, which `seeds` names; None if there is none."""
+    pairs = {seed: (run, baseline[seed]) for seed, run in runs.items()}
+    finished = {seed: (run, other) for seed, (run, other) in pairs.items() if run is not None and other is not None}
+    if not finished:
+        return None
+    ours, theirs = zip(*finished.values(), strict=True)
+    return {"seeds": list(finished), **compare(theirs, ours)}
+
+
 def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     """Compares `runs` with those of `baseline`, paired by seed.
 
     Returns:
         The `paired_difference` of the last validation losses, with three further entries. `equal_seconds` is the
-        difference of the losses at the time when the faster of the two had ended. `token_ratio` says how many times the
-        tokens of `runs` the baseline needs for the same loss (above 1, `runs` learn faster): geometric mean and 95 %
-        interval. `operations_ratio` is the same for FLOPs, None if the FLOPs of a token are not known.
+        difference of the losses at the time when the faster of the two had ended, None if the other had not been
+        validated by then. `token_ratio` says how many times the tokens of `runs` the baseline needs for the same loss
+        (above 1, `runs` learn faster): see `summarize_ratios`. `operations_ratio` is the same for FLOPs, None if the
+        FLOPs of a token are not known.
     """
     pairs = list(zip(runs, baseline, strict=True))
     ratios = [token_ratio(run, other) for run, other in pairs]
+    at_equal_seconds = [losses_at_equal_seconds(*pair) for pair in pairs]
+    known = all(loss is not None for losses in at_equal_seconds for loss in losses)
     return {
         **paired_difference(final(runs, "loss"), final(baseline, "loss")),
-        "equal_seconds": paired_difference(*zip(*(losses_at_equal_seconds(*pair) for pair in pairs), strict=True)),
-        "token_ratio": geometric_mean(ratios),
+        "equal_seconds": paired_difference(*zip(*at_equal_seconds, strict=True)) if known else None,
+        "token_ratio": summarize_ratios(ratios),
         "operations_ratio": _operations_ratio(pairs, ratios),
     }
 
 
-def _operations_ratio(pairs: Sequence[tuple[Run, Run]], ratios: Sequence[float]) -> dict[str, Any] | None:
+def _operations_ratio(pairs: Sequence[tuple[Run, Run]], ratios: Sequence[Limits]) -> dict[str, Any] | None:
     """Turns `ratios` of tokens into ratios of FLOPs, or returns None if the FLOPs of a token are not known."""
     if not all(one.get("flops_per_token") for pair in pairs for one in pair):
         return None
     costs = [baseline["flops_per_token"] / run["flops_per_token"] for run, baseline in pairs]
-    return geometric_mean([ratio * cost for ratio, cost in zip(ratios, costs, strict=True)])
+    return summarize_ratios([(low * cost, high * cost) for (low, high), cost in zip(ratios, costs, strict=True)])
 
 
-def geometric_mean(ratios: Sequence[float]) -> dict[str, Any]:
-    """The geometric mean of ratios and its 95 % interval, None where the ratios have no spread."""
-    logs = paired_difference([math.log(ratio) for ratio in ratios], [0.0] * len(ratios))
-    interval = logs["interval_95"]
-    return {
-        "values": list(ratios),
-        "mean": math.exp(logs["mean"]),
-        "interval_95": None if interval is None else [math.exp(limit) for limit in interval],
-    }
+def summarize_ratios(ratios: Sequence[Limits]) -> dict[str, Any] | None:
+    """The geometric mean of ratios and its 95 % interval, None where the ratios have no spread.
+
+    If some ratios are known only to be at least or at most something, so is the mean; `bound` says which, and there is
+    no interval. The result is None if nothing is known of the mean.
+    """
+    lows, highs = zip(*ratios, strict=True)
+    if lows == highs:
+        logs = paired_difference([math.log(ratio) for ratio in lows], [0.0] * len(lows))
+        interval = logs["interval_95"] and [math.exp(limit) for limit in logs["interval_95"]]
+        return {"values": list(lows), "mean": math.exp(logs["mean"]), "interval_95": interval, "bound": None}
+    if min(lows) > 0:
+        return {"values": list(lows), "mean": geometric_mean(lows), "interval_95": None, "bound": AT_LEAST}
+    if max(highs) < math.inf:
+        return {"values": list(highs), "mean": geometric_mean(highs), "interval_95": None, "bound": AT_MOST}
+    return None
 
 
-def losses_at_equal_seconds(run: Run, other: Run) -> tuple[float, float]:
+def losses_at_equal_seconds(run: Run, other: Run) -> tuple[float | None, float | None]:
     """The losses of both runs at the time when the faster one had ended, by their median speed of training."""
     seconds = min(one["tokens"] / one["tokens_per_second"] for one in (run, other))
     first, second = (loss_at(one, seconds * one["tokens_per_second"]) for one in (run, other))
     return first, second
 
 
-def token_ratio(run: Run, baseline: Run) -> float:
-    """How many times the tokens of `run` the baseline needs for the higher of their last losses, which both reach."""
+def token_ratio(run: Run, baseline: Run) -> Limits:
+    """How many times the tokens of `run` the baseline needs for the higher of their last losses, which both reach.
+
+    The better run is read in the middle of its schedule, before its learning rate has decayed, and the worse at its
+    end, so that ratios are biased towards 1.
+    """
     loss = max(one["validation"][-1]["loss"] for one in (run, baseline))
-    return tokens_to(baseline, loss) / tokens_to(run, loss)
+    (fewest, most), (baseline_fewest, baseline_most) = (tokens_to(one, loss) for one in (run, baseline))
+    return baseline_fewest / most, baseline_most / fewest if fewest else math.inf
 
 
-def loss_at(run: Run, tokens: float) -> float:
-    """The validation loss after `tokens` tokens, interpolated linearly between validations."""
+def loss_at(run: Run, tokens: float) -> float | None:
+    """The validation loss after `tokens` tokens, interpolated linearly; None before the first validation."""
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
+    if tokens < points[0][0] * (1 - 1e-9):  # tokens computed from a time are rounded
+        return None
     for (before, high), (after, low) in pairwise(points):
         if tokens <= after:
             return high + (low - high) * max(0.0, tokens - before) / (after - before)
     return points[-1][1]
 
 
-def tokens_to(run: Run, loss: float) -> float:
-    """The tokens after which the validation loss is first as low as `loss`, interpolated linearly."""
+def tokens_to(run: Run, loss: float) -> Limits:
+    """The tokens after which the validation loss is first as low as `loss`, interpolated linearly.
+
+    If it was below at the first validation, all that is known is that these tokens were enough.
+    """
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
-    if points[0][1] <= loss:
-        return points[0][0]
+    first, highest = points[0]
+    if highest <= loss:
+        return first if highest == loss else 0.0, first
     for (before, high), (after, low) in pairwise(points):
         if low <= loss:
-            return before + (after - before) * (high - loss) / (high - low)
-    return points[-1][0]
+            tokens = before + (after - before) * (high - loss) / (high - low)
+            return tokens, tokens
+    return points[-1][0], points[-1][0]
 
 
 def loss_unit(record: Mapping[str, Any]) -> str:

@@ -1,51 +1,83 @@
 """The table of a study in Markdown, made from its record."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..common import markdown
-from .record import Run, final, loss_unit
+from ..common.paired import name_seeds
+from .record import AT_LEAST, AT_MOST, Run, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
+BOUNDS = {None: "", AT_LEAST: "\N{GREATER-THAN OR EQUAL TO} ", AT_MOST: "\N{LESS-THAN OR EQUAL TO} "}
+# How to read the columns that compare what arms cost.
+EFFICIENCY = (
+    "At equal time: when the faster of the two has ended, by the median speed of training; empty if the other had not "
+    "been validated by then. Tokens (and operations) the baseline needs, as a multiple of the arm's, for the worse of "
+    "their last losses; only a bound if the better was below it at its first validation. The better is read in the "
+    "middle of its schedule, before its learning rate has decayed, and the worse at its end, so these ratios are "
+    "biased towards 1. "
+)
 METRICS = {"loss": "validation loss", "bits_per_byte": "bits per byte"}
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The study in Markdown: a row for the parents if there are any, a row for each arm, and notes on how to read it.
 
-    There are columns for bits per byte, losses at equal time, and ratios of tokens and FLOPs if they were measured.
+    There are columns for bits per byte, losses at equal time, and ratios of tokens and FLOPs if they were measured, and
+    for tokens if arms read different numbers of them.
     """
     compared = record["comparison"]
-    timed = all("equal_seconds" in comparison for comparison in compared.values())
+    timed = bool(compared) and all("equal_seconds" in comparison for comparison in compared.values())
     arms = record["arms"].values()
     measured = [
         name for name in METRICS if any(value is not None for arm in arms for value in final(arm["runs"], name))
     ]
-    head = ["", "parameters", *(METRICS[name] for name in measured), "difference", "95 % interval", "p"]
+    differ = _tokens_differ(record)
+    head = [
+        "",
+        "parameters",
+        *["tokens"] * differ,
+        *(METRICS[name] for name in measured),
+        "difference",
+        "95 % interval",
+        "p",
+    ]
     head += ["difference at equal time", "tokens the baseline needs"] if timed else []
-    counted = timed and all(comparison.get("operations_ratio") for comparison in compared.values())
+    counted = timed and any(comparison.get("operations_ratio") for comparison in compared.values())
     head += ["operations the baseline needs"] if counted else []
     head += ["tokens/s"]
     rows = []
     if record["parents"]:
-        sizes = _sizes("parent, before", record["parents"], measured)
+        sizes = _sizes("parent, before", record["parents"], differ, measured)
         rows.append([*sizes, *[""] * (len(head) - len(sizes))])
     for name, arm in record["arms"].items():
         speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
         cells = _difference(compared.get(name)) + (_efficiency(compared.get(name), counted) if timed else [])
-        rows.append([*_sizes(arm["label"], arm["runs"], measured), *cells, f"{speed:,.0f}"])
+        rows.append([*_sizes(arm["label"], arm["runs"], differ, measured), *cells, f"{speed:,.0f}"])
     return f"{markdown.table(head, rows)}\n\n{_reading(record, timed)}"
 
 
-def _sizes(label: str, runs: Sequence[Run], measured: Sequence[str]) -> list[str]:
-    return [label, f"{runs[0]['parameters']:,}", *(_spread(final(runs, name)) for name in measured)]
+def _tokens_differ(record: Mapping[str, Any]) -> bool:
+    return len({run["tokens"] for arm in record["arms"].values() for run in arm["runs"]}) > 1
+
+
+def _sizes(label: str, runs: Sequence[Run], tokens_differ: bool, measured: Sequence[str]) -> list[str]:
+    tokens = [_numbers(run["tokens"] for run in runs)] if tokens_differ else []
+    return [label, f"{runs[0]['parameters']:,}", *tokens, *(_spread(final(runs, name)) for name in measured)]
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """Each of the values once; normally there is only one."""
+    return " or ".join(f"{value:,}" for value in sorted(set(values)))
 
 
 def _spread(values: Sequence[float | None]) -> str:
     """Mean and standard deviation, or nothing where nothing was measured."""
     measured = [value for value in values if value is not None]
-    return f"{statistics.mean(measured):.4f} ± {statistics.stdev(measured):.4f}" if measured else ""
+    if len(measured) < 2:
+        return f"{measured[0]:.4f}" if measured else ""
+    return f"{statistics.mean(measured):.4f} ± {statistics.stdev(measured):.4f}"
 
 
 def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
@@ -60,10 +92,19 @@ def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str
         return list(EMPTY[: 2 + counted])
     timed = comparison["equal_seconds"]
     ratios = [comparison["token_ratio"], *([comparison["operations_ratio"]] if counted else [])]
-    return [
-        f"{timed['mean']:+.4f} ({_interval(timed, '+.4f')})",
-        *(f"{ratio['mean']:.2f} x ({_interval(ratio, '.2f')})" for ratio in ratios),
-    ]
+    return ["" if timed is None else f"{timed['mean']:+.4f}{_in_brackets(timed, '+.4f')}", *map(_ratio, ratios)]
+
+
+def _ratio(ratio: Mapping[str, Any] | None) -> str:
+    """A ratio with its interval, or only that it is at least or at most so much, or nothing if it is not known."""
+    if ratio is None:
+        return ""
+    return f"{BOUNDS[ratio.get('bound')]}{ratio['mean']:.2f} x{_in_brackets(ratio, '.2f')}"
+
+
+def _in_brackets(summary: Mapping[str, Any], form: str) -> str:
+    interval = _interval(summary, form)
+    return f" ({interval})" if interval else ""
 
 
 def _interval(summary: Mapping[str, Any], form: str) -> str:
@@ -73,26 +114,44 @@ def _interval(summary: Mapping[str, Any], form: str) -> str:
 
 def _reading(record: Mapping[str, Any], timed: bool) -> str:
     arms = record["arms"]
-    baseline = next(iter(arms.values()))
-    targets = " or ".join(f"{number:,}" for number in record["validation_targets"])
-    tokens = f"{baseline['runs'][0]['tokens']:,}"
-    spent = f"{record['parents'][0]['tokens']:,} tokens for each parent, then {tokens}" if record["parents"] else tokens
+    seeds = {run["seed"] for arm in arms.values() for run in arm["runs"]}
     count = len(record["comparison"])
     corrected = any("p_holm" in comparison for comparison in record["comparison"].values())
     comparisons = f"{count} comparison{'s' * (count > 1)}"
     correction = f"corrected for {comparisons} (Holm)" if corrected else f"not corrected for {comparisons}"
-    equal_time = (
-        "At equal time: when the faster of the two has ended, by the median speed of training. Tokens (and operations) "
-        "the baseline needs, as a multiple of the arm's, for the worse of their last losses. "
-    )
+    equal = "Tokens are equal; parameters and computation are not."
+    if _tokens_differ(record):
+        equal = "Tokens, parameters and computation are not equal."
     quoted = record.get("quoted")
     line = f" Quoted: {quoted['label']}, {quoted['source']}." if quoted else ""
     return (
-        f"Mean ± standard deviation over {len(baseline['runs'])} seeds (initial weights and order of the data); "
-        f"{spent} tokens for each row; loss in {loss_unit(record)} on {targets} held-out tokens. Difference: paired by "
-        f"seed, from {baseline['label']}; p of a two-sided paired t-test, {correction}. {equal_time if timed else ''}"
-        f"{_learning_rates(record)} Tokens are equal; parameters and computation are not.{line}"
+        f"Mean ± standard deviation over {len(seeds)} seeds (initial weights and order of the data); {_spent(record)}; "
+        f"loss in {loss_unit(record)} on {_numbers(record['validation_targets'])} held-out tokens. Difference: paired "
+        f"by seed, from {next(iter(arms.values()))['label']}; p of a two-sided paired t-test, {correction}. "
+        f"{EFFICIENCY if timed else ''}{_learning_rates(record)} {equal}{line}{_diverged(record)}"
     )
+
+
+def _spent(record: Mapping[str, Any]) -> str:
+    """The tokens that runs have read."""
+    first = next(iter(record["arms"].values()))["runs"][0]["tokens"]
+    rows = "tokens as in the table" if _tokens_differ(record) else f"{first:,} tokens for each row"
+    parents = record["parents"]
+    return f"{parents[0]['tokens']:,} tokens for each parent, then {rows}" if parents else rows
+
+
+def _diverged(record: Mapping[str, Any]) -> str:
+    """Which arms diverged on which seeds, and on which they are compared nevertheless."""
+    sentences = []
+    for name, arm in record.get("diverged", {}).items():
+        what = f" {arm['label']} diverged on {name_seeds(arm['seeds'])}"
+        if name == next(iter(record["arms"])):
+            sentences.append(f"{what}, of which there is no comparison.")
+        elif name in record["comparison"]:
+            sentences.append(f"{what}; the comparison is of {name_seeds(record['comparison'][name]['seeds'])}.")
+        else:
+            sentences.append(f"{what}; there is no comparison.")
+    return "".join(sentences)
 
 
 def _learning_rates(record: Mapping[str, Any]) -> str:

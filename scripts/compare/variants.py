@@ -11,10 +11,12 @@ from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
 from ..pretrain.options.mappings import parse_mapping
 
-# Arguments that all variants must have in common, because losses on other data or tokens cannot be compared.
+# Arguments that all variants must have in common, because losses on other data or tokens cannot be compared. The length
+# of sequences is also how much of a held-out text a token is predicted from.
 SAME = (
     *("objective", "dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
+    "sequence_length",
 )
 # The comparison sets these for each run.
 ITS_OWN = ("output", "seed", "resume", "overwrite", "dry_run")
@@ -65,5 +67,5 @@ def _check_same_data(variants: Sequence[Variant]) -> None:
             if value != expected:
                 raise UserError(
                     f"{variant.name} has {name}={value!r} and {variants[0].name} {expected!r}; losses on different "
-                    "data or tokens do not compare, so let all variants read the same"
+                    "data or tokens do not compare, nor with other contexts; let all variants read the same"
                 )

@@ -1,10 +1,12 @@
 """The whole study: its missing runs, then record, table and plot."""
 
+from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
 from ...compare.figures import PLOT, draw_arms
-from ...compare.record import Record, compare, make_record, read_run
+from ...compare.job import measured_run
+from ...compare.record import Record, compare_arms, make_record
 from ...compare.study_folder import claim, draw, write_record
 from ...compare.table import table
 from ...compare.texts import check_same_texts
@@ -37,14 +39,17 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     check_same_texts(planned)
     chosen = {arm: runs.choose_rate(arm) for arm in arguments.arms}
     rates = {arm: rate for arm, (rate, _) in chosen.items()}
-    folders = {seed: {arm: runs.trained(seed, arm, rate) for arm, rate in rates.items()} for seed in arguments.seeds}
-    arms = {arm: [read_run(folders[seed][arm]) for seed in arguments.seeds] for arm in arguments.arms}
+    measured = {
+        seed: {arm: measured_run(partial(runs.trained, seed, arm, rate)) for arm, rate in rates.items()}
+        for seed in arguments.seeds
+    }
+    arms = {arm: {seed: ended[arm] for seed, ended in measured.items()} for arm in arguments.arms}
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates}
     losses = {arm: found for arm, (_, found) in chosen.items()}
     settings = {**runs.settings(), **tuning, "tuning_losses": losses, "chosen": rates}
     record = make_record(settings, arms, {arm: ARMS[arm][0] for arm in arms})
     if {"wide", "all"} <= set(arms):
-        record["all_against_wide"] = compare(arms["wide"], arms["all"])
+        record["all_against_wide"] = compare_arms(arms["wide"], arms["all"])
     return record
 
 

@@ -1,11 +1,12 @@
 """The whole study: its missing runs, then record, table and plot."""
 
+from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
 from ...compare.figures import PLOT, draw_arms
-from ...compare.job import Losses
-from ...compare.record import Record, make_record, read_run
+from ...compare.job import Losses, measured_run
+from ...compare.record import Record, make_record
 from ...compare.study_folder import claim, draw, write_record
 from ...compare.table import table
 from ...compare.texts import check_same_texts
@@ -46,13 +47,15 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     rates, losses = choose_rates(arguments, runs)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
     measured = {
-        seed: {name: runs.continued(seed, name, rate) for name, rate in rates.items()} for seed in arguments.seeds
+        seed: {name: measured_run(partial(runs.continued, seed, name, rate)) for name, rate in rates.items()}
+        for seed in arguments.seeds
     }
+    parents = [measured_run(partial(runs.parent, seed)) for seed in arguments.seeds]
     return make_record(
         {**runs.settings(), **tuning, "chosen": rates},
-        arms={name: [read_run(measured[seed][name]) for seed in arguments.seeds] for name in ARMS},
+        arms={name: {seed: ended[name] for seed, ended in measured.items()} for name in ARMS},
         labels={name: arm.label for name, arm in ARMS.items()},
-        parents=[read_run(runs.parent(seed)) for seed in arguments.seeds],
+        parents=[parent for parent in parents if parent is not None],
     )
 
 

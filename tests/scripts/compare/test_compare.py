@@ -1,8 +1,10 @@
 """`dynattn compare`: its statistics, its refusals, and a tiny comparison from end to end."""
 
 import json
+import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,17 @@ from cases.plots import coarse_plots  # noqa: F401 (a fixture)
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.paired import holm
-from dynattn.scripts.compare import job
-from dynattn.scripts.compare.record import compare, loss_at, losses_at_equal_seconds, token_ratio, tokens_to
+from dynattn.scripts.compare import figures, job
+from dynattn.scripts.compare.figures import draw_arms
+from dynattn.scripts.compare.record import (
+    compare,
+    loss_at,
+    losses_at_equal_seconds,
+    make_record,
+    token_ratio,
+    tokens_to,
+)
+from dynattn.scripts.compare.table import table
 from dynattn.scripts.compare.variants import read_variants
 from dynattn.scripts.pretrain.guard import DivergedError
 from dynattn.scripts.pretrain.trainer import Trainer
@@ -28,14 +39,15 @@ RUN = {
 
 def run_of(*losses: float, speed: float = 100.0) -> dict[str, Any]:
     """A run that was validated every 100 tokens."""
-    validation = [{"tokens": 100 * n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    validation = [{"tokens": 100 * n, "loss": loss, "bits_per_byte": None} for n, loss in enumerate(losses, start=1)]
     return {"validation": validation, "tokens": 100 * len(losses), "tokens_per_second": speed}
 
 
 def test_losses_between_validations_lie_on_straight_lines():
     run = run_of(5.0, 4.0, 3.5)
-    assert [loss_at(run, tokens) for tokens in (50, 100, 150, 275, 300, 400)] == [5.0, 5.0, 4.5, 3.625, 3.5, 3.5]
-    assert [tokens_to(run, loss) for loss in (6.0, 5.0, 4.5, 3.75, 3.5)] == [100, 100, 150, 250, 300]
+    assert [loss_at(run, tokens) for tokens in (50, 100, 150, 275, 300, 400)] == [None, 5.0, 4.5, 3.625, 3.5, 3.5]
+    assert [tokens_to(run, loss) for loss in (5.0, 4.5, 3.75, 3.5)] == [(at, at) for at in (100, 150, 250, 300)]
+    assert tokens_to(run, 6.0) == (0, 100)  # it may have been as low before
 
 
 def test_at_equal_time_the_slower_run_is_measured_before_its_end():
@@ -45,12 +57,95 @@ def test_at_equal_time_the_slower_run_is_measured_before_its_end():
 
 def test_the_ratio_of_tokens_says_who_needs_more_of_them():
     quick, slow = run_of(5.0, 4.0, 3.0), run_of(5.0, 4.5, 4.0)
-    assert token_ratio(quick, slow) == pytest.approx(1.5)
-    assert token_ratio(slow, quick) == pytest.approx(1 / 1.5)
+    assert token_ratio(quick, slow) == pytest.approx((1.5, 1.5))
+    assert token_ratio(slow, quick) == pytest.approx((1 / 1.5, 1 / 1.5))
     summary = compare([slow, slow, slow], [quick, quick, run_of(5.0, 4.2, 4.0)])["token_ratio"]
     assert summary["values"] == pytest.approx([1.5, 1.5, 1.0])
     assert summary["mean"] == pytest.approx(1.5 ** (2 / 3))
     assert summary["interval_95"][0] < summary["mean"] < summary["interval_95"][1]
+
+
+def test_a_run_that_was_better_from_the_first_validation_on_gives_a_bound(tmp_path: Path):
+    quick, slow, middle = run_of(3.9, 3.0), run_of(5.0, 4.0), run_of(5.0, 4.0, 3.0)
+    assert token_ratio(quick, slow) == (2.0, math.inf)
+    found = compare([slow, run_of(5.0, 4.5, 4.0)], [quick, middle])["token_ratio"]
+    assert found == {"values": [2.0, 1.5], "mean": pytest.approx(3**0.5), "interval_95": None, "bound": "at least"}
+    found = compare([quick, middle], [slow, run_of(5.0, 4.5, 4.0)])["token_ratio"]
+    assert (found["mean"], found["bound"]) == (pytest.approx(3**-0.5), "at most")
+    assert compare([quick, slow], [slow, quick])["token_ratio"] is None
+
+
+def test_a_single_validation_tells_a_bound_and_nothing_at_equal_time():
+    found = compare([run_of(5.0), run_of(5.0)], [run_of(4.0, speed=50), run_of(4.0, speed=50)])
+    assert (found["token_ratio"]["mean"], found["token_ratio"]["bound"]) == (1.0, "at least")
+    assert found["equal_seconds"] is None
+    assert compare([run_of(5.0)] * 2, [run_of(4.0)] * 2)["equal_seconds"]["mean"] == -1.0
+
+
+def record_of(arms: dict[str, dict[int, dict[str, Any] | None]], parents: Sequence[dict[str, Any]] = ()) -> Any:
+    common = {"objective": "causal_lm", "dataset": "d", "hardware": "h", "versions": {}, "validation_targets": 9}
+    more = {**common, "parameters": 7, "learning_rate": 1e-3, "flops_per_token": 2.0}
+    arms = {
+        name: {seed: run and {"seed": seed, **more, **run} for seed, run in runs.items()} for name, runs in arms.items()
+    }
+    settings = {"tuning_seed": 9, "learning_rates": None}
+    return make_record(settings, arms, {name: name.upper() for name in arms}, parents)
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_bounds_are_told_and_drawn(tmp_path: Path):
+    record = record_of({
+        "plain": dict.fromkeys(range(3), run_of(5.0, 4.0)),
+        "best": dict.fromkeys(range(3), run_of(3.9, 3.0, speed=30)),
+        "worst": dict.fromkeys(range(3), run_of(7.0, 6.0)),
+        "same": dict.fromkeys(range(3), run_of(5.0, 4.0)),
+    })  # fmt: skip
+    rows = table(record).splitlines()
+    assert rows[3].split(" | ")[6:9] == ["", *["\N{GREATER-THAN OR EQUAL TO} 2.00 x"] * 2]
+    assert rows[4].split(" | ")[6:9] == ["+2.0000", *["\N{LESS-THAN OR EQUAL TO} 0.50 x"] * 2]
+    assert rows[5].split(" | ")[6:9] == ["+0.0000", "1.00 x", "1.00 x"]
+    assert "biased towards 1" in rows[-1]
+    draw_arms(json.loads(json.dumps(record)), tmp_path / "losses.png")
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_arms_are_compared_on_the_seeds_on_which_neither_diverged(tmp_path: Path):
+    plain = {seed: run_of(5.0, 4.0 + 0.1 * seed) for seed in range(4)}
+    composed = {seed: None if seed == 2 else run_of(5.0, 3.8) for seed in range(4)}
+    single = {0: run_of(5.0, 4.1), **dict.fromkeys(range(1, 4))}
+    record = record_of({"plain": plain, "composed": composed, "gone": dict.fromkeys(range(4)), "single": single})
+    assert record["comparison"]["composed"]["values"] == pytest.approx([-0.2, -0.3, -0.5])
+    assert list(record["arms"]) == ["plain", "composed", "single"]
+    text = table(record)
+    assert "COMPOSED diverged on seed 2; the comparison is of seeds 0, 1, 3." in text
+    assert "GONE diverged on seeds 0, 1, 2, 3; there is no comparison." in text
+    assert "| SINGLE | 7 | 4.1000 | +0.1000 |  |  |" in text
+    draw_arms(record, tmp_path / "losses.png")
+    record = record_of({"composed": composed, "plain": plain})
+    assert "COMPOSED diverged on seed 2, of which there is no comparison." in table(record)
+    assert record["comparison"]["plain"]["seeds"] == [0, 1, 3]
+    with pytest.raises(UserError, match="all runs of the baseline, GONE, diverged"):
+        record_of({"gone": dict.fromkeys(range(4)), "plain": plain})
+
+
+def test_different_tokens_are_told_for_each_row():
+    plain, longer = (dict.fromkeys(range(2), run) for run in (run_of(5.0, 4.0), run_of(5.0, 4.0, 3.0)))
+    text = table(record_of({"plain": plain, "longer": longer}))
+    assert "| PLAIN | 7 | 200 | 4.0000" in text and "| LONGER | 7 | 300 | 3.0000" in text
+    assert "Tokens, parameters and computation are not equal." in text
+    assert "Tokens are equal" not in text
+
+
+def test_differences_are_drawn_at_equal_tokens():
+    """One arm is validated twice as often: its losses are compared with those of the other after the same tokens."""
+    often = {**run_of(5.0, 4.0, 3.5, 3.0), "seed": 3}
+    seldom = {"seed": 3, "validation": [{"tokens": 200, "loss": 4.5}, {"tokens": 300, "loss": 4.0}]}
+    tokens, differences = figures._differences([often], [seldom], {})
+    assert tokens.tolist() == [200, 300] and differences.tolist() == [[-0.5, -0.5]]
+    tokens, differences = figures._differences([often], [{**seldom, "seed": 4}], {})
+    assert not len(differences)
+    tokens, differences = figures._differences([seldom], [often], {3: 6.0})
+    assert tokens.tolist() == [0, 200, 300] and differences.tolist() == [[0, 0.5, 0.5]]
 
 
 def test_differences_without_spread_have_no_interval():
@@ -82,6 +177,7 @@ def text(tmp_path: Path) -> Path:
     [
         ({"validation_share": 0.5}, "losses on different data or tokens do not compare"),
         ({"vocab_size": 400}, "plain has vocab_size=400 and dcformer 300"),
+        ({"sequence_length": 64}, "plain has sequence_length=64 and dcformer 32; .* nor with other contexts"),
         ({"learning_rat": 1}, "unknown arguments"),
         ({"learning_rate": -1}, "learning_rate=-1.0 must be positive"),
     ],
@@ -169,6 +265,33 @@ def test_rates_that_all_diverge_are_told():
 
     with pytest.raises(UserError, match=r"all learning_rates=\[1.0, 2.0\] diverged; .* a loss of nan with 2.0"):
         job.choose_rate(train, [1.0, 2.0])
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_measured_run_that_diverges_does_not_stop_the_others(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Nor is it trained again; its folder says so."""
+    trained: list[str] = []
+
+    def pretrain(arguments: Any) -> Any:
+        name = "/".join(Path(arguments.output).parts[-2:])
+        trained.append(name)
+        Path(arguments.output).mkdir(parents=True)
+        if name == "seed-1/b":
+            raise DivergedError("a loss of nan")
+        (Path(arguments.output) / "model").mkdir()
+
+    common = {"objective": "causal_lm", "dataset": "d", "hardware": "h", "versions": {}, "validation_targets": 9}
+    run = {**run_of(5.0, 4.0), **common, "parameters": 7, "learning_rate": 1e-3}
+    monkeypatch.setattr(job, "pretrain", pretrain)
+    monkeypatch.setattr(job, "read_run", lambda folder: {**run, "seed": int(folder.parent.name[-1])})
+    files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text)]
+    command = ["compare", *files, "--output", str(tmp_path / "study"), "--seeds", "3"]
+    for _ in range(2):
+        assert cli.main(command) == 0
+        assert "b diverged on seed 1; the comparison is of seeds 0, 2." in capsys.readouterr().out
+    assert len(trained) == len(set(trained)) == 6
 
 
 def test_a_signal_ends_a_comparison_with_a_line(
