@@ -29,7 +29,7 @@ def log_rank(strata: Iterable[tuple[Group, Group]]) -> dict[str, float | None]:
         how many the runs of the first groups that solved their tasks exceed what equal groups would have shown.
     """
     deviation, actual, rounding, ways = 0.0, 0, 0.0, 1
-    lowest, shares, differ = 0, np.ones(1), False
+    lowest, shares, differ = 0, np.ones(1), False  # of the deviations, in parts of 1 / GRID
     for first, second in strata:
         scores = _scores([*first, *second])
         parts = np.rint(GRID * scores).astype(int)
@@ -38,7 +38,8 @@ def log_rank(strata: Iterable[tuple[Group, Group]]) -> dict[str, float | None]:
         rounding += float(abs(GRID * scores - parts).sum())
         ways *= math.comb(len(scores), len(first))
         start, more = _sums(parts, len(first))
-        lowest, shares, differ = lowest + start, signal.convolve(shares, more), differ or np.count_nonzero(more) > 1
+        lowest, shares = lowest + start, signal.convolve(shares, more)
+        differ = differ or bool(np.count_nonzero(more) > 1)
     if not differ:
         return {"p": None, "deviation": deviation}
     as_large = abs(lowest + np.arange(len(shares))) >= abs(actual) - rounding

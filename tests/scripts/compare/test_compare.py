@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from cases.plots import coarse_plots  # noqa: F401 (a fixture)
+from cases.studies import pretend_to_train
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
@@ -272,20 +273,7 @@ def test_a_measured_run_that_diverges_does_not_stop_the_others(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Nor is it trained again; its folder says so."""
-    trained: list[str] = []
-
-    def pretrain(arguments: Any) -> Any:
-        name = "/".join(Path(arguments.output).parts[-2:])
-        trained.append(name)
-        Path(arguments.output).mkdir(parents=True)
-        if name == "seed-1/b":
-            raise DivergedError("a loss of nan")
-        (Path(arguments.output) / "model").mkdir()
-
-    common = {"objective": "causal_lm", "dataset": "d", "hardware": "h", "versions": {}, "validation_targets": 9}
-    run = {**run_of(5.0, 4.0), **common, "parameters": 7, "learning_rate": 1e-3}
-    monkeypatch.setattr(job, "pretrain", pretrain)
-    monkeypatch.setattr(job, "read_run", lambda folder: {**run, "seed": int(folder.parent.name[-1])})
+    trained = pretend_to_train(monkeypatch, ["seed-1/b"])
     files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text)]
     command = ["compare", *files, "--output", str(tmp_path / "study"), "--seeds", "3"]
     for _ in range(2):

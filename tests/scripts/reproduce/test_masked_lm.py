@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cases.studies import pretend_to_train
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -60,6 +61,19 @@ def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys
     assert cli.main(["reproduce", "masked-lm", "--output", str(tmp_path / "new"), *options]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_run_that_diverges_does_not_stop_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_to_train(monkeypatch, ["seed-1/all-0.002"])
+    monkeypatch.setattr(Runs, "_make_initial", lambda *_: None)
+    command = ["reproduce", "masked-lm", "--output", str(tmp_path / "study"), "--arms", "plain", "all", "wide"]
+    assert cli.main([*command, "--learning_rates", "2e-3", "--seeds", "0", "1", "2"]) == 0
+    assert "diverged on seed 1; the comparison is of seeds 0, 2." in capsys.readouterr().out
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert record["all_against_wide"]["seeds"] == [0, 2]
 
 
 @pytest.mark.slow

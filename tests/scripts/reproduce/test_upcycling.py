@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.studies import pretend_to_train
 from safetensors.torch import load_file
 
 from dynattn.scripts import cli
@@ -141,6 +142,22 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
     monkeypatch.setattr(job, "pretrain", pretrain)
     return trained
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_run_that_diverges_does_not_stop_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Of a parent that diverges there are no arms."""
+    trained = pretend_to_train(monkeypatch, ["seed-0/fast-0.002", "seed-2/parent"])
+    monkeypatch.setattr(upcycling_runs, "upcycle_checkpoint", lambda arguments, family: None)
+    command = ["reproduce", "upcycling", "--output", str(tmp_path), "--learning_rates", "2e-3"]
+    for _ in range(2):
+        assert cli.main([*command, "--seeds", "0", "1", "2", "3"]) == 0
+        told = capsys.readouterr().out
+        assert "plain diverged on seed 2, of which there is no comparison." in told
+        assert "composed, composition 3 x as fast diverged on seeds 0, 2; the comparison is of seeds 1, 3." in told
+    assert len(trained) == len(set(trained)) == 4 + 3 * 4
 
 
 @pytest.mark.slow
