@@ -11,22 +11,26 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 STYLES = {"off": "-", "on": "--", "wide": ":"}
 LABELS = {"off": "plain", "on": "composed", "wide": "plain, wider MLP"}
 
 
 def draw_lengths(record: Mapping[str, Any], path: Path) -> None:
-    """Draws a panel for each task; lines are means over seeds, bands the span of the seeds."""
+    """Draws a row of two panels for each task; lines are means over seeds, bands the span of the seeds."""
     tasks = list(dict.fromkeys(cell["task"] for cell in record["cells"]))
     schemes = list(dict.fromkeys(cell["scheme"] for cell in record["cells"]))
     cycle = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     colors = {scheme: cycle[place % len(cycle)] for place, scheme in enumerate(schemes)}
-    figure, panels = plt.subplots(2, len(tasks), figsize=(6 * len(tasks), 7.5), dpi=130, squeeze=False)
-    for task, above, below in zip(tasks, *panels, strict=True):
-        _draw_lengths(above, record, task, colors)
-        _draw_quoted(below, record, task, colors)
-    figure.tight_layout()
+    size = (12, 1 + 3.6 * len(tasks))
+    figure, panels = plt.subplots(len(tasks), 2, figsize=size, dpi=130, squeeze=False, layout="constrained")
+    for task, (left, right) in zip(tasks, panels, strict=True):
+        _draw_lengths(left, record, task, colors)
+        _draw_longer(right, record, task, colors)
+    # All panels have the same arms, and a legend inside one of them would hide curves.
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path)
     plt.close(figure)
 
@@ -37,30 +41,35 @@ def _draw_lengths(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapp
         runs = [run for run in record["runs"] if all(run[name] == cell[name] for name in names)]
         values = np.array([run["exact_match"] for run in runs])
         lengths, color = np.arange(1, values.shape[1] + 1), colors[cell["scheme"]]
-        label = f"{cell['scheme']}, {LABELS[cell['composition']]}"
-        axes.plot(lengths, values.mean(0), STYLES[cell["composition"]], color=color, lw=1.4, label=label)
+        axes.plot(lengths, values.mean(0), STYLES[cell["composition"]], color=color, lw=1.4, label=_label(cell))
         axes.fill_between(lengths, values.min(0), values.max(0), color=color, alpha=0.08)
         trained = runs[0]["trained"]
     axes.axvline(trained + 0.5, color="black", lw=0.8)
     axes.set_title(f"{task}: trained up to {trained}", fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("length")
     axes.set_ylabel("exact match")
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="lower left")
 
 
-def _draw_quoted(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapping[str, str]) -> None:
-    quoted = record["quoted"].get(task, {})
+def _draw_longer(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapping[str, str]) -> None:
+    """The means over untrained lengths, dots for the seeds, and what the paper reports."""
     cells = [cell for cell in record["cells"] if cell["task"] == task]
-    labels = [f"{cell['scheme']}\n{LABELS[cell['composition']]}" for cell in cells]
     heights = [cell["longer_lengths"]["mean"] for cell in cells]
-    axes.bar(labels, heights, color=[colors[cell["scheme"]] for cell in cells], alpha=0.7)
+    axes.bar(range(len(cells)), heights, color=[colors[cell["scheme"]] for cell in cells], alpha=0.7)
     for place, cell in enumerate(cells):
         axes.plot([place] * len(cell["longer_lengths"]["values"]), cell["longer_lengths"]["values"], "k.", ms=4)
-    names = [f"{scheme}\nquoted" for scheme in quoted]
+    quoted = record["quoted"].get(task, {})
+    places = range(len(cells), len(cells) + len(quoted))
     shades = [colors.get(scheme, "gray") for scheme in quoted]
-    axes.bar(names, list(quoted.values()), color=shades, alpha=0.4, hatch="//")
-    axes.set_title("untrained lengths up to 2 x; hatched: quoted from arXiv 2305.19466", fontsize=9)
+    axes.bar(places, list(quoted.values()), color=shades, alpha=0.4, hatch="//")
+    labels = [*map(_label, cells), *(f"{scheme}, quoted" for scheme in quoted)]
+    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
+    source = " (hatched: arXiv 2305.19466)" if quoted else ""
+    axes.set_title(f"{task}, untrained lengths up to 2 x{source}", fontsize=10)
     axes.set_ylim(0, 1.02)
-    axes.tick_params(axis="x", labelsize=6, rotation=60)
+
+
+def _label(cell: Mapping[str, Any]) -> str:
+    return f"{cell['scheme']}, {LABELS[cell['composition']]}"
