@@ -86,7 +86,7 @@ class DistanceColumns:
         planes, columns = chunk.counts[0] * work.heads, step + chunk.sizes.keys - 1
         parts = -(-chunk.sizes.queries // part)
         partial = torch.empty(planes, parts, columns, dtype=torch.float32, device=work.device)
-        work.kernels["dcmha_distance_sums"][-(-columns // block_x), parts, planes](
+        work.kernels["dcmha_distance_sums"][planes * -(-columns // block_x), parts](
             work.map("pairs", chunk) if maps is None else maps,
             partial,
             chunk.sizes,

@@ -4,6 +4,8 @@ It needs neither the buffers of chunks nor a launch for each of them, and serves
 queries in all heads fits into registers. `DESIGN.md`, "Without maps", has the reasons.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,10 @@ def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tens
     lse = torch.zeros(batch, heads, work.queries, dtype=torch.float32, device=work.device)
     query, key, value = map(in_place, (inputs.query, inputs.key, inputs.value))
     for chunk in work.chunks():
-        _launch(work, "dcmha_fused_statistics", tiles, chunk, matrices, (query, key), lse)
-        _launch(work, "dcmha_fused_output", tiles, chunk, matrices, (query, key, value, output.transpose(1, 2)), lse)
+        *rows, own_lse = (part[chunk.items] for part in (query, key, value, output.transpose(1, 2), lse))
+        own = Matrices(*(None if part is None else part[chunk.items] for part in matrices))
+        _launch(work, "dcmha_fused_statistics", tiles, chunk, own, rows[:2], own_lse)
+        _launch(work, "dcmha_fused_output", tiles, chunk, own, rows, own_lse)
     return output, lse[..., :length].contiguous()
 
 
@@ -48,13 +52,13 @@ def _launch(
     tiles: dict[str, tuple[int, int, int, int]],
     chunk: MapChunk,
     matrices: Matrices,
-    rows: tuple[Tensor, ...],
+    rows: Sequence[Tensor],
     lse: Tensor,
 ) -> None:
-    """Launches a kernel on all queries, with its `rows` `[B, H or H_kv, T or S, D]` and the arguments of both."""
+    """Launches a kernel on a chunk, with its `rows` `[items, H or H_kv, T or S, D]` and the arguments of both."""
     block_t, block_s, warps, stages = tiles[name]
     query, key, *_ = rows
-    work.kernels[name][chunk.sizes.queries // block_t, work.batch](
+    work.kernels[name][chunk.sizes.queries // block_t, chunk.counts[0]](
         *rows,
         lse,
         matrices,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Factors, MapInputs, Matrices
+from .tiling import MOST_PROGRAMS
 from .tuning import tile_of_matrices
 from .workspace import Workspace
 
@@ -63,15 +64,17 @@ def _of_side(work: Workspace, terms: Tensor | None, constant: Tensor | None, len
     """
     padded, (block, warps) = filled_up(work.heads), tile_of_matrices()
     matrices = torch.empty(work.batch, length, padded, padded, dtype=work.score_dtype, device=work.device)
-    work.kernels["dcmha_matrices"][work.batch, length // block](
-        matrices,
-        terms,
-        constant,
-        length,
-        heads=work.heads,
-        padded=padded,
-        count=count_terms(terms),
-        block=block,
-        num_warps=warps,
-    )
+    for first in range(0, work.batch, MOST_PROGRAMS):
+        items = slice(first, min(first + MOST_PROGRAMS, work.batch))
+        work.kernels["dcmha_matrices"][length // block, items.stop - first](
+            matrices[items],
+            None if terms is None else terms[items],
+            constant,
+            length,
+            heads=work.heads,
+            padded=padded,
+            count=count_terms(terms),
+            block=block,
+            num_warps=warps,
+        )
     return matrices

@@ -21,6 +21,11 @@ from .tuning import block_of, blocks_of_a_chunk, fewest_rows, fits_in_a_chunk
 
 # Lengths and first keys are multiples of this number, so that loads can be vectors and chunks have whole panels.
 ALIGNMENT = 16
+# The programs that CUDA takes along the second and along the third side of a grid, along which kernels have the blocks
+# of queries of a chunk, and items. The first side takes more.
+MOST_PROGRAMS = 65535
+# The most queries of a chunk, where a program works on `ALIGNMENT` of them, the fewest with the shipped tiles.
+MOST_ROWS = MOST_PROGRAMS * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
         step = aligned(block_of(settings.sliding_window), max(patch[0], ALIGNMENT))
         reach = aligned(settings.sliding_window - 1 + step, max(patch[1], ALIGNMENT))
         if queries >= 2 * step and keys >= reach:
-            blocks = blocks_of_a_chunk(heads * settings.groups * step * reach)
+            blocks = min(blocks_of_a_chunk(heads * settings.groups * step * reach), max(1, MOST_ROWS // step))
             return WindowTiling(queries, keys, step, reach, blocks, structure.first_query)
     rows = _rows_of_a_chunk(structure, batch * heads, patch[0])
     lengths = aligned(queries, patch[0]), aligned(keys, patch[1])
@@ -161,7 +166,7 @@ def _rows_of_a_chunk(structure: Structure, heads: int, block: int) -> int:
         heads: of all items together.
     """
     queries, rows = structure.queries, aligned(fewest_rows(), block)
-    while rows < queries:
+    while rows < queries and 2 * rows <= MOST_ROWS:
         keys = structure.reach(slice(max(0, queries - 2 * rows), queries))
         if not fits_in_a_chunk(heads * 2 * rows * (keys.stop - keys.start)):
             break

@@ -18,12 +18,9 @@ from torch.nn import functional as F
 from ...masking import Structure, split_mask
 from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import Tiler, add_blocks, choose_tiling
+from .tiling import MOST_PROGRAMS, Tiler, add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
-# The programs that CUDA takes along the third side of a grid, along which kernels have the items of a chunk. Kernels
-# that work on all items at once have them along the first side, which takes more.
-MOST_PROGRAMS = 65535
 # In place of a window where there is none: farther apart than any two positions.
 UNBOUNDED = 1 << 30
 
@@ -34,7 +31,7 @@ class Workspace:
     Args:
         inputs: the op's tensors.
         settings: the op's other arguments.
-        maps: the names of the buffers. Without any, a chunk has all items.
+        maps: the names of the buffers. Without any, a chunk has all items, if a grid takes them.
         patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
         tile: makes the tiling of the inputs.
     """

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
 from dynattn.modeling.ops.dcmha.composition import list_tensors
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
-from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning
+from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
@@ -321,7 +322,7 @@ def test_a_chunk_has_at_most_the_items_that_a_grid_takes() -> None:
 
 
 class Noting:
-    """Stands for all kernels: notes the grids of launches, and computes nothing."""
+    """Stands for all kernels: notes the grids of launches, which CUDA has to take, and computes nothing."""
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
@@ -329,19 +330,53 @@ class Noting:
     def __getitem__(self, key: str | tuple[int, ...]) -> Any:
         if isinstance(key, str):
             return self
+        assert max(key[1:], default=1) <= 65_535
         self.grids.append(key)
         return lambda *_, **__: None
 
 
+@pytest.mark.parametrize(
+    ("shape", "keys", "terms", "dtype", "window", "table"),
+    [
+        ((1, 16, 600_000), 600_000, 5, torch.bfloat16, 512, None),  # matrices of many positions
+        ((1, 16, 128), 600_000, 5, torch.bfloat16, None, None),
+        ((4096, 16, 16), 16, 5, torch.bfloat16, None, "position_bias"),  # sums of the maps of many heads
+        ((1, 1, 2_200_000), 16, 5, torch.float32, None, None),  # chunks of many queries
+        ((1, 1, 2_200_000), 64, 5, torch.float32, None, "position_gain"),
+        ((1, 1, 2_200_000), 2_200_000, 9, torch.float32, 1, None),
+    ],
+)
+def test_grids_are_no_larger_than_cuda_takes(
+    shape: tuple[int, int, int],
+    keys: int,
+    terms: int,
+    dtype: torch.dtype,
+    window: int | None,
+    table: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (batch, heads, queries), empty = shape, partial(torch.empty, device="meta", dtype=dtype)
+    query, key = (empty(batch, heads, length, 16) for length in (queries, keys))
+    inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
+    inputs = inputs._replace(pre_query=empty(batch, queries, terms, heads), pre_key=empty(batch, keys, terms, heads))
+    if table is not None:
+        inputs = inputs._replace(**{table: empty(keys, heads)})
+    settings, noting = MapSettings(1.0, window is not None, window, groups=1), Noting()
+    monkeypatch.setattr(workspace, "load_kernels", lambda _: noting)
+    output, lse = passes.attend(inputs, settings)
+    passes.attend_backward(output, lse, inputs, settings, [] if table is None else [table])
+    assert len(noting.grids) >= 4
+
+
 @interpreted
-def test_kernels_of_all_items_have_them_along_the_side_that_takes_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_all_items_take_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.empty(70_000, 16, 2, 16, device="meta", dtype=torch.bfloat16)
     terms = torch.empty(70_000, 2, 5, 16, device="meta", dtype=torch.bfloat16)
     inputs = MapInputs(*(rows,) * 3, pre_query=terms, pre_key=terms, **dict.fromkeys(MapInputs._fields[5:]))
     work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), (), (16, 16))
     work.kernels = matrices = Noting()  # type: ignore[assignment]
     make_matrices(work, inputs, padded_terms(work, inputs))
-    assert [grid[0] for grid in matrices.grids] == [70_000] * 2
+    assert matrices.grids == [(2, 65_535), (2, 70_000 - 65_535)] * 2
     decoding = Noting()
     monkeypatch.setattr(decode, "load_kernels", lambda _: decoding)
     stages = (decode.make_stage([None] * 7),) * 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
-from dynattn.modeling.ops.dcmha.triton import fused, passes, tuning
+from dynattn.modeling.ops.dcmha.triton import fused, matrices, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import whole_tiling
@@ -146,6 +146,18 @@ def test_one_chunk_has_everything_and_needs_no_buffer() -> None:
     inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
     work = Workspace(inputs, MapSettings(1.0, True, 20, groups=1), (), (32, 16), whole_tiling)
     assert work.memory == {} and [chunk.counts for chunk in work.chunks()] == [(3, 96, 96)]
+
+
+@interpreted
+@pytest.mark.usefixtures("small")
+def test_more_items_than_a_grid_takes_are_several_launches(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (matrices, workspace):
+        monkeypatch.setattr(module, "MOST_PROGRAMS", 2)
+    output, reference = attend(Case(9, 9, heads=(2, 2), batch=3, rank=1, mask="pairs"))
+    torch.testing.assert_close(output.double(), reference, atol=2e-5, rtol=1e-5)
+    assert launched == ["dcmha_fused_statistics", "dcmha_fused_output"] * 2
 
 
 @pytest.mark.parametrize(

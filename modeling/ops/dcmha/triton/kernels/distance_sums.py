@@ -29,10 +29,13 @@ def dcmha_distance_sums(
 
     In chunks without blocks `step` is the number of all queries.
     """
-    plane, x = tl.program_id(2).to(tl.int64), tl.program_id(0) * block_x + tl.arange(0, block_x)
     step = sizes.queries
     if where.step is not None:
         step = where.step
+    columns = step + sizes.keys - 1
+    # Planes and blocks of columns are both along the first side of the grid, which takes any number of programs.
+    blocks = tl.cdiv(columns, block_x)
+    plane, x = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * block_x + tl.arange(0, block_x)
     total = tl.zeros([block_t, block_x], tl.float32)
     first = tl.program_id(1) * part
     for start in range(0, bound(part), block_t):
@@ -41,7 +44,6 @@ def dcmha_distance_sums(
         inside = (s >= 0) & (s < sizes.keys) & (t < sizes.queries)[:, None]
         place = maps + plane * sizes.queries * sizes.keys + (t[:, None] * sizes.keys + s)
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    columns = step + sizes.keys - 1
     place = partial + (plane * tl.num_programs(1) + tl.program_id(1)) * columns + x
     tl.store(place, tl.sum(total, axis=0), mask=x < columns)
 

@@ -264,7 +264,7 @@ def dcmha_matrices(
     block: tl.constexpr,
 ):
     """The matrices `[items, length, padded, padded]` of one side of a stage; zero for padding heads."""
-    item, positions = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    item, positions = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
     rank: tl.constexpr = count // 2
     head = tl.arange(0, padded)
     matrix = tl.zeros([block, padded, padded], tl.float32)
