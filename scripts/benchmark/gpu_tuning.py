@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
+from dynattn.modeling.ops.dcmha.triton.devices import capability_of, shared_memory_of
 
 from ..common.errors import first_line
 from ..common.measuring import sample
@@ -18,7 +19,7 @@ from .harness.interruptions import check_device, end_when_hanging
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
 from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, tune
-from .precompilation import Call, Precompilation
+from .precompilation import Call, Precompilation, Target
 from .subjects.attention import candidates, cases
 
 # The tuner waits so long for what is compiled ahead of it.
@@ -71,8 +72,8 @@ def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
     trials += [{constant: value} for constant in (FAMILY, FUSED, *TENSOR_CORE_CONSTANTS) for value in constant.values]
     trials += [{FUSED: True, constant: value} for constant in FUSED_CONSTANTS for value in constant.values]
     calls = [Call(parse_shape(shape), TUNED_BATCH, window, torch.bfloat16) for shape, window in TUNED_SHAPES]
-    major, minor = torch.cuda.get_device_capability(arguments.device)
-    return Precompilation(trials, calls, 10 * major + minor)
+    device = torch.device(arguments.device)
+    return Precompilation(trials, calls, Target(capability_of(device), shared_memory_of(device)))
 
 
 def find_constants(

@@ -58,6 +58,8 @@ from .kernel_configurations import (
 )
 from .kernel_traffic import Traffic, fused_traffic, tensor_core_traffic
 
+# Bytes of shared memory that a program may have, by compute capability.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 # Kinds of arguments that Triton compiles in: those that are absent, and integers that are one.
 CONSTANTS = {"none": None, "one": 1}
 SIZES = Sizes("i32", "i32", "i32", "i32")  # type: ignore[arg-type]
@@ -192,9 +194,12 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
     tables = _tables(configuration, has_static=False)
     common = (_matrices(configuration.sides), SIZES, masks, tables)
     constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS}
+    has_biases = configuration.has_bias and configuration.has_mask
+    memory = SHARED_MEMORY[capability]
+    tiles = matrix_tiles_for(padded, memory, has_biases=has_biases, has_gain=configuration.has_gain)
     compiled = {}
     for name, own in TENSOR_CORES.items():
-        block_t, block_s, warps, stages = matrix_tiles_for(padded, has_gain=configuration.has_gain)[name]
+        block_t, block_s, warps, stages = tiles[name]
         has_query, has_key = configuration.sides[2:] if name.endswith("post") else configuration.sides[:2]
         given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
         kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)

@@ -23,13 +23,13 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from ..common.environment import source_commit, versions
-from .kernel_compilation import FUSED_KEYS, Compiled, compile_axpy, compile_configuration
+from .kernel_compilation import FUSED_KEYS, SHARED_MEMORY, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
 from .sass import disassemble, parse
 
 MODULE = "dynattn.scripts.benchmark.kernel_report"
-# Bytes of shared memory that a program may have, by compute capability.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+# The compute capabilities of a report.
+CAPABILITIES = (80, 90)
 COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled": "spilled, bytes"}
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}
 COLUMNS |= {"maps": "bytes of maps", "cached": "bytes of rows and matrices"}
@@ -51,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Writes the whole report, or prints a part of it."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="where to write record.json and table.md")
-    parser.add_argument("--capability", type=int, help="print what kernels take on this compute capability, as in 90")
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=list(SHARED_MEMORY),
+        help="print what kernels take on this compute capability, as in 90",
+    )
     parser.add_argument(
         "--configurations",
         nargs="*",
@@ -88,7 +93,7 @@ def print_kernels(capability: int, names: Sequence[str]) -> None:
 def report() -> dict[str, Any]:
     """Returns what each kernel of each configuration takes, by compute capability."""
     with ThreadPoolExecutor() as pool:
-        taken = dict(zip(SHARED_MEMORY, pool.map(compile_elsewhere, SHARED_MEMORY), strict=True))
+        taken = dict(zip(CAPABILITIES, pool.map(compile_elsewhere, CAPABILITIES), strict=True))
     return {
         "commit": source_commit(),
         "versions": versions() | {"triton": triton.__version__},

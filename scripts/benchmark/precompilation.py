@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.triton import fused, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
+from dynattn.modeling.ops.dcmha.triton.composers import tensor_cores
 
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
@@ -36,6 +37,13 @@ class Call(NamedTuple):
     batch: int
     window: int | None
     dtype: torch.dtype
+
+
+class Target(NamedTuple):
+    """What the Triton path asks about a GPU."""
+
+    capability: int  # as in 90
+    shared_memory: int  # the bytes that a program may have
 
 
 class AbsentDriver:
@@ -64,14 +72,14 @@ class Precompilation:
     Args:
         trials: the values of constants, and only of those that differ from the module's own.
         calls: what each trial calls.
-        capability: of the GPU, as in 90.
+        target: the GPU.
     """
 
-    def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], capability: int) -> None:
+    def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], target: Target) -> None:
         workers = max(1, (os.cpu_count() or 1) - SPARED_CORES)
         self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
         self.futures: list[Future[None]] = [
-            self.pool.submit(compile_trial, dict(trial), call, capability) for trial in trials for call in calls
+            self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls
         ]
 
     def wait(self, seconds: float) -> None:
@@ -90,17 +98,19 @@ class Precompilation:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_trial(trial: Mapping[TunableConstant, Any], call: Call, capability: int) -> None:
-    """Compiles the kernels of a call with these values of constants, for a GPU of this capability."""
+def compile_trial(trial: Mapping[TunableConstant, Any], call: Call, target: Target) -> None:
+    """Compiles the kernels of a call with these values of constants, for a GPU that this process does not use."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    triton.runtime.driver.set_active(AbsentDriver(GPUTarget("cuda", capability, 32)))
+    triton.runtime.driver.set_active(AbsentDriver(GPUTarget("cuda", target.capability, 32)))
     kernels = {name: _Compiling(kernel) for name, kernel in workspace.load_kernels(torch.device("cuda")).items()}
     with (
         override_constants(tuning, trial),
         override_attributes(workspace, {"load_kernels": lambda device: kernels}),
-        override_attributes(fused, {"_capability": lambda device: capability}),
+        override_attributes(fused, {"capability_of": lambda device: target.capability}),
+        override_attributes(passes, {"shared_memory_of": lambda device: target.shared_memory}),
+        override_attributes(tensor_cores, {"shared_memory_of": lambda device: target.shared_memory}),
         torch.no_grad(),
     ):
         inputs, settings = _inputs(call)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ PROGRAM = """
 import torch
 from dynattn.scripts.benchmark.gpu_tuning import FAMILY, TENSOR_CORE_CONSTANTS
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.precompilation import Call, compile_trial
+from dynattn.scripts.benchmark.precompilation import Call, Target, compile_trial
 
 call = Call(parse_shape("16x16@64"), 1, None, torch.bfloat16)
 (tile,) = (one for one in TENSOR_CORE_CONSTANTS if one.label == "MATRIX_TILES_16[dcmha_matrix_probs]")
 for trial in ({}, {tile: (16, 16, 4, 1)}, {tile: (16, 16, 4, 1)}):
-    compile_trial(trial, call, 90)
+    compile_trial(trial, call, Target(90, 232_448))
 """
 
 
@@ -46,9 +47,11 @@ def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest
 
     monkeypatch.setattr(Precompilation, "__init__", note)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(shared_memory_per_block=49_152, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu_tuning.compile_trials(BenchmarkArguments(device="cuda"))
-    ((trials, calls, capability),) = given
-    assert capability == 90 and len(calls) == len(gpu_tuning.TUNED_SHAPES)
+    ((trials, calls, target),) = given
+    assert target == (90, 232_448) and len(calls) == len(gpu_tuning.TUNED_SHAPES)
     assert {} in trials and {gpu_tuning.FUSED: True} in trials
     for constant in (*gpu_tuning.TENSOR_CORE_CONSTANTS, *gpu_tuning.FUSED_CONSTANTS):
         assert {trial[constant] for trial in trials if constant in trial} == set(constant.values)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .arguments import TABLES, MapChunk, MapInputs, MapSettings, Matrices
+from .devices import capability_of
 from .matmuls import in_place, row_strides
 from .matrices import filled_up, make_matrices, padded_terms
 from .tiling import whole_tiling
@@ -30,7 +31,7 @@ def is_fused(inputs: MapInputs) -> bool:
 
 def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
-    tiles = fused_tiles_for(_capability(inputs.query.device))
+    tiles = fused_tiles_for(capability_of(inputs.query.device))
     queries, keys, *_ = map(max, zip(*tiles.values(), strict=True))
     work = Workspace(inputs, settings, (), (queries, keys), whole_tiling)
     matrices = make_matrices(work, inputs, padded_terms(work, inputs))
@@ -75,9 +76,3 @@ def _launch(
         num_warps=warps,
         num_stages=stages,
     )
-
-
-def _capability(device: torch.device) -> int:
-    """The compute capability, such as 90 for 9.0; on a CPU, which interprets the kernels, 80 with its smaller tiles."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    return 10 * major + minor

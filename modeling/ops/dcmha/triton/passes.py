@@ -12,6 +12,7 @@ from .arguments import MapInputs, MapSettings
 from .composers.head_by_head import HeadByHeadComposer
 from .composers.interface import KernelComposer
 from .composers.tensor_cores import TensorCoreComposer
+from .devices import shared_memory_of
 from .distance_columns import DistanceColumns, sums_needed
 from .fused import attend_fused, is_fused
 from .matmuls import CublasMatmuls, Matmuls
@@ -86,7 +87,8 @@ def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComp
     mixes_heads = bool(statics) or any(side.shape[2] > 1 for side in terms)  # a single term is a gate, which does not
     _, heads, queries, _ = inputs.query.shape
     elements = max(queries, inputs.key.shape[2]) * filled_up(heads) ** 2
-    fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, mixes_heads=mixes_heads)
+    memory = shared_memory_of(inputs.query.device)
+    fits_tensor_cores = composes_on_tensor_cores(heads, inputs.query.dtype, memory, mixes_heads=mixes_heads)
     fits_tensor_cores = fits_tensor_cores and inputs.composed_bias is None and elements <= MOST_ELEMENTS
     if (terms or statics) and fits_tensor_cores and not (statics and settings.groups > 1):
         return TensorCoreComposer

@@ -40,8 +40,11 @@ MATRIX_TILES_32 = {
     "dcmha_matrix_backward_pre": (16, 16, 8, 1),
 }
 # The same for kernels that hold probabilities both with and without a gain by distance: `dcmha_backward_post`, and
-# `dcmha_matrix_backward_post` for 16 heads.
-TILE_OF_GAINS, MATRIX_TILE_OF_GAINS_16 = (16, 64, 4), (16, 16, 8, 1)
+# `dcmha_matrix_backward_post` for 16 heads. The latter also serves both backward kernels where shared memory is scarce.
+TILE_OF_GAINS, SMALL_MATRIX_TILE_16 = (16, 64, 4), (16, 16, 8, 1)
+# Bytes of shared memory that the kernels on the tensor cores take at most: with the tiles above; for 16 heads beside a
+# bias by distance and an additive mask; and for 16 heads with the small tile in both backward kernels.
+MATRIX_MEMORY, MATRIX_MEMORY_BESIDE_BIASES, SMALL_MATRIX_MEMORY = 163_840, 166_976, 57_344
 # Whether forward passes on the tensor cores are fused. A program holds the output of some queries, which bounds the
 # heads and the channels; and all items together need enough queries to make many programs.
 FUSES_FORWARD = False
@@ -90,9 +93,17 @@ def tile_of_window(dtype: torch.dtype) -> tuple[int, int, int]:
     return WINDOW_TILE_OF_FLOAT32 if dtype == torch.float32 else WINDOW_TILE
 
 
-def composes_on_tensor_cores(heads: int, dtype: torch.dtype, *, mixes_heads: bool) -> bool:
-    """Whether an item's heads are composed on the tensor cores; gates alone mix none, and are cheaper head by head."""
-    return mixes_heads and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
+def composes_on_tensor_cores(heads: int, dtype: torch.dtype, shared_memory: int, *, mixes_heads: bool) -> bool:
+    """Whether an item's heads are composed on the tensor cores; gates alone mix none, and are cheaper head by head.
+
+    Args:
+        heads: the heads of an item.
+        dtype: that of the queries.
+        shared_memory: the bytes that a program may have on the device.
+        mixes_heads: whether there are other terms than gates.
+    """
+    has_memory = shared_memory >= (SMALL_MATRIX_MEMORY if heads <= 16 else MATRIX_MEMORY)
+    return mixes_heads and has_memory and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
 def tiles_for(
@@ -110,16 +121,22 @@ def tiles_for(
     return TILES | ({"dcmha_backward_post": TILE_OF_GAINS} if has_gain else {})
 
 
-def matrix_tiles_for(padded: int, *, has_gain: bool = False) -> dict[str, tuple[int, int, int, int]]:
+def matrix_tiles_for(
+    padded: int, shared_memory: int, *, has_biases: bool = False, has_gain: bool = False
+) -> dict[str, tuple[int, int, int, int]]:
     """Returns the patch, the warps and the stages of each kernel on the tensor cores.
 
     Args:
         padded: number of heads with padding, 16 or 32.
+        shared_memory: the bytes that a program may have on the device.
+        has_biases: whether a bias by distance and an additive mask take shared memory.
         has_gain: whether a gain by distance makes threads hold the gained probabilities too.
     """
-    if padded == 16:
-        return MATRIX_TILES_16 | ({"dcmha_matrix_backward_post": MATRIX_TILE_OF_GAINS_16} if has_gain else {})
-    return MATRIX_TILES_32
+    if padded == 32:
+        return MATRIX_TILES_32
+    is_scarce = shared_memory < (MATRIX_MEMORY_BESIDE_BIASES if has_biases else MATRIX_MEMORY)
+    small = {"dcmha_matrix_backward_post": is_scarce or has_gain, "dcmha_matrix_backward_pre": is_scarce}
+    return MATRIX_TILES_16 | {name: SMALL_MATRIX_TILE_16 for name, is_small in small.items() if is_small}
 
 
 def fuses_forward(heads: int, width: int, queries: int) -> bool:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
+from dynattn.modeling.ops.dcmha.triton.composers import head_by_head, tensor_cores
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
+from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
 from dynattn.modeling.ops.dcmha.triton.matrices import make_matrices, padded_terms
 from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
@@ -413,6 +416,52 @@ def test_tensor_cores_compose_what_they_can(
     given = {part.split()[0]: torch.empty(2, 9, 1 if "gate" in part else 3, heads) for part in parts}
     inputs = inputs._replace(**given)
     assert choose_composer(inputs, MapSettings(1.0, True, None, groups)) is expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared_memory", "expected", "queries_and_keys"),
+    [
+        (16, 232_448, TensorCoreComposer, (16, 32)),
+        (16, 101_376, TensorCoreComposer, (16, 16)),  # compute capability 8.6, 8.9 and 12.0
+        (16, 49_152, HeadByHeadComposer, (32, 64)),
+        (16, 166_912, TensorCoreComposer, (16, 32)),  # 8.0
+        (32, 166_912, TensorCoreComposer, (16, 16)),
+        (32, 101_376, HeadByHeadComposer, (32, 64)),
+    ],
+)
+def test_no_kernel_takes_more_shared_memory_than_there_is(
+    heads: int, shared_memory: int, expected: type, queries_and_keys: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (passes, tensor_cores):
+        monkeypatch.setattr(module, "shared_memory_of", lambda _: shared_memory)
+    rows = torch.empty(2, heads, 9, 4, dtype=torch.bfloat16)
+    inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
+    inputs = inputs._replace(pre_key=torch.empty(2, 9, 5, heads))
+    composer = choose_composer(inputs, MapSettings(1.0, True, None, 1))
+    assert composer is expected
+    tiles = (tensor_cores if expected is TensorCoreComposer else head_by_head)._tiles(inputs)
+    assert next(tile[:2] for name, tile in tiles.items() if name.endswith("backward_post")) == queries_and_keys
+
+
+def test_biases_by_distance_and_by_a_mask_take_more_shared_memory_than_an_a100_has() -> None:
+    scarce, plenty = (tuning.matrix_tiles_for(16, memory, has_biases=True) for memory in (166_912, 232_448))
+    for name in ("dcmha_matrix_backward_post", "dcmha_matrix_backward_pre"):
+        assert scarce[name] == tuning.SMALL_MATRIX_TILE_16 != plenty[name]
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({"shared_memory_per_block": 49_152, "shared_memory_per_block_optin": 101_376}, 101_376),
+        ({"shared_memory_per_block": 65_536}, 65_536),  # AMD
+    ],
+)
+def test_devices_tell_their_shared_memory(
+    properties: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
+    assert shared_memory_of(torch.device("cuda")) == expected
+    assert shared_memory_of(torch.device("cpu")) >= 1 << 30
 
 
 @pytest.mark.parametrize(("keys", "expected"), [(1 << 20, TensorCoreComposer), (1 << 21, HeadByHeadComposer)])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dynattn.modeling.ops.dcmha.triton.tuning import MATRIX_MEMORY, SMALL_MATRIX_MEMORY
 from dynattn.scripts.benchmark.kernel_configurations import (
     CONFIGURATIONS,
     DecodeConfiguration,
@@ -43,7 +44,7 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(kernel_report.SHARED_MEMORY))
+@pytest.fixture(scope="module", params=kernel_report.CAPABILITIES)
 def compiled(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """A compute capability and, by configuration and kernel, what was compiled for it."""
     return request.param, kernel_report.compile_elsewhere(request.param)
@@ -93,15 +94,30 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
     if isinstance(kind, FusedConfiguration):
         limit = SPILLED_WHERE_FUSED
     for kernel in takes[configuration].values():
-        assert kernel["shared"] <= kernel_report.SHARED_MEMORY[capability]
+        assert kernel["shared"] <= kernel_compilation.SHARED_MEMORY[capability]
         assert kernel["spilled"] <= limit
+
+
+@pytest.mark.slow
+def test_up_to_16_heads_fit_where_shared_memory_is_scarce() -> None:
+    """The kernels on the tensor cores, with what takes the most memory."""
+    taken = kernel_report.compile_elsewhere(86, "matrices, rows in float32", "matrices, bias", "matrices, gain")
+    assert max(kernel["shared"] for kernels in taken.values() for kernel in kernels.values()) == SMALL_MATRIX_MEMORY
+    assert kernel_compilation.SHARED_MEMORY[86] > SMALL_MATRIX_MEMORY
 
 
 def test_every_configuration_is_in_the_record() -> None:
     recorded = json.loads((RECORD / "record.json").read_text())["capabilities"]
     assert {name: list(kernels) for name, kernels in recorded.items()} == {
-        f"sm_{capability}": list(CONFIGURATIONS) for capability in kernel_report.SHARED_MEMORY
+        f"sm_{capability}": list(CONFIGURATIONS) for capability in kernel_report.CAPABILITIES
     }
+
+
+def test_no_recorded_kernel_takes_more_shared_memory_than_the_constant_says() -> None:
+    for kernels in json.loads((RECORD / "record.json").read_text())["capabilities"].values():
+        for name, kind in CONFIGURATIONS.items():
+            if isinstance(kind, TensorCoreConfiguration):
+                assert max(kernel["shared"] for kernel in kernels[name].values()) <= MATRIX_MEMORY
 
 
 def test_the_table_is_the_one_of_the_record() -> None:

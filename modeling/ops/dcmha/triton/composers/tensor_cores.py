@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import ColumnTables, MapChunk, MapInputs, Matrices, StageTerms, TermGradients
+from ..devices import shared_memory_of
 from ..distance_columns import DistanceColumns
 from ..matrices import count_terms, filled_up, make_matrices, padded_terms
 from ..tuning import matrix_tiles_for, most_turns
@@ -146,7 +147,10 @@ class TensorCoreComposer(KernelComposer):
 
 def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int, int]]:
     """The patch, the warps and the stages of each kernel."""
-    return matrix_tiles_for(filled_up(inputs.query.shape[1]), has_gain=inputs.position_gain is not None)
+    padded, memory = filled_up(inputs.query.shape[1]), shared_memory_of(inputs.query.device)
+    is_additive = inputs.mask is not None and inputs.mask.is_floating_point()
+    has_biases, has_gain = is_additive and inputs.position_bias is not None, inputs.position_gain is not None
+    return matrix_tiles_for(padded, memory, has_biases=has_biases, has_gain=has_gain)
 
 
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:
