@@ -68,14 +68,16 @@ def attend_step(inputs: OpInputs, *, implementation: str) -> Tensor:
 
 def prepare_graph(problem: OpProblem, *, function: str, attend: Callable[[OpInputs], Tensor]) -> Callable[[], Results]:
     """Captures a step in a CUDA graph, whose replay is timed: engines run steps so, without Python around the op."""
-    call = partial(evaluate, attend, problem.inputs[function], backward=False)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # what a first call compiles and allocates cannot be captured
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
+    inputs = problem.inputs[function]
+    call = partial(evaluate, attend, inputs, backward=False)
+    with torch.cuda.device_of(inputs.query):  # streams and graphs belong to the current device
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # what a first call compiles and allocates cannot be captured
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
 
     def replay() -> Results:
         graph.replay()

@@ -1,6 +1,7 @@
 """What a decoding step is given: the factors of a cache, as models keep them."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,14 @@ def test_factors_are_views_that_kernels_read_in_place() -> None:
             assert read is not None and read.data_ptr() == down.data_ptr()
 
 
-def test_a_graph_is_captured_after_a_first_call_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_captured_on_its_device_after_a_first_call_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        events.append(f"on {tensor.device}")
+        yield
+        events.append("as before")
 
     class Graph:
         def replay(self) -> None:
@@ -39,6 +46,7 @@ def test_a_graph_is_captured_after_a_first_call_and_replayed(monkeypatch: pytest
         events.append("call")
         return attend_step(inputs, implementation="eager")
 
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
@@ -46,7 +54,7 @@ def test_a_graph_is_captured_after_a_first_call_and_replayed(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     inputs = inputs_of(COMPOSED, 1, 9)
     call = prepare_graph(OpProblem({COMPOSED: inputs}, backward=False), function=COMPOSED, attend=attend)
-    assert events == ["synchronize", "call", "synchronize", "call"]
+    assert events == ["on cpu", "synchronize", "call", "synchronize", "call", "as before"]
     assert torch.equal(call()["output"], attend_step(inputs, implementation="eager"))
     assert events[-1] == "replay"
     named = {one.name: one.role for one in candidates(torch.device("cuda"))}
