@@ -144,11 +144,11 @@ def run_preset(
     left_out: list[str] = []
     file = folder / "tuning.json"
     earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
-    with ExitStack() as tuned:
+    with ExitStack() as until_tuned, ExitStack() as tuned:
         if find is None:
             find = find_constants
             if "best" not in earlier:
-                compiling = tuned.enter_context(compile_trials(options_of(parts[0], arguments)))
+                compiling = until_tuned.enter_context(compile_trials(options_of(parts[0], arguments)))
                 find = partial(find_constants, compiling=compiling)
         for part in parts:
             if clock() >= end:
@@ -158,6 +158,7 @@ def run_preset(
             if part is parts[0]:
                 until = min(end, clock() + TUNING_SECONDS)
                 tuning = _tune_once(options_of(part, arguments), file, earlier, find, until)
+                until_tuned.close()  # trials that were not tried would be compiled while the other parts are measured
                 print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
                 tuned.enter_context(override_constants(module, tuning.best))
     if left_out:

@@ -21,6 +21,7 @@ from dynattn.modeling.ops.dcmha.triton.composers import tensor_cores
 
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
+from .harness.process import end_with_parent
 from .harness.shapes import Shape
 from .harness.tuning import TunableConstant, override_constants
 
@@ -77,7 +78,7 @@ class Precompilation:
 
     def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], target: Target) -> None:
         workers = max(1, (os.cpu_count() or 1) - SPARED_CORES)
-        self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
         self.futures: list[Future[None]] = [
             self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls
         ]

@@ -7,6 +7,7 @@ is left out at once.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,7 @@ def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threa
 
     def give_up() -> None:
         note(f"it did not end within {seconds:g} s")
+        sys.stdout.flush()
         os._exit(DEVICE_LOST)
 
     if budget is None:

@@ -1,6 +1,8 @@
 """The GPU preset on a machine without one: what is planned, and what is left out for lack of time."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +52,33 @@ def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path:
     assert seen == [("first", "float32", None, 32, end), ("second", "bfloat16", 5, 64, end)]
     assert module.BLOCK == 32
     assert json.loads((tmp_path / "tuning.json").read_text()) == {"best": {"BLOCK": 64}, "finished": True, "trials": []}
+
+
+def test_nothing_is_compiled_ahead_any_more_while_the_tuned_parts_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def compile_trials(_: BenchmarkArguments) -> Iterator[None]:
+        events.append("compiling")
+        yield
+        events.append("closed")
+
+    def find(*_: object, compiling: None) -> Tuning:
+        events.append("tuned")
+        return Tuning({}, [], finished=True)
+
+    def run(_: BenchmarkArguments, folder: Path, end: float) -> bool:
+        events.append(folder.name)
+        return True
+
+    monkeypatch.setattr(preset, "compile_trials", compile_trials)
+    monkeypatch.setattr(preset, "find_constants", find)
+    run_preset(
+        BenchmarkArguments(preset="gpu"), tmp_path, run, parts=(PresetPart("first", {}), PresetPart("second", {}))
+    )
+    assert events == ["compiling", "first", "tuned", "closed", "second"]
 
 
 def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynattn.scripts.benchmark import gpu_tuning
+from dynattn.scripts.benchmark import gpu_tuning, precompilation
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.precompilation import Precompilation
+from dynattn.scripts.benchmark.harness.process import end_with_parent
+from dynattn.scripts.benchmark.precompilation import Precompilation, Target
 
 PROGRAM = """
 import torch
@@ -37,6 +38,13 @@ def test_a_trial_leaves_its_kernels_on_disk(tmp_path: Path) -> None:
     assert kernels.pop("dcmha_matrix_probs") == 2
     assert kernels.keys() >= {"dcmha_matrix_statistics", "dcmha_matrix_backward_post", "dcmha_matrix_backward_pre"}
     assert kernels["dcmha_matrix_backward_pre"] == 1
+
+
+def test_the_processes_end_with_the_one_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+    monkeypatch.setattr(precompilation, "ProcessPoolExecutor", lambda _, **options: given.update(options))
+    Precompilation([], [], Target(90, 232_448))
+    assert given["initializer"] is end_with_parent
 
 
 def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

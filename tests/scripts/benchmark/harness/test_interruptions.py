@@ -2,9 +2,11 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +117,16 @@ def test_a_candidate_that_hangs_ends_the_process_with_its_name_in_the_record(
     assert seen[0]["status"] == DEVICE_LOST
     assert seen[0]["interrupted"][0]["name"] == "brittle"
     assert seen[0]["interrupted"][0]["failure"] == "it did not end within 0.2 s"
+
+
+def test_what_was_printed_is_written_before_a_hanging_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str | int] = []
+    monkeypatch.setattr(os, "_exit", events.append)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: events.append("flush")))
+    timer = interruptions.end_when_hanging(0.01, events.append)
+    assert timer is not None
+    timer.join(timeout=10)
+    assert events == ["it did not end within 0.03 s", "flush", DEVICE_LOST]
 
 
 def test_a_device_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
