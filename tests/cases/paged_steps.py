@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cases.composed_op import ALL, DYNAMIC, random_composition
@@ -37,14 +36,6 @@ class Step:
     def key_terms(self) -> int:
         return 2 * self.rank * ("key_low_rank" in self.terms) + ("key_gate" in self.terms)
 
-    @cached_property
-    def tables(self) -> DistanceTables:
-        """Tables for the longest request."""
-        if self.compose_bias is None:
-            return NO_TABLES
-        bias, gain = torch.randn(2, max(self.keys), self.heads[0])
-        return DistanceTables(bias, gain, None, self.compose_bias)
-
 
 STEPS = [
     Step((1, 1, 1), page_length=1),
@@ -63,8 +54,16 @@ STEPS = [
 ]
 
 
-def random_step(step: Step, dtype: torch.dtype) -> tuple[Tensor, Pages, dict[str, Composition], list[dict[str, Any]]]:
-    """The query, pages in random order, both stages, and for each request the arguments of the plain op."""
+class RandomStep(NamedTuple):
+    query: Tensor  # [N, H, 1, D]
+    pages: Pages  # in random order
+    stages: dict[str, Composition]
+    tables: DistanceTables
+    alone: list[dict[str, Any]]  # for each request, the arguments of the plain op
+
+
+def random_step(step: Step, dtype: torch.dtype) -> RandomStep:
+    """Random inputs of a step, on the default device."""
     heads, kv_heads = step.heads
     requests, longest = len(step.keys), max(step.keys)
     query = torch.randn(requests, heads, 1, step.width).to(dtype)
@@ -89,18 +88,27 @@ def random_step(step: Step, dtype: torch.dtype) -> tuple[Tensor, Pages, dict[str
         for pool, kept in zip(pools, rows, strict=True):
             pool[page, places % step.page_length] = kept[request, :keys]
     pages = Pages(*pools, table, starts, torch.full((requests,), step.first), torch.tensor(step.keys))
+    tables = random_tables(step)
     alone = [
         {
             "query": query[request][None],
             "key": states[0][request][None, :keys].transpose(1, 2),
             "value": states[1][request][None, :keys].transpose(1, 2),
             **{name: one_of(stage, request, keys) for name, stage in stages.items()},
-            **step.tables.present,
-            "compose_position_bias": step.tables.compose_bias,
+            **tables.present,
+            "compose_position_bias": tables.compose_bias,
         }
         for request, keys in enumerate(step.keys)
     ]
-    return query, pages, stages, alone
+    return RandomStep(query, pages, stages, tables, alone)
+
+
+def random_tables(step: Step) -> DistanceTables:
+    """Tables for the longest request."""
+    if step.compose_bias is None:
+        return NO_TABLES
+    bias, gain = torch.randn(2, max(step.keys), step.heads[0])
+    return DistanceTables(bias, gain, None, step.compose_bias)
 
 
 def unread(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -127,11 +135,16 @@ def one_of(stage: Composition, request: int, keys: int) -> Composition:
 
 
 def run(
-    decode: Callable[..., Tensor | None], step: Step, query: Tensor, pages: Pages, stages: dict[str, Composition]
+    decode: Callable[..., Tensor | None],
+    step: Step,
+    query: Tensor,
+    pages: Pages,
+    stages: dict[str, Composition],
+    tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
     """The output `[N, 1, H, D]` of one of the implementations."""
     pre, post = (without_keys(stages.get(name)) for name in ("pre", "post"))
-    output = decode(query, pages, pre, post, step.width**-0.5, step.key_terms, step.tables)
+    output = decode(query, pages, pre, post, step.width**-0.5, step.key_terms, tables)
     assert output is not None
     return output
 

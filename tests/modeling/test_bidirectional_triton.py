@@ -1,13 +1,13 @@
 """Bidirectional models with `attn_implementation="triton"` in Triton's interpreter, and all of them in bfloat16."""
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
 from cases.seq2seq import make_model as make_translator
 from cases.seq2seq import random_tokens
+from cases.triton_marks import interpreted
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +17,6 @@ STRONG: dict[str, Any] = {"compose_init_scale": 30.0, "initializer_range": 0.2, 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROWS = 61
 Inputs = dict[str, Tensor]
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
 def encoder() -> tuple[PreTrainedModel, Inputs]:

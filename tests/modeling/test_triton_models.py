@@ -1,7 +1,6 @@
 """Models with `attn_implementation="triton"`, in Triton's interpreter or on a GPU, against the same with `eager`."""
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.models import make_model
+from cases.triton_marks import interpreted, on_gpu
 from torch import Tensor
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=on_gpu)]
 )

@@ -1,10 +1,9 @@
 """Attention over rows of pages: implementations that read them in place give what the gathered rows give."""
 
-import os
-
 import pytest
 import torch
 from cases.models import SMALL
+from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn import DCFormerConfig
@@ -15,7 +14,6 @@ from dynattn.modeling.serving.paged_attention import LayerRows, PagedAttention, 
 from dynattn.modeling.serving.paged_rows import row_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 LENGTHS = (12, 1, 7)
 
 

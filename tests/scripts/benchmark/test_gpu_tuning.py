@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases.triton_marks import interpreted
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_tuning
@@ -51,10 +52,11 @@ def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_resul
         trial()
 
 
+@interpreted
 @pytest.mark.slow
 def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which `pinned` has deleted
     settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
     monkeypatch.setattr(gpu_tuning, "TRIAL_SAMPLES", 1)
     trial = make_trial(settings, (("2x16@40", 8),), "triton")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases.composed_op import ALL, DYNAMIC, Case, in_dtype, random_inputs, run
+from cases.triton_marks import interpreted, on_gpu
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
@@ -36,23 +37,28 @@ CASES = [
 FEW_QUERIES = 17
 NAMED_CASES = [
     pytest.param(
-        name, case, marks=[pytest.mark.slow] * (name == "triton" and case.queries > FEW_QUERIES), id=f"{name}-{case}"
+        name,
+        "cpu",
+        case,
+        marks=[interpreted, *[pytest.mark.slow] * (case.queries > FEW_QUERIES)] if name == "triton" else [],
+        id=f"{name}-{case}",
     )
     for name in COMPOSING
     if name != "eager"
     for case in CASES
-]
+] + [pytest.param("triton", "cuda", case, marks=on_gpu, id=f"triton-cuda-{case}") for case in CASES]
 # A block that is longer than this is never crossed by interpreted kernels, whose own tests make blocks short.
 LONGEST_INTERPRETED = 40
 # Errors may be so many times those that the reference implementation makes in the same precision.
 NOISE_MULTIPLE = 4
 
 
-@pytest.mark.parametrize(("name", "case"), NAMED_CASES)
-def test_output_and_all_gradients_are_as_exact_as_the_reference_is(name: str, case: Case) -> None:
-    if name == "triton" and not torch.cuda.is_available() and case.queries > LONGEST_INTERPRETED:
+@pytest.mark.parametrize(("name", "device", "case"), NAMED_CASES)
+def test_output_and_all_gradients_are_as_exact_as_the_reference_is(name: str, device: str, case: Case) -> None:
+    if (name, device) == ("triton", "cpu") and case.queries > LONGEST_INTERPRETED:
         pytest.skip("too long for Triton's interpreter")
-    tensors, keywords = random_inputs(case)
+    with torch.device(device):
+        tensors, keywords = random_inputs(case)
     exact = run(tensors, keywords, "eager")
     single = in_dtype(torch.float32, tensors, keywords)
     results = run_or_skip(*single, name)
@@ -70,4 +76,5 @@ def run_or_skip(tensors: list[Tensor], keywords: dict[str, Any], name: str) -> t
     except ValueError as refusal:
         assert f"{name!r}" in str(refusal)
         assert "use '" in str(refusal)
+        assert "runs on" not in str(refusal)  # every case is on a device of its implementation
         pytest.skip(str(refusal))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import mixers as authors
+from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
@@ -93,6 +94,7 @@ def test_outputs_in_float32_are_the_authors(name: str, implementation: str) -> N
     assert_outputs_are_the_authors(name, implementation, LENGTHS)
 
 
+@interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 @pytest.mark.parametrize("name", INTERPRETED_MIXERS)
 def test_outputs_and_gradients_of_triton_are_the_authors(name: str) -> None:

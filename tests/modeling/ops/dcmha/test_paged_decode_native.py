@@ -27,8 +27,8 @@ def each(steps: list[Step]) -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", each(STEPS))
 def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(step: Step, dtype: torch.dtype) -> None:
-    query, pages, stages, alone = random_step(step, dtype)
-    assert_as_exact_as_the_reference(run(attend_to_pages, step, query, pages, stages), alone, dtype)
+    query, pages, stages, tables, alone = random_step(step, dtype)
+    assert_as_exact_as_the_reference(run(attend_to_pages, step, query, pages, stages, tables), alone, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,7 +37,7 @@ def test_results_do_not_depend_on_threads_nor_on_other_requests(
 ) -> None:
     monkeypatch.setattr(paged_decode_native, "ELEMENTS_PER_THREAD", 1)
     step, before = Step((1100, 3, 200), heads=(8, 4)), torch.get_num_threads()
-    query, pages, stages, _ = random_step(step, dtype)
+    query, pages, stages, *_ = random_step(step, dtype)
     outputs = []
     try:
         for threads in (1, 2, 3):
@@ -53,7 +53,7 @@ def test_results_do_not_depend_on_threads_nor_on_other_requests(
 
 def test_a_request_without_keys_gets_zeros() -> None:
     step = Step((5, 7))
-    query, pages, stages, _ = random_step(step, torch.float32)
+    query, pages, stages, *_ = random_step(step, torch.float32)
     pages.key_counts[1] = 0
     output = run(attend_to_pages, step, query, pages, stages)
     assert output[1].abs().max() == 0 and output[0].abs().min() > 0
@@ -62,7 +62,7 @@ def test_a_request_without_keys_gets_zeros() -> None:
 @pytest.mark.parametrize("change", ["float64", "gradients", "other groups"])
 def test_what_c_code_cannot_do_is_left_to_others(change: str) -> None:
     step = Step((5, 7))
-    query, pages, stages, _ = random_step(step, torch.float32)
+    query, pages, stages, *_ = random_step(step, torch.float32)
     post = without_keys(stages["post"])
     if change == "float64":
         query = query.double()

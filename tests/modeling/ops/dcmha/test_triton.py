@@ -1,6 +1,5 @@
 """The Triton kernels against the reference op: in Triton's interpreter on a CPU and, where there is one, on a GPU."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
@@ -32,9 +32,6 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES
 pytest.importorskip("triton")
 # The log-sum-exp of a patch without a visible key.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before Triton is imported"
-)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate"})
@@ -699,6 +696,7 @@ def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
     torch.library.opcheck(_decode_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@interpreted
 def test_a_single_query_with_gradients_goes_to_chunked() -> None:
     tensors, keywords = cast(*random_inputs(Case(1, 12)), torch.float32)
     for ours, theirs in zip(run(dcmha_triton, tensors, keywords), run(dcmha_chunked, tensors, keywords), strict=True):

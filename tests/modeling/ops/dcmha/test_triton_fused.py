@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
@@ -21,7 +22,6 @@ from .test_triton import (
     assert_no_noisier_than_the_reference,
     cast,
     far_apart,
-    interpreted,
     random_inputs,
 )
 

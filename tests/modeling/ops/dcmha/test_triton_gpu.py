@@ -43,5 +43,5 @@ def test_tables_by_distance_are_as_exact_as_in_the_reference(case: Case, dtype: 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(step: Step, dtype: torch.dtype) -> None:
     with torch.device("cuda"):
-        query, pages, stages, alone = random_step(step, dtype)
-    assert_as_exact_as_the_reference(run_step(decode_pages, step, query, pages, stages), alone, dtype)
+        query, pages, stages, tables, alone = random_step(step, dtype)
+    assert_as_exact_as_the_reference(run_step(decode_pages, step, query, pages, stages, tables), alone, dtype)

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -174,4 +175,5 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[3]))  # which has `cases`
     main(*sys.argv[1:])

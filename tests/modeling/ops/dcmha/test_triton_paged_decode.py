@@ -1,11 +1,11 @@
 """A decoding step of the Triton kernels over pages, in the interpreter: as exact as the reference on each request."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from cases.paged_steps import STEPS, Step, assert_as_exact_as_the_reference, random_step, run
+from cases.triton_marks import interpreted
 
 pytest.importorskip("triton")
 from dynattn.modeling.ops.dcmha.pages import without_keys
@@ -15,9 +15,7 @@ from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 pytestmark = [
     # The log-sum-exp of a split without keys.
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before Triton is imported"
-    ),
+    interpreted,
 ]
 
 
@@ -40,21 +38,21 @@ def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(
 ) -> None:
     """Ragged lengths, grouped queries, windows that start within a page, and every kind of composition."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    query, pages, stages, alone = random_step(step, torch.float32)
-    assert_as_exact_as_the_reference(run(decode_pages, step, query, pages, stages), alone, torch.float32)
+    query, pages, stages, tables, alone = random_step(step, torch.float32)
+    assert_as_exact_as_the_reference(run(decode_pages, step, query, pages, stages, tables), alone, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_that_of_the_reference(dtype: torch.dtype) -> None:
     step = Step((50, 3), heads=(4, 2), width=32)
-    query, pages, stages, alone = random_step(step, dtype)
-    assert_as_exact_as_the_reference(run(decode_pages, step, query, pages, stages), alone, dtype)
+    query, pages, stages, tables, alone = random_step(step, dtype)
+    assert_as_exact_as_the_reference(run(decode_pages, step, query, pages, stages, tables), alone, dtype)
 
 
 def test_rows_side_by_side_are_read_in_place() -> None:
     """As vLLM has them: rows of keys and of values are halves of the same memory."""
     step = Step((20, 33), heads=(4, 2))
-    query, pages, stages, _ = random_step(step, torch.float32)
+    query, pages, stages, *_ = random_step(step, torch.float32)
     expected = run(decode_pages, step, query, pages, stages)
     joined = torch.cat([pages.key, pages.value], dim=-1)
     key, value = joined.split(pages.key.shape[-1], dim=-1)
@@ -63,7 +61,7 @@ def test_rows_side_by_side_are_read_in_place() -> None:
 
 def test_requests_without_keys_get_zeros() -> None:
     step = Step((5, 7))
-    query, pages, stages, _ = random_step(step, torch.float32)
+    query, pages, stages, *_ = random_step(step, torch.float32)
     pages.key_counts[1] = 0
     output = run(decode_pages, step, query, pages, stages)
     assert output[1].abs().max() == 0 and output[0].abs().min() > 0
@@ -72,6 +70,6 @@ def test_requests_without_keys_get_zeros() -> None:
 
 
 def test_dtypes_that_the_kernels_do_not_know_are_left_to_others() -> None:
-    query, pages, stages, _ = random_step(Step((5, 7)), torch.float64)
+    query, pages, stages, *_ = random_step(Step((5, 7)), torch.float64)
     pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
     assert decode_pages(query, pages, pre, post, 1.0, 5) is None

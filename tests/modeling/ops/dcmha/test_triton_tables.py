@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.composed_op import DYNAMIC, Case, in_dtype, random_inputs, run
 from cases.paged_steps import Step, random_step
+from cases.triton_marks import interpreted
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -22,7 +23,7 @@ from dynattn.modeling.ops.dcmha.triton.fused import is_fused
 from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
 
-from .test_triton import family, interpreted, poisoned, small
+from .test_triton import family, poisoned, small
 from .test_triton_windows import record
 
 __all__ = ["family", "poisoned", "small"]  # fixtures
@@ -159,9 +160,9 @@ def test_half_precision_tells_far_distances_apart(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("compose_bias", [False, True])
 def test_a_step_over_pages_counts_distances_in_each_request(compose_bias: bool) -> None:
     step = Step((20, 3), heads=(4, 2), first=2, rank=1, compose_bias=compose_bias)
-    query, pages, stages, alone = random_step(step, torch.float32)
+    query, pages, stages, tables, alone = random_step(step, torch.float32)
     pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
-    output = decode_pages(query, pages, pre, post, step.width**-0.5, step.key_terms, step.tables)
+    output = decode_pages(query, pages, pre, post, step.width**-0.5, step.key_terms, tables)
     assert output is not None
     for found, request in zip(output, alone, strict=True):
         expected = dcmha_attention(**request, implementation="eager")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
@@ -13,7 +14,7 @@ from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, choose_tiling
 
-from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, interpreted, random_inputs, run
+from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, random_inputs, run
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
