@@ -32,7 +32,9 @@ def gpu_clocks(device: torch.device) -> dict[str, str] | None:
     if device.type != "cuda":
         return None
     names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    # The tool does not know CUDA_VISIBLE_DEVICES, by which PyTorch numbers devices.
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={gpu}"]
     try:
         values = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -1,0 +1,26 @@
+"""What a record says about the GPU that was measured."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dynattn.scripts.benchmark.harness.metadata import gpu_clocks
+
+
+def test_the_clocks_are_those_of_the_gpu_that_pytorch_numbers_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA_VISIBLE_DEVICES the device 0 of PyTorch may be any GPU of the machine."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(stdout="345 MHz, 1980 MHz, 3201 MHz, 700.00 W, 580.159.03\n")
+
+    properties = SimpleNamespace(uuid="ffc79498-8ff3-c2dc-3b0d-fafd804516ae")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(subprocess, "run", run)
+    clocks = gpu_clocks(torch.device("cuda"))
+    assert clocks is not None and clocks["clocks.max.sm"] == "1980 MHz" and clocks["driver_version"] == "580.159.03"
+    assert commands[0][-1] == "--id=GPU-ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
+    assert gpu_clocks(torch.device("cpu")) is None
