@@ -60,20 +60,29 @@ TENSOR_CORE_CONSTANTS = (
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),
 )
-FUSED_CONSTANTS = (
-    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 2), (32, 16, 8, 1)), "dcmha_fused_statistics"),
-    TunableConstant("FUSED_TILES_90", ((32, 16, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)), "dcmha_fused_output"),
-)
+FUSED_TILES = {
+    "dcmha_fused_statistics": ((32, 16, 8, 2), (32, 16, 8, 1)),
+    "dcmha_fused_output": ((32, 16, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)),
+}
+
+
+def fused_constants(capability: int) -> tuple[TunableConstant, ...]:
+    """The tiles that a fused pass has on a GPU of this compute capability, as in 90."""
+    is_of_90 = kernel_tuning.fused_tiles_for(capability) is kernel_tuning.FUSED_TILES_90
+    name = "FUSED_TILES_90" if is_of_90 else "FUSED_TILES_80"
+    return tuple(TunableConstant(name, values, kernel) for kernel, values in FUSED_TILES.items())
 
 
 def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
     """Begins to compile what the tuner will try if the kernels on the tensor cores are the faster ones."""
+    device = torch.device(arguments.device)
+    target = Target(capability_of(device), shared_memory_of(device))
     trials: list[dict[TunableConstant, Any]] = [{}]
     trials += [{constant: value} for constant in (FAMILY, FUSED, *TENSOR_CORE_CONSTANTS) for value in constant.values]
-    trials += [{FUSED: True, constant: value} for constant in FUSED_CONSTANTS for value in constant.values]
+    fused = fused_constants(target.capability)
+    trials += [{FUSED: True, constant: value} for constant in fused for value in constant.values]
     calls = [Call(parse_shape(shape), TUNED_BATCH, window, torch.bfloat16) for shape, window in TUNED_SHAPES]
-    device = torch.device(arguments.device)
-    return Precompilation(trials, calls, Target(capability_of(device), shared_memory_of(device)))
+    return Precompilation(trials, calls, target)
 
 
 def find_constants(
@@ -84,16 +93,18 @@ def find_constants(
     trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
     if compiling is not None:
         compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
-    return tune_the_faster(trial, lambda: time.monotonic() < end, log)
+    return tune_the_faster(trial, capability_of(settings.device), lambda: time.monotonic() < end, log)
 
 
-def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog | None = None) -> Tuning:
-    """Finds the fastest kind of kernels, and the best constants of that kind."""
+def tune_the_faster(
+    trial: Callable[[], float], capability: int, has_time: Callable[[], bool], log: TrialLog | None = None
+) -> Tuning:
+    """Finds the fastest kind of kernels, and the best constants of that kind on a GPU of this capability, as in 90."""
     log = log or TrialLog()
     family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time, log)
     constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
     if family.best[FUSED]:
-        constants = FUSED_CONSTANTS + constants
+        constants = fused_constants(capability) + constants
     with override_constants(kernel_tuning, family.best):
         rest = tune(kernel_tuning, constants, trial, has_time, log)
     return Tuning(family.best | rest.best, log.made, rest.finished)
