@@ -13,6 +13,7 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import split_mask
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
+from .devices import WARP
 from .kernels.registry import load_kernels
 
 # How many programs a launch should have at least: splits times items.
@@ -257,7 +258,10 @@ def tile_sides(
     counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
     sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
     most = min(LARGEST_TILE // (1 + paged) // sides["block_h"], LARGEST_KEYS // (sides["block_d"] * itemsize))
-    return sides, tuple(block for block in BLOCKS if block <= most) or BLOCKS[-1:]
+    fitting = tuple(block for block in BLOCKS if block <= most) or BLOCKS[-1:]
+    # Kernels write in place, which is safe if no two threads load the same element.
+    assert sides["block_h"] * min(fitting) >= WARP * WARPS
+    return sides, fitting
 
 
 def make_stage(tensors: list[Tensor | None]) -> DecodeStage:

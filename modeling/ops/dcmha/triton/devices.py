@@ -4,6 +4,9 @@ import sys
 
 import torch
 
+# The threads of a warp.
+WARP = 32
+
 
 def capability_of(device: torch.device) -> int:
     """Returns the compute capability, such as 90 for 9.0; on a CPU, which interprets the kernels, 80."""

@@ -7,6 +7,8 @@ that the tuner sets.
 
 import torch
 
+from .devices import WARP
+
 # The least number of queries of a chunk.
 ROWS = 128
 # The largest number of elements of a chunk's map. While there is room, a chunk takes more items, and then more queries.
@@ -132,11 +134,14 @@ def matrix_tiles_for(
         has_biases: whether a bias by distance and an additive mask take shared memory.
         has_gain: whether a gain by distance makes threads hold the gained probabilities too.
     """
-    if padded == 32:
-        return MATRIX_TILES_32
-    is_scarce = shared_memory < (MATRIX_MEMORY_BESIDE_BIASES if has_biases else MATRIX_MEMORY)
-    small = {"dcmha_matrix_backward_post": is_scarce or has_gain, "dcmha_matrix_backward_pre": is_scarce}
-    return MATRIX_TILES_16 | {name: SMALL_MATRIX_TILE_16 for name, is_small in small.items() if is_small}
+    tiles = MATRIX_TILES_32 if padded == 32 else MATRIX_TILES_16
+    if padded == 16:
+        is_scarce = shared_memory < (MATRIX_MEMORY_BESIDE_BIASES if has_biases else MATRIX_MEMORY)
+        small = {"dcmha_matrix_backward_post": is_scarce or has_gain, "dcmha_matrix_backward_pre": is_scarce}
+        tiles = tiles | {name: SMALL_MATRIX_TILE_16 for name, is_small in small.items() if is_small}
+    # Kernels write in place, which is safe if no two threads load the same element.
+    assert all(padded * queries * keys >= WARP * warps for queries, keys, warps, _ in tiles.values())
+    return tiles
 
 
 def fuses_forward(heads: int, width: int, queries: int) -> bool:

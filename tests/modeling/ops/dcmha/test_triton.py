@@ -446,6 +446,16 @@ def test_biases_by_distance_and_by_a_mask_take_more_shared_memory_than_an_a100_h
         assert scarce[name] == tuning.SMALL_MATRIX_TILE_16 != plenty[name]
 
 
+def test_tiles_have_an_element_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that write in place count on it."""
+    monkeypatch.setattr(tuning, "MATRIX_TILES_16", dict.fromkeys(tuning.MATRIX_TILES_16, (1, 8, 8, 1)))
+    with pytest.raises(AssertionError):
+        tuning.matrix_tiles_for(16, 1 << 30)
+    monkeypatch.setattr(decode, "WARPS", 16)
+    with pytest.raises(AssertionError):
+        decode.tile_sides(4, 4, 64, 2, paged=False)
+
+
 @pytest.mark.parametrize(
     ("properties", "expected"),
     [

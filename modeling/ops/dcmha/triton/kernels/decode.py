@@ -89,6 +89,7 @@ def dcmha_decode_scores(
         if tables.bias is not None:
             composed += _by_distance(tables.bias, tables.bias_rows, tables, s, end, every, heads)
         composed = _hide(composed, where, item, s, end)
+        # They overwrite scores safely, for the same reason as probabilities do in `dcmha_matrix_probs`.
         tl.store(at, composed, mask=inside)
         higher = tl.maximum(highest, tl.max(composed, axis=0))
         total = total * tl.exp(highest - finite(higher)) + tl.sum(tl.exp(composed - finite(higher)[None, :]), axis=0)
@@ -135,6 +136,7 @@ def dcmha_decode_outputs(
             probs *= _by_distance(tables.gain, tables.gain_rows, tables, s, end, head, heads)
         rows = _paged_rows(pages, value_strides, item, s, end)
         composed = _compose(probs, post, item, s, rows, head, end, heads, kv_heads, width, query_rank, key_rank, groups)
+        # Probabilities overwrite scores safely, for the same reason as in `dcmha_matrix_probs`.
         tl.store(at, composed, mask=inside)
     # The loop below reads probabilities that other threads have written.
     tl.debug_barrier()

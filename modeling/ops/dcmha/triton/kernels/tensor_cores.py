@@ -127,7 +127,8 @@ def dcmha_matrix_probs(
             post_query = load_matrices(matrices.post_query, patch.item, patch.t, sizes.all_queries, padded)
             prob = probabilities(load(scores, patch, padded), pre_query, pre_key, lse, where, tables, patch, padded)
             weight = gained(prob, tables, where, patch, padded)
-            # Probabilities overwrite scores safely: what a thread stores depends on its own load from the same address.
+            # Probabilities overwrite scores safely: exactly one thread loads an element, since a tile has at least as
+            # many as there are threads, and what is stored at its place depends on that load.
             store(probs, compose(rounded(weight, scores.dtype.element_ty), post_query, post_key), patch, padded)
     for turn in range(turns):
         if (turn < first) | (turn >= last):
