@@ -31,6 +31,8 @@ EPILOG = """\
 FILE.yaml sets options in lines `NAME: VALUE`; options of the command line override it. On the command line, names may
 have dashes instead of underscores."""
 TAG = "tag:yaml.org,2002:"
+# Kinds of values that YAML 1.1 and 1.2 recognize by different spellings.
+REPLACED = ("bool", "int", "float", "timestamp")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -53,27 +55,43 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `on`, `off`, `yes` and `no` as strings, as YAML 1.2 does, and the keys of mappings as strings.
+    """Reads booleans and numbers as YAML 1.2 does, the keys of mappings as strings, and no key twice.
 
-    PyYAML follows YAML 1.1, which turns these words into booleans. Here they can be the name of an option or its value.
+    PyYAML follows YAML 1.1, which takes `on` and `no` for booleans, `0100` for octal, `1:30` for 90, and `1e-3` for
+    text. Here they can be the name of an option or its value.
     """
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{TAG}bool"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(TAG) not in REPLACED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping whose keys are the text in the file: `1:` is "1" and `true:` is "true"."""
+        """Builds a mapping whose keys are the text in the file: `1:` is "1" and `true:` is "true".
+
+        Raises:
+            ConstructorError: a key occurs twice; one that a merge (`<<`) brings may be overridden.
+        """
         if isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
             self.flatten_mapping(node)
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
                     key.tag = f"{TAG}str"
         return super().construct_mapping(node, deep=deep)
 
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """An integer in decimal digits, also with zeros before it."""
+        return int(self.construct_scalar(node), 10)
 
+
+FLOAT = r"^[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 YamlLoader.add_implicit_resolver(f"{TAG}bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+YamlLoader.add_implicit_resolver(f"{TAG}int", re.compile("^[-+]?[0-9]+$"), list("-+0123456789"))
+YamlLoader.add_implicit_resolver(f"{TAG}float", re.compile(FLOAT), list("-+.0123456789"))
+YamlLoader.add_constructor(f"{TAG}int", YamlLoader.construct_integer)
 
 
 def parse_arguments(

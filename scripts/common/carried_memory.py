@@ -25,8 +25,12 @@ class CarriedMemory(ABC):
     """
 
     @abstractmethod
-    def begin_update(self, step: int) -> None:
-        """Prepares for update `step`, counted from 0."""
+    def begin_update(self, data_step: int) -> None:
+        """Prepares for an update that reads the batches of update `data_step` of the data, counted from 0."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Empties the memory."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
@@ -48,7 +52,10 @@ class CarriedMemory(ABC):
 class NoMemory(CarriedMemory):
     """Reads every batch by itself, which is what a model without memory needs; it has nothing to save."""
 
-    def begin_update(self, step: int) -> None:
+    def begin_update(self, data_step: int) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
@@ -81,10 +88,13 @@ class StreamMemory(CarriedMemory):
         self.config, self.segments = config, segments
         self.caches: list[Cache | None] = [None] * micro_batches
 
-    def begin_update(self, step: int) -> None:
-        """Empties the memory if `step` reads the first segments of the streams."""
-        if step % self.segments == 0:
-            self.caches = [None] * len(self.caches)
+    def begin_update(self, data_step: int) -> None:
+        """Empties the memory if update `data_step` of the data reads the first segments of the streams."""
+        if data_step % self.segments == 0:
+            self.forget()
+
+    def forget(self) -> None:
+        self.caches = [None] * len(self.caches)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
         """The loss `[]` of segments `[B, T]` that continue those which `micro_batch` read in the update before."""
@@ -96,8 +106,10 @@ class StreamMemory(CarriedMemory):
         return StreamMemory(self.config, micro_batches=1, segments=self.segments)
 
     def save(self, folder: Path, accelerator: Accelerator) -> None:
-        """Writes this process's tensors `[micro-batches, B, ...]` and the number of tokens read."""
+        """Writes this process's tensors `[micro-batches, B, ...]` and the number of tokens read; nothing if empty."""
         caches = [cache for cache in self.caches if cache is not None]
+        if not caches:
+            return
         states = [memory_tensors(cache) for cache in caches]
         tensors = {name: torch.stack([state[name] for state in states]) for name in states[0]}
         tokens = {"tokens": str(caches[0].get_seq_length())}
@@ -106,6 +118,9 @@ class StreamMemory(CarriedMemory):
     def load(self, folder: Path, accelerator: Accelerator) -> None:
         """Reads what all processes wrote. The numbers of processes and of micro-batches may have changed since."""
         files = sorted(folder.glob("memory-*.safetensors"))
+        if not files:
+            self.forget()
+            return
         states = [load_file(file) for file in files]
         with safe_open(files[0], framework="pt") as file:
             tokens = int(file.metadata()["tokens"])

@@ -37,7 +37,7 @@ from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions
 from .data.tokenizer import required_vocabulary
-from .width_transfer import scale_initial_weights, transfer_config
+from .width_transfer import check_transfer, scale_initial_weights, transfer_config
 
 # For each objective, the Auto class of its models, and the model type that is trained by default.
 AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
@@ -72,6 +72,8 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
         padded = -(-required_vocabulary(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         tokens = _special_tokens(_config_class(arguments), tokenizer)
         config = _new_config(arguments, {"vocab_size": padded, **tokens, **arguments.config_overrides})
+    check_transfer(config, arguments.base_width)
+    if not arguments.init_from:
         transfer_config(config, arguments.base_width)
     _check_fit(config, arguments, tokenizer)
     return config
@@ -118,10 +120,11 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
     Raises:
         UserError: as `build_config`.
     """
-    if arguments.init_from:
-        return _load_config(arguments)
-    config = _new_config(arguments, dict(arguments.config_overrides))
-    transfer_config(config, arguments.base_width)
+    given = arguments.init_from
+    config = _load_config(arguments) if given else _new_config(arguments, dict(arguments.config_overrides))
+    check_transfer(config, arguments.base_width)
+    if not given:
+        transfer_config(config, arguments.base_width)
     return config
 
 

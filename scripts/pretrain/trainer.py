@@ -125,55 +125,67 @@ class Trainer:
         return self.plan.lengths.cut(self.plan.positions.draw(batch, first), self.progress.step)
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
-        """One update; returns its loss in nats per token, or nan if it was skipped, and its gradient norm."""
-        loss, stops, writers = self._summed_over_processes(self._accumulate(batches))
+        """One update; returns its loss in nats per token, or nan if it was not made, and its gradient norm.
+
+        There is nothing to learn from batches without targets, for example of the first turns of long conversations.
+        """
+        loss, targets, stops, writers = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, self._schedules, self.progress.step)
         norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
-        values = torch.stack([loss, norm.to(loss), stops, writers]).tolist()
+        values = torch.stack([loss, norm.to(loss), stops, writers, targets]).tolist()
         if values[3] == self.accelerator.num_processes:
             self.checkpoints.finish()
         fault = find_fault(values[0], values[1], self.progress.recent_losses, self.arguments.spike_threshold)
-        if fault is None:
+        if values[4] == 0:
+            values[0] = math.nan  # leaves this update out of all means
+        elif fault is None:
             self.optimizer.step()
             if self.average is not None:
                 self.average.update(self.accelerator.unwrap_model(self.model), self.progress.step)
             remember(self.progress.recent_losses, values[0])
         else:
             self._handle(fault, batches)
-            values[0] = math.nan  # leaves the loss of a skipped update out of all means
+            values[0] = math.nan
         self.optimizer.zero_grad()
         self.stop_requested = values[2] > 0
         return values[0], values[1]
 
-    def _summed_over_processes(self, loss: Tensor) -> Tensor:
-        """Sums over processes, `[3]`: the loss, how many were asked to stop, how many have written a checkpoint."""
-        facts = loss.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
-        return self.accelerator.reduce(torch.cat([loss[None], facts]), reduction="sum")
+    def _summed_over_processes(self, shares: Tensor) -> Tensor:
+        """Sums over processes, `[4]`: the loss, the targets, how many were asked to stop, how many have written a
+        checkpoint. `shares` `[2]` are what this process adds to the first two.
+        """
+        facts = shares.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
+        return self.accelerator.reduce(torch.cat([shares, facts]), reduction="sum")
 
     def _accumulate(self, batches: list[Batch]) -> Tensor:
-        """All forward and backward passes over `batches` of `[B, T]`; returns this process's share `[]` of the loss."""
+        """All forward and backward passes over `batches` of `[B, T]`.
+
+        Returns:
+            This process's share of the loss and of the targets, `[2]`.
+        """
         device = self.accelerator.device
         counts = [self.plan.objective.count(batch) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {
-            "num_items_in_batch": targets,
+            "num_items_in_batch": targets.clamp(min=1),
             **loss_options(self.accelerator.unwrap_model(self.model), self.arguments.z_loss),
         }
         memory = self.plan.memory
-        memory.begin_update(self.progress.step)
+        memory.begin_update(self.progress.data_step)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             with self.engine.accumulating(self.model, is_last=index == len(batches) - 1):
                 loss = memory.loss(self.model, {**to_device(batch, device), **options}, index)
                 self.engine.backward(loss)
             total += loss.detach()
-        return total
+        return torch.stack([total, total.new_tensor(sum(counts))])
 
     def _handle(self, fault: str, batches: list[Batch]) -> None:
         """Lets the guard examine an update that is not made; it is skipped unless the guard raises."""
         self.checkpoints.finish()
         documents = self.plan.documents(self.progress.data_step, self.accelerator, self.arguments.batch_size)
         self.guard.examine(fault, self.model, self._forward, batches, documents, self.progress)
+        self.plan.memory.forget()  # it may hold hidden states that are not finite
 
     def _roll_back(self, bar: tqdm) -> Iterator[Batch]:
         """Goes back to the newest checkpoint, and returns the batches that follow those of the bad update."""

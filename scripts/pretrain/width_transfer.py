@@ -30,12 +30,8 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 from ..common.errors import UserError
 
 
-def transfer_config(config: PreTrainedConfig, base_width: int | None) -> None:
-    """Sets `compose_norm_eps`, the only field beside the sizes that depends on the width.
-
-    Raises:
-        UserError: the rules do not cover the model.
-    """
+def check_transfer(config: PreTrainedConfig, base_width: int | None) -> None:
+    """Raises UserError if the rules of `base_width` do not cover the model."""
     if base_width is None:
         return
     if not isinstance(config, ComposedConfig):
@@ -44,7 +40,12 @@ def transfer_config(config: PreTrainedConfig, base_width: int | None) -> None:
         raise UserError(
             "base_width scales the head and not the embedding, which are tied; set tie_word_embeddings: false"
         )
-    config.compose_norm_eps = config.compose_norm_eps / _multiple(config, base_width) ** 2
+
+
+def transfer_config(config: PreTrainedConfig, base_width: int | None) -> None:
+    """Sets `compose_norm_eps` of a new model, the only field beside the sizes that depends on the width."""
+    if base_width is not None:
+        config.compose_norm_eps = config.compose_norm_eps / _multiple(config, base_width) ** 2
 
 
 @torch.no_grad()

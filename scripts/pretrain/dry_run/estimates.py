@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..model import ParameterCounts, count_parameters, plan_config, save_activations
@@ -62,7 +63,7 @@ def dry_run(arguments: PretrainArguments) -> str:
     """The estimate as text for the terminal; nothing is written, and only the configuration of `init_from` is read.
 
     Raises:
-        UserError: the arguments name no model or GPU that is known.
+        UserError: the arguments name no model or GPU that is known, or a model whose operations are not.
     """
     gpu, count = parse_cluster(arguments.on)
     return describe(estimate(arguments, gpu, count), arguments, gpu, count)
@@ -172,7 +173,11 @@ def plain_flops(config: PreTrainedConfig, length: int) -> float:
 
 
 def _token_flops(model: PreTrainedModel, length: int) -> float:
-    return ModelFlops.of(model).training(torch.arange(length)) / length
+    try:
+        flops = ModelFlops.of(model)
+    except TypeError as error:
+        raise UserError(f"a dry run counts operations, but {error}") from error
+    return flops.training(torch.arange(length)) / length
 
 
 def _memory_line(name: str, memory: EngineMemory, gpu: Gpu) -> str:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from dynattn import RCMHAForCausalLM
+from dynattn.scripts.common.carried_memory import StreamMemory
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
@@ -127,6 +128,46 @@ def test_training_is_a_loop_over_streams_whose_memory_starts_anew_with_each_epoc
     forgetful = losses_by_hand(result, carry=False)
     assert losses[0] == pytest.approx(forgetful[0], rel=1e-6)
     assert abs(losses[1] - forgetful[1]) > 1e-3 * losses[1]
+
+
+@pytest.mark.parametrize(("on_bad_update", "bad"), [("skip", 5), ("rollback", 5), ("skip", 4)])
+def test_a_bad_update_leaves_nothing_in_the_memory(
+    on_bad_update: str, bad: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states that are not finite would make the next updates bad, too. Update 4 is saved when it was skipped."""
+    seen: list[tuple[int, bool]] = []
+    read = StreamMemory.loss
+
+    def loss(self: StreamMemory, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
+        if not model.training:
+            return read(self, model, batch, micro_batch)
+        seen.append((self.data_step, self.caches[micro_batch] is None))
+        embeddings = model.get_input_embeddings().weight.data
+        if poisoned := len(seen) == bad:
+            embeddings += math.nan
+        result = read(self, model, batch, micro_batch)
+        if poisoned:
+            embeddings.copy_(good)
+        good.copy_(embeddings)
+        return result
+
+    def begin(self: StreamMemory, data_step: int) -> None:
+        self.data_step = data_step
+        begin_update(self, data_step)
+
+    good, begin_update = torch.empty(320, 16), StreamMemory.begin_update
+    monkeypatch.setattr(StreamMemory, "begin_update", begin)
+    monkeypatch.setattr(StreamMemory, "loss", loss)
+    result = run(tmp_path / "run", corpus, on_bad_update=on_bad_update, eval_every=100)
+    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
+    assert sum(loss is None for loss in losses) == (on_bad_update == "skip")
+    segments = next(step for step, _ in seen[1:] if step and seen[step][1] and step != bad)
+    empty = [step for step, is_empty in seen if is_empty]
+    begins = [step for step, _ in seen if step % segments == 0]
+    if on_bad_update == "skip":
+        assert empty == sorted({*begins, bad})
+    else:
+        assert empty == begins
 
 
 @pytest.mark.parametrize("memory_type", ["streaming", "segment"])

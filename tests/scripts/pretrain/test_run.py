@@ -314,6 +314,22 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
 
 
+def test_an_update_without_targets_is_not_made(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As of the first turns of long conversations, in which only the answers are learned."""
+    accumulate = trainer_module.Trainer._accumulate
+
+    def hide(self: trainer_module.Trainer, batches: list[Any]) -> torch.Tensor:
+        if self.progress.step == 6:
+            batches = [{**batch, "labels": torch.full_like(batch["input_ids"], -100)} for batch in batches]
+        return accumulate(self, batches)
+
+    monkeypatch.setattr(trainer_module.Trainer, "_accumulate", hide)
+    result = run(tmp_path / "run", corpus)
+    losses = curve(result.output, "step", "loss", split="train")
+    assert [step for step, loss in losses if loss is None] == [7] and len(losses) == 12
+    assert not (tmp_path / "run" / "incidents").exists()
+
+
 def test_the_command_prints_one_line_for_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["pretrain", "--output", str(tmp_path / "run"), "--dataset", str(tmp_path / "missing.txt")]) == 2
     error = capsys.readouterr().err

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.model import build_model, plan_config
 from dynattn.scripts.pretrain.optimizer import build_optimizer
-from dynattn.scripts.pretrain.width_transfer import rate_factors, transfer_config
+from dynattn.scripts.pretrain.width_transfer import check_transfer, rate_factors, transfer_config
 
 BASE, WIDTHS, HEAD_DIM = 64, (64, 128, 256), 16
 UPDATES, LENGTH, VOCABULARY = 4, 32, 64
@@ -143,8 +144,12 @@ def test_initial_weights_are_those_of_the_table():
     assert scaled.config.compose_norm_eps == plain.config.compose_norm_eps / 16
 
 
-def test_models_that_the_rules_do_not_cover_are_refused():
+def test_models_that_the_rules_do_not_cover_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="base_width is for dcformer and dcpythia, and this is a llama; leave it out"):
-        transfer_config(LlamaConfig(), 64)
+        check_transfer(LlamaConfig(), 64)
+    tied = DCFormerConfig.from_size("tiny", tie_word_embeddings=True)
     with pytest.raises(UserError, match="are tied; set tie_word_embeddings: false"):
-        transfer_config(DCFormerConfig.from_size("tiny", tie_word_embeddings=True), 64)
+        check_transfer(tied, 64)
+    tied.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="are tied; set tie_word_embeddings: false"):
+        plan_config(PretrainArguments(output="x", init_from=str(tmp_path), base_width=64))

@@ -24,7 +24,8 @@ from dynattn.modeling.common.activation_checkpointing import checkpoint_activati
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
-from dynattn.scripts.pretrain.dry_run.estimates import RECORDED_RATIO, chunk_bytes, estimate, period_of
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.dry_run.estimates import RECORDED_RATIO, chunk_bytes, dry_run, estimate, period_of
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.dry_run.memory import engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
@@ -184,6 +185,11 @@ def test_the_command_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.Ca
     ):
         assert expected in told
     assert not (tmp_path / "run").exists()
+
+
+def test_models_whose_operations_are_not_known_are_refused():
+    with pytest.raises(UserError, match="a dry run counts operations, but operations of 'gpt2' are not known"):
+        dry_run(PretrainArguments(output="x", model_type="gpt2"))
 
 
 @pytest.mark.parametrize("on", ["h100", "h100:0", "h100:-1", "tpu:4", ""])

@@ -1,0 +1,51 @@
+"""The values of argument files: numbers as YAML 1.2 has them, and no key twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynattn.scripts.common.arguments import read_yaml
+from dynattn.scripts.common.errors import UserError
+
+
+def read(text: str, folder: Path) -> Any:
+    path = folder / "arguments.yaml"
+    path.write_text(text)
+    return read_yaml(path)
+
+
+VALUES: dict[str, Any] = {
+    "1e-5": 1e-5,
+    "-2E+3": -2000.0,
+    "1.5": 1.5,
+    ".5": 0.5,
+    "1.": 1.0,
+    "0100": 100,
+    "-7": -7,
+    "1:30": "1:30",
+    "1_000": "1_000",
+    "2026-01-02": "2026-01-02",
+    "0x1F": "0x1F",
+    "1.2.3": "1.2.3",
+    "true": True,
+    "no": "no",
+    "null": None,
+    ".inf": float("inf"),
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_values_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
+    value = read(f"fields: {{one: {text}}}", tmp_path)["fields"]["one"]
+    assert value == VALUES[text] and type(value) is type(VALUES[text])
+
+
+@pytest.mark.parametrize("text", ["rate: 1\nother: 2\nrate: 3", "mixture:\n  a: {weight: 1}\n  a: {weight: 2}"])
+def test_a_key_that_is_given_twice_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"arguments.yaml is not valid YAML: (rate|a) is given twice"):
+        read(text, tmp_path)
+
+
+def test_what_a_merge_brings_may_be_overridden(tmp_path: Path) -> None:
+    assert read("base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}", tmp_path)["more"] == {"a": 1, "b": 3}
