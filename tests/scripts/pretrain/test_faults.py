@@ -73,7 +73,9 @@ def test_data_that_is_deleted_is_prepared_again_and_compared(
     tokenize = document_encoders.tokenize
     shutil.rmtree(output / "data")
     with monkeypatch.context() as patch:
-        patch.setattr(document_encoders, "tokenize", lambda texts, tokenizer: [d[::-1] for d in tokenize(texts, tokenizer)])
+        patch.setattr(
+            document_encoders, "tokenize", lambda texts, tokenizer: [d[::-1] for d in tokenize(texts, tokenizer)]
+        )
         with pytest.raises(UserError, match=r"because this changed: training_tokens .*, validation_tokens"):
             run(output, corpus)
     run(output, corpus)
