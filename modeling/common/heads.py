@@ -13,7 +13,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from ..ops.chunked_loss import chunked_causal_loss
-from ..serving.requirements import TRANSFORMERS, check_engine, check_paged_cache, check_request
+from ..serving.requirements import (
+    TRANSFORMERS,
+    check_engine,
+    check_paged_cache,
+    check_request,
+    new_token_limit,
+    with_defaults_of,
+)
 
 
 class CausalLMHead:
@@ -73,12 +80,13 @@ class CausalLMHead:
         """As in Transformers, which would drop requests that cannot be served where this raises.
 
         Raises:
-            ValueError: a request cannot be served, see `check_request`.
+            ValueError: a request cannot be served, see `check_request` and `new_token_limit`.
         """
         if self.attends_to_rows:
-            limit = (generation_config or self.generation_config).max_new_tokens  # type: ignore[attr-defined]
+            generation_config = with_defaults_of(self, generation_config)
             for input_ids in inputs:
-                check_request(self.config, input_ids, limit if max_new_tokens is None else max_new_tokens)
+                limit = new_token_limit(generation_config, len(input_ids)) if max_new_tokens is None else max_new_tokens
+                check_request(self.config, input_ids, limit)
         return super().generate_batch(  # type: ignore[misc]
             inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
         )

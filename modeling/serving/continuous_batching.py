@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, get
 
 from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from .paged_rows import row_layout
-from .requirements import check_model, check_request, check_settings
+from .requirements import check_model, check_request, check_settings, new_token_limit, with_defaults_of
 
 
 class ServedModel:
@@ -90,13 +90,13 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         **options: Any,
     ) -> str | None:
-        """As in Transformers. By default a request may generate until the positions of the model end.
+        """As in Transformers. Without any limit a request may generate until the positions of the model end.
 
         Raises:
-            ValueError: the model cannot serve the request, see `check_request`.
+            ValueError: the model cannot serve the request, see `check_request` and `new_token_limit`.
         """
         if max_new_tokens is None:
-            max_new_tokens = self.generation_config.max_new_tokens
+            max_new_tokens = new_token_limit(self.generation_config, len(input_ids))
         check_request(self.model.config, input_ids, max_new_tokens)
         if max_new_tokens is None:
             max_new_tokens = self.model.config.max_position_embeddings - len(input_ids)
@@ -119,13 +119,15 @@ def start_batching(
 ) -> ComposedBatchingManager:
     """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
 
+    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`.
+
     Raises:
         ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`.
     """
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ComposedBatchingManager):
         return kept
-    generation_config = copy.copy(generation_config or model.generation_config)
+    generation_config = with_defaults_of(model, generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()

@@ -1,5 +1,6 @@
 """What serving requires of the engine, the model, the settings and each request, checked before it generates."""
 
+import copy
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -8,6 +9,26 @@ from packaging.version import Version
 
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.24")
+
+# What `generate` does and continuous batching does not, and the value at which it does nothing, as it does with None.
+# Some are other ways of generating, others read all tokens of a request, of which the engine passes on those of a step.
+UNSERVED: dict[str, Any] = {
+    "num_beams": 1,
+    "force_words_ids": None,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": False,
+    "stop_strings": None,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}
 
 
 def check_engine(name: str, first: str, end: str) -> None:
@@ -53,12 +74,31 @@ def check_model(config: Any) -> None:
         )
 
 
+def with_defaults_of(model: Any, generation_config: Any) -> Any:
+    """A copy of a `GenerationConfig`, or of the model's; unset fields become those of the model's, as in `generate`.
+
+    `GenerationConfig.update` would also refuse several greedy answers to one prompt, which are served.
+    """
+    complete = copy.copy(generation_config or model.generation_config)
+    for name, value in vars(model.generation_config).items():
+        if getattr(complete, name, None) is None:
+            setattr(complete, name, value)
+    return complete
+
+
 def check_settings(generation_config: Any, settings: Any) -> None:
-    """Raises ValueError for a quantised cache, and for settings that need steps of a fixed shape.
+    """Raises ValueError for what only `generate` does, a quantised cache, and steps of a fixed shape.
 
     Args:
         settings: a `ContinuousBatchingConfig`.
     """
+    for name, neutral in UNSERVED.items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"continuous batching would ignore {name}={value!r}; leave it out, or use generate() with a batch that "
+                "is padded on the left"
+            )
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation='quantized' would quantise composition factors with the keys, and continuous "
@@ -71,6 +111,23 @@ def check_settings(generation_config: Any, settings: Any) -> None:
         )
     if settings.use_async_batching:
         raise ValueError("use_async_batching is not served with composed heads, whose steps read lengths; leave it out")
+
+
+def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:
+    """How many tokens the answer to a prompt may have, None if any number.
+
+    Raises:
+        ValueError: `max_length` leaves none.
+    """
+    if generation_config.max_new_tokens is not None or generation_config.max_length is None:
+        return generation_config.max_new_tokens
+    limit = generation_config.max_length
+    if prompt_length >= limit:
+        raise ValueError(
+            f"a request of {prompt_length} tokens leaves no new one within max_length={limit}; shorten the prompt, or "
+            "give max_new_tokens"
+        )
+    return limit - prompt_length
 
 
 def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:

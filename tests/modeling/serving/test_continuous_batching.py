@@ -229,6 +229,43 @@ def test_an_answer_without_a_limit_ends_with_the_positions() -> None:
     assert endless.eos_token_id is None
 
 
+def test_what_a_request_leaves_unset_is_that_of_the_models_configuration() -> None:
+    """An end of text, a length of prompt and answer, and a number of answers, as in `generate`."""
+    model, (prompt,), settings = make_model(**FULL), random_prompts([11]), ContinuousBatchingConfig(**SETTINGS)
+    expected = alone(model, prompt, 5)
+    greedy = GenerationConfig(do_sample=False, pad_token_id=0)
+    model.generation_config.eos_token_id, model.generation_config.max_length = expected[2], 40
+    (output,) = model.generate_batch([prompt], greedy, settings).values()
+    assert output.generated_tokens == expected[: expected.index(expected[2]) + 1]
+    model.generation_config.eos_token_id, model.generation_config.max_length = None, 14
+    model.generation_config.num_return_sequences = 2
+    outputs = model.generate_batch([prompt], greedy, settings).values()
+    assert [output.generated_tokens for output in outputs] == [expected[:3]] * 2
+    assert greedy.max_length is None and greedy.num_return_sequences is None
+
+
+def test_a_prompt_that_leaves_no_token_within_the_length_is_refused() -> None:
+    model, short = make_model(), GenerationConfig(max_length=8, do_sample=False)
+    with pytest.raises(ValueError, match="a request of 8 tokens leaves no new one within max_length=8; shorten"):
+        model.generate_batch([[1] * 8], short)
+    manager = model.init_continuous_batching(short, ContinuousBatchingConfig(**SETTINGS))
+    with pytest.raises(ValueError, match="leaves no new one within max_length=8"):
+        manager.add_request([1] * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 4), ("stop_strings", ["x"]), ("repetition_penalty", 5.0), ("prompt_lookup_num_tokens", 3)],
+)
+def test_what_only_generate_does_is_refused_also_where_the_model_asks_for_it(name: str, value: Any) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=f"continuous batching would ignore {name}="):
+        model.init_continuous_batching(GenerationConfig(**{name: value}))
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"continuous batching would ignore {name}="):
+        model.generate_batch([[1]], GREEDY)
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "message"),
     [
