@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -71,11 +71,13 @@ def prepare_decoder_inputs(
             packed documents `[B, T]`. It is not called if the caller prepared the masks.
 
     Raises:
-        ValueError: shapes do not fit, a row of the batch is all padding, or a mask hides tokens of packed documents.
+        ValueError: shapes do not fit, a row of the batch is all padding, a mask leaves out cached tokens or hides those
+            of packed documents, or the cache has no room for the new tokens.
     """
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
-    check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values)
+    exact = given.past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
+    check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values, exact)
     starts = packed_document_starts(given, inputs_embeds)
     if starts is not None and given.cu_seq_lens is not None:
         given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
@@ -85,6 +87,7 @@ def prepare_decoder_inputs(
         cache = DynamicCache(config=config)
     if cache is not None:
         prepare_cache(cache)
+        check_cached_length(given.attention_mask, inputs_embeds, cache)
     position_ids = given.position_ids
     if position_ids is None:
         position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
@@ -215,25 +218,61 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
         raise ValueError(f"{name} must be {expected} with at least one token, not of shape {shape}")
 
 
-def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None) -> None:
+def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool = False) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
     Masks `[B, 1, T, S]` and prepared masks are not checked. With a cache only the shape is checked, because a short row
     may be all padding in the first chunk of a prompt, and because reading values makes decoding wait for the device.
+
+    Args:
+        exact: whether the mask must be of the tokens of `inputs_embeds` alone, and not of cached ones before them.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 4:
         return
     batch, length = inputs_embeds.shape[:2]
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < length or (exact and shape[1] > length):
         raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} does not fit {batch} rows of {length} tokens; "
-            "give one value for each cached and new token"
+            f"attention_mask of shape {shape} does not fit {batch} rows of {length} tokens; give one value for each "
+            f"{'token' if exact else 'cached and new token'}"
         )
     if cache is not None or length == 1 or is_tracing(attention_mask):
         return
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:
         raise ValueError(f"attention_mask hides every token of rows {hidden_rows}; drop those rows from the batch")
+
+
+def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache) -> None:
+    """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, E]` after a cache, or the cache before them.
+
+    Masks `[B, 1, T, S]` and prepared masks are not checked. The check is skipped while tracing, and where the number of
+    cached tokens would have to be read from a device.
+    """
+    past = None if is_tracing(inputs_embeds) else cached_tokens(cache)
+    if past is None:
+        return
+    length = inputs_embeds.shape[1]
+    checked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if checked and attention_mask.shape[1] < past + length:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[1]} columns for {past} cached and {length} new tokens; "
+            f"give {past + length}"
+        )
+    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if rooms and rooms[0] < past + length:
+        raise ValueError(
+            f"past_key_values has room for max_cache_len={rooms[0]} tokens, and {past} cached and {length} new ones "
+            f"come to {past + length}; make it with max_cache_len={past + length} or more"
+        )
+
+
+def cached_tokens(cache: Cache) -> int | None:
+    """The number of tokens in a cache; None if only tensors on a device other than the CPU tell."""
+    layers: list[Any] = cache.layers
+    lengths = [layer.get_seq_length() for layer in layers] or [0]
+    known = (int(length) for length in lengths if not isinstance(length, Tensor) or length.device.type == "cpu")
+    return next(known, None)
 
 
 def check_batch(batch: int, cache: Cache | None) -> None:

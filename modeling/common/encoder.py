@@ -87,7 +87,7 @@ class EncoderLayers:
         Raises:
             ValueError: the mask does not fit, or hides a whole row.
         """
-        check_attention_mask(attention_mask, hidden_states, None)
+        check_attention_mask(attention_mask, hidden_states, None, exact=True)
         masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in zip(self.layers, layer_types_of(self.config), strict=True):

@@ -161,6 +161,39 @@ def test_padding_on_the_left_changes_nothing_without_positions(family: str) -> N
     assert_same(torch.cat(parts, dim=1)[:, 5:], expected)
 
 
+@pytest.mark.parametrize(
+    "new_cache",
+    [lambda config: DynamicCache(config=config), lambda config: StaticCache(config=config, max_cache_len=20)],
+    ids=["dynamic", "static"],
+)
+@every_family
+@torch.no_grad()
+def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(family: str, new_cache: Callable) -> None:
+    model = make(family)
+    cache = new_cache(model.config)
+    model(IDS[:, :11], past_key_values=cache)
+    for columns in (5, 15):
+        mask = torch.ones(1, columns, dtype=torch.long)
+        with pytest.raises(ValueError, match=f"mask has {columns} columns for 11 cached and 5 new tokens; give 16"):
+            model(IDS[:, 11:], attention_mask=mask, past_key_values=cache)
+    logits = model(IDS[:, 11:], attention_mask=torch.ones_like(IDS), past_key_values=cache).logits
+    assert_same(logits, model(IDS).logits[:, 11:])
+
+
+def test_a_mask_longer_than_the_tokens_is_refused_without_a_cache() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(1, 20\) does not fit 1 rows of 16 tokens"):
+        make("dcformer")(IDS, attention_mask=torch.ones(1, 20), use_cache=False)
+
+
+@torch.no_grad()
+def test_a_static_cache_without_room_is_named() -> None:
+    model = make("rcmha-without-window")
+    cache = StaticCache(config=model.config, max_cache_len=15)
+    model(IDS[:, :11], past_key_values=cache)
+    with pytest.raises(ValueError, match="max_cache_len=15 tokens, and 11 cached and 5 new ones come to 16; make it"):
+        model(IDS[:, 11:], past_key_values=cache)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rcmha-without-window"])
 def test_prefill_in_chunks_takes_padding_longer_than_a_chunk(family: str) -> None:
     model = make(family)
