@@ -97,6 +97,7 @@ class ComposedAttention(nn.Module):
         self.content_rotary = make_content_rotary(config, layer_idx)
         subtracts = config.differential_heads and self.composition is not None
         self.differential = DifferentialHeads(config, layer_idx) if subtracts else None
+        self.map_hooks: Any = None  # the place for the module of `add_map_hooks`
 
     def forward(
         self,
@@ -120,7 +121,8 @@ class ComposedAttention(nn.Module):
             past_key_values: a `Cache`; or an `EncoderDecoderCache`, of which the layer uses the self-attention or the
                 cross-attention cache.
             key_value_states: in cross-attention, the hidden states `[B, S, E]` that keys and values are projected from.
-            implementation: name of the attention implementation, by default the configuration's.
+            implementation: name of the attention implementation, by default the configuration's; a layer with map hooks
+                has one of its own.
             token_mask: `[B, T]`, False for padding, which CARoPE does not count as a step.
             kwargs: further arguments of the attention function, such as `first_keys` and `tables`.
         """
@@ -135,10 +137,7 @@ class ComposedAttention(nn.Module):
             key, value, factors = self._remember(key, value, factors, cache, phases)
             key = key[..., : self.head_dim]
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation or self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attend(
+        output, weights = self._attention(implementation)(
             self,
             query,
             key,
@@ -162,6 +161,13 @@ class ComposedAttention(nn.Module):
         assert self.composition is not None
         pre, post = self.composition.assemble(factors)
         return pre, post if self.differential is None else self.differential(post)
+
+    def _attention(self, implementation: str | None) -> Callable:
+        """The attention function of a call, see `forward`."""
+        if self.map_hooks is not None:
+            return self.map_hooks.attend
+        name = implementation or self.config._attn_implementation
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

@@ -1,17 +1,15 @@
 """Named modules in the attention layers of a model, where tools can read and change the maps of all heads."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..ops.dcmha.eager import AttentionMaps, dcmha_eager
-from .attention_interface import MAY_MAKE_MAPS, attention_function, chunked_mask
+from .attention_interface import attention_function
 from .composed_attention import ComposedAttention
-
-IMPLEMENTATION = "hooked"
-NAME = "map_hooks"
 
 
 class MapHooks(nn.Module):
@@ -26,15 +24,11 @@ class MapHooks(nn.Module):
         """Passes maps `[B, H, T, S]` through the module `name`, whose hooks may read or replace them."""
         return self.get_submodule(name)(maps)
 
-
-def hooked_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The reference implementation, whose maps pass through the hooks of `module`; see `attention_function`."""
-    return attention_function(partial(dcmha_eager, hook=module.get_submodule(NAME)))(module, *args, **kwargs)
-
-
-AttentionInterface.register(IMPLEMENTATION, hooked_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
-MAY_MAKE_MAPS.add(IMPLEMENTATION)
+    def attend(self, *args: Any, paged: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The reference implementation, whose maps pass through these hooks; arguments as in `attention_function`."""
+        if paged is not None:  # a serving engine's rows are then not read in place, where no maps would be made
+            paged = replace(paged, implementation="eager")
+        return attention_function(partial(dcmha_eager, hook=self))(*args, paged=paged, **kwargs)
 
 
 def add_map_hooks(model: PreTrainedModel) -> None:
@@ -42,8 +36,8 @@ def add_map_hooks(model: PreTrainedModel) -> None:
 
     It has the submodules `scores`, `composed_scores`, `probs` and `composed_probs`, whose outputs are these maps
     `[B, H, T, S]`. PyTorch's forward hooks, and tools that trace modules by name, read them there; the model goes on
-    with whatever a hook returns. It runs with the reference implementation until `remove_map_hooks`. Weights and their
-    names do not change.
+    with whatever a hook returns. These layers run with the reference implementation until `remove_map_hooks`, whatever
+    `attn_implementation` is. Weights and their names do not change.
 
     Raises:
         ValueError: the model has no composed attention layers, or has hooks already.
@@ -51,21 +45,17 @@ def add_map_hooks(model: PreTrainedModel) -> None:
     layers = _attention_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no composed attention layers to hook")
-    if any(hasattr(layer, NAME) for layer in layers):
+    if any(layer.map_hooks is not None for layer in layers):
         raise ValueError(f"{type(model).__name__} has map hooks already; remove_map_hooks takes them away")
     for layer in layers:
-        layer.add_module(NAME, MapHooks())
-        layer.without_hooks = model.config._attn_implementation
-    model.config._attn_implementation = IMPLEMENTATION
+        layer.map_hooks = MapHooks()
 
 
 def remove_map_hooks(model: PreTrainedModel) -> None:
     """Undoes `add_map_hooks`; a model without such hooks stays as it is."""
     for layer in _attention_layers(model):
-        if hasattr(layer, NAME):
-            model.config._attn_implementation = layer.without_hooks
-            delattr(layer, NAME)
-            del layer.without_hooks
+        del layer.map_hooks  # as a module; what follows is an attribute without one
+        layer.map_hooks = None
 
 
 def _attention_layers(model: nn.Module) -> list[Any]:

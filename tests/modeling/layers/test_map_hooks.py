@@ -4,6 +4,8 @@ import pytest
 import torch
 from cases.models import make_model
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import dynattn
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, compose
@@ -84,6 +86,43 @@ def test_a_head_without_probabilities_is_a_head_whose_output_is_not_projected() 
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[:, 16:24] = 0.0
     torch.testing.assert_close(patched, logits_with(model, {}), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["chunked", "eager"])
+def test_hooks_stay_when_the_implementation_changes(name: str) -> None:
+    model, seen = hooked_model(), []
+    model.model.layers[1].self_attn.map_hooks.probs.register_forward_hook(lambda *given: seen.append(given))
+    model.set_attn_implementation(name)
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    logits = model(IDS, attention_mask=mask).logits
+    assert len(seen) == 1
+    torch.testing.assert_close(logits, make_model().double()(IDS, attention_mask=mask).logits, rtol=0, atol=1e-12)
+    dynattn.remove_map_hooks(model)
+    assert model.config._attn_implementation == name
+
+
+@torch.no_grad()
+def test_hooks_on_the_encoder_alone_leave_the_decoder_as_it_is() -> None:
+    config = dynattn.DCBartConfig.from_size("tiny")
+    model = dynattn.DCBartForConditionalGeneration(config).double().eval()
+    expected = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    dynattn.add_map_hooks(model.get_encoder())
+    seen: list[object] = []
+    model.get_encoder().layers[0].self_attn.map_hooks.probs.register_forward_hook(lambda *given: seen.append(given))
+    logits = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    assert len(seen) == 1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+def test_hooks_see_what_continuous_batching_computes() -> None:
+    model, seen = make_model(), set()
+    dynattn.add_map_hooks(model)
+    model.model.layers[1].self_attn.map_hooks.probs.register_forward_hook(lambda *given: seen.add(given[2].shape[2:]))
+    settings = ContinuousBatchingConfig(page_size=8, num_blocks=16, max_batch_tokens=16)
+    model.generate_batch([[5, 6, 7]], GenerationConfig(max_new_tokens=3, eos_token_id=-1), settings)
+    assert {tuple(shape) for shape in seen} == {(3, 3), (1, 4), (1, 5)}
 
 
 def test_models_without_composed_attention_and_second_hooks_are_refused() -> None:
