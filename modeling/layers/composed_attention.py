@@ -29,17 +29,31 @@ def register_implementation(name: str, attend: Attention) -> None:
     """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
 
     Args:
+        name: one that is not registered, or that this function registered, whose implementation is then replaced.
         attend: takes the arguments of `dcmha_eager` but `hook`. Returns the output `[B, T, H, D]` and the composed
             probabilities `[B, H, T, S]`, or None instead of these.
 
     Raises:
-        ValueError: an implementation of this package has that name.
+        ValueError: the name is that of an implementation of this package or of Transformers, or one that Transformers
+            would read as more than a name.
+        TypeError: `attend` cannot be called.
     """
-    if name in (*REGISTERED, "eager", "sdpa"):
-        raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
+    check_new_implementation(name, attend)
     COMPOSING[name] = IMPLEMENTATIONS[name] = attend
     MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
+
+
+def check_new_implementation(name: str, attend: Attention) -> None:
+    """Raises what `register_implementation` says."""
+    if not callable(attend):
+        raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
+    if name in (*REGISTERED, "eager", "sdpa"):
+        raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
+    if not name or set(name) & set("|/:"):
+        raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
+    if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
+        raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
 
 
 def _register_with_transformers(name: str) -> None:
@@ -125,6 +139,9 @@ class ComposedAttention(nn.Module):
                 has one of its own.
             token_mask: `[B, T]`, False for padding, which CARoPE does not count as a step.
             kwargs: further arguments of the attention function, such as `first_keys` and `tables`.
+
+        Raises:
+            ValueError: `output_attentions` is among `kwargs`, and the implementation returned no maps.
         """
         factors = self.composition(hidden_states) if self.composition is not None else {}
         if key_value_states is not None:
@@ -149,6 +166,11 @@ class ComposedAttention(nn.Module):
             **stages,
             **kwargs,
         )
+        if weights is None and kwargs.get("output_attentions") and kwargs.get("paged") is None:
+            raise ValueError(
+                f"attn_implementation={implementation or self.config._attn_implementation!r} returned no attention "
+                "maps; leave output_attentions out, or use attn_implementation='eager'"
+            )
         if self.differential is not None:
             output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights

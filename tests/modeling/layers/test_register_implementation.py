@@ -1,5 +1,6 @@
 """An attention function of the user's own serves the op and the models as those of the package do."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,32 @@ def test_models_with_composition_take_it(calls: list[str]) -> None:
 def test_names_of_the_package_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is an implementation of dynattn"):
         dynattn.register_implementation(name, dcmha_eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is no name of an implementation"),
+        ("paged|mine", "give one without '|', '/' and ':'"),
+        ("mine/kernel", "is no name of an implementation"),
+        ("flash_attention_2", "'flash_attention_2' is an implementation of Transformers"),
+    ],
+)
+def test_names_that_mean_something_to_transformers_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dynattn.register_implementation(name, dcmha_eager)
+    assert name not in COMPOSING
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="the implementation 'mine' is a str; give a function"):
+        dynattn.register_implementation("mine", "dcmha_eager")  # type: ignore[arg-type]
+
+
+def test_maps_of_an_implementation_that_makes_none_are_refused(calls: list[str]) -> None:
+    model = make_model(attn_implementation="mine")
+    with pytest.raises(ValueError, match="attn_implementation='mine' returned no attention maps; leave"):
+        model(IDS, output_attentions=True)
 
 
 @torch.no_grad()
