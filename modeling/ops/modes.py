@@ -1,8 +1,8 @@
-"""The modes of PyTorch that an op has to handle by itself: autocast, function transforms, forward-mode derivatives."""
+"""Modes of PyTorch that an op has to handle by itself: autocast, transforms of functions, unusual derivatives."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., 
         return call
 
     return decorate
+
+
+def refuse_second_derivatives(ctx: Any, *grads: Any) -> NoReturn:
+    """The autograd formula of a custom backward pass, which has no derivatives; always raises NotImplementedError."""
+    raise NotImplementedError(
+        "chunked attention has no second derivatives; use implementation='eager' (attn_implementation='eager' in a "
+        "model), or torch.func"
+    )
 
 
 def _is_transformed() -> bool:

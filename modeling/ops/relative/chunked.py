@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masking import Structure, split_mask
-from ..modes import autocast, under_transforms
+from ..modes import autocast, refuse_second_derivatives, under_transforms
 from .chunk import Operands, query_chunks
 from .eager import relative_eager
 
@@ -198,6 +198,7 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(refuse_second_derivatives)
 
 
 def _heads_first(

@@ -73,6 +73,22 @@ def derivatives(function: Callable[[Tensor], Tensor], at: Tensor) -> list[Tensor
     ]
 
 
+@pytest.mark.parametrize("attend", [dcmha_attention, relative_attention])
+def test_second_derivatives_of_chunked_attention_are_refused(attend: Callable[..., Any]) -> None:
+    query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, requires_grad=True)
+
+    def gradient(implementation: str) -> Tensor:
+        (found,) = torch.autograd.grad(
+            attend(query, key, value, implementation=implementation)[0].square().sum(), query, create_graph=True
+        )
+        return found
+
+    torch.testing.assert_close(gradient("chunked"), gradient("eager"))
+    torch.autograd.grad(gradient("eager").square().sum(), query)
+    with pytest.raises(NotImplementedError, match="has no second derivatives; use implementation='eager'"):
+        torch.autograd.grad(gradient("chunked").square().sum(), query)
+
+
 @pytest.mark.parametrize("case", [Case(6, 6), Case(1, 6), Case(6, 9, tables=("bias",), offset=2)])
 def test_transforms_have_the_derivatives_of_the_reference(case: Case) -> None:
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import both, join_mask, split_mask, visible_keys, with_first_keys
-from ...modes import autocast, under_transforms
+from ...modes import autocast, refuse_second_derivatives, under_transforms
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
@@ -125,6 +125,7 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(refuse_second_derivatives)
 
 
 @under_transforms(dcmha_eager)

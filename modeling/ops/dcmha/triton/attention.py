@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...modes import autocast, under_transforms
+from ...modes import autocast, refuse_second_derivatives, under_transforms
 from ..chunked.attention import dcmha_chunked, mask_one_query
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -260,3 +260,4 @@ def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | N
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(refuse_second_derivatives)

@@ -254,6 +254,17 @@ def test_half_precision_is_as_exact_as_the_reference_is(dtype: torch.dtype) -> N
 
 @interpreted
 @pytest.mark.usefixtures("small", "family")
+def test_second_derivatives_are_refused() -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 16, requires_grad=True)
+    options = {"pre": None, "post": None, "scaling": 0.25, "attention_mask": None, "is_causal": True}
+    output, _ = dcmha_triton(query, key, value, **options, sliding_window=None)
+    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="has no second derivatives; use implementation='eager'"):
+        torch.autograd.grad(gradient.sum(), query)
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
 def test_float32_factors_serve_heads_in_half_precision() -> None:
     tensors, keywords = cast(*random_inputs(Case(9, 12)), torch.float32)
     heads = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors[:3]]
