@@ -91,6 +91,19 @@ class CausalLMHead:
             inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
         )
 
+    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As in Transformers, whose first pass reads all of `input_ids` `[1, T]`, also tokens that are cached already.
+
+        Raises:
+            ValueError: the cache holds tokens.
+        """
+        cache = kwargs.get("past_key_values")
+        if cache is not None and (held := int(cache.get_seq_length())):
+            raise ValueError(
+                f"past_key_values holds {held} tokens, and assisted decoding would append them again; start without it"
+            )
+        return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+
     @can_return_tuple
     def forward(
         self,

@@ -65,6 +65,15 @@ def test_speculation_generates_the_tokens_of_greedy_decoding(family: str, how: s
     assert torch.equal(model.generate(prompt, **greedy, **options), model.generate(prompt, **greedy))
 
 
+@torch.no_grad()
+def test_a_cache_that_holds_a_prefix_is_refused() -> None:
+    """Transformers would feed the prompt again, behind the prefix."""
+    model, prompt, cache = make("dcformer"), torch.randint(1, VOCAB, (1, 16)), DynamicCache()
+    model(prompt[:, :11], past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values holds 11 tokens, and assisted decoding would append them"):
+        model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
 def test_a_composed_draft_saves_passes(family: str) -> None:
     """Else all proposals would be refused, and the tokens would agree although cropped caches were never used."""
