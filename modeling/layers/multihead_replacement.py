@@ -87,7 +87,7 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
     """The modules to replace, by name; a module that the model holds under several names is listed under each.
 
     Raises:
-        ValueError: there are none, the model is itself one, or `names` has others.
+        ValueError: there are none, the model is itself one, or `names` has others, has none or is a string.
     """
     found = {
         name: module
@@ -105,7 +105,11 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
             f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), and none of "
             f"{known}"
         )
+    if isinstance(names, str):
+        raise ValueError(f"names is the string {names!r}; give a list of names, [{names!r}]")
     wanted = list(found) if names is None else list(names)
+    if not wanted:
+        raise ValueError(f"names is empty; leave it out for every attention, or choose from {list(found)}")
     if unknown := sorted(set(wanted) - found.keys()):
         raise ValueError(f"names has {unknown}, which are no attention that can be replaced; choose from {list(found)}")
     return {name: found[name] for name in wanted}

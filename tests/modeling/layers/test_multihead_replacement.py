@@ -274,6 +274,8 @@ def test_dropout_of_probabilities_is_switched_off_where_asked_for() -> None:
     ("options", "message"),
     [
         ({"names": ["encoder"]}, r"names has \['encoder'\].*choose from \['encoder.layers.0.self_attn'"),
+        ({"names": "encoder"}, r"names is the string 'encoder'; give a list of names, \['encoder'\]"),
+        ({"names": []}, r"names is empty; leave it out for every attention, or choose from \['encoder.layers.0"),
         ({"compose_init_scale": 1.0}, r"options \['compose_init_scale'\] would change what the modules compute"),
         ({"num_key_value_heads": 2}, r"options \['num_key_value_heads'\]"),
         ({"kdim": 2}, r"options \['kdim'\]"),
