@@ -27,6 +27,8 @@ class DifferentialHeads(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
+        if not isinstance(layer_idx, int) or layer_idx < 0:
+            raise ValueError(f"layer_idx is {layer_idx!r}; it must be the number of the layer, an integer from 0")
         self.num_heads: int = config.num_attention_heads
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)  # layers count from 0 here, from 1 in the paper
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (

@@ -157,9 +157,9 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         self._check_inputs(query, key, value)
         is_batched = query.dim() == 3
         query, key, value = self._to_batch_first(query, key, value)
+        check_masks(query, key, self.num_heads, attn_mask, key_padding_mask, is_batched)
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask[None]
-        check_masks(query, key, self.num_heads, attn_mask, key_padding_mask)
         output, probs = self._attend(query, key, value, attn_mask, key_padding_mask, need_weights, is_causal)
         if probs is not None and average_attn_weights:
             probs = probs.mean(dim=1)

@@ -27,17 +27,22 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
 
 
 def check_masks(
-    query: Tensor, key: Tensor, num_heads: int, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    num_heads: int,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_batched: bool,
 ) -> None:
     """Raises ValueError unless the masks fit query `[B, T, E]` and key `[B, S, kdim]`.
 
     Args:
         attn_mask: `[T, S]` or `[B * H, T, S]`.
-        key_padding_mask: `[B, S]`.
+        key_padding_mask: `[B, S]`, or `[S]` if the inputs came without a batch.
     """
     (batch, queries), keys = query.shape[:2], key.shape[1]
     _check_mask("attn_mask", attn_mask, (queries, keys), (batch * num_heads, queries, keys))
-    _check_mask("key_padding_mask", key_padding_mask, (batch, keys))
+    _check_mask("key_padding_mask", key_padding_mask, (batch, keys) if is_batched else (keys,))
 
 
 def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:

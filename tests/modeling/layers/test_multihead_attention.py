@@ -512,6 +512,8 @@ def test_copies_compiled_modules_and_autocast_work() -> None:
         ({"compose_groups": 4}, r"compose_groups \(4\) must divide"),
         ({"differential_heads": True, "compose_post": False}, "differential_heads subtracts probabilities"),
         ({"differential_heads": True, "num_key_value_heads": 3}, r"num_key_value_heads \(3\) must be even"),
+        ({"differential_heads": True, "layer_idx": -5}, "layer_idx is -5; it must be the number of the layer, an int"),
+        ({"differential_heads": True, "layer_idx": 0.5}, r"layer_idx is 0\.5"),
         ({"compose_act": "gelo"}, "compose_act 'gelo' does not exist; choose from"),
         ({"implementation": "sdpa"}, "cannot compose heads"),
         ({"implementation": "flash"}, "cannot compose heads"),
@@ -558,6 +560,8 @@ def test_dropout_that_is_switched_on_later_is_refused() -> None:
             {"key_padding_mask": torch.zeros(T, B)},
             r"mask is \(7, 3\); it must be \(3, 7\)",
         ),
+        (((T, E),) * 3, {"key_padding_mask": torch.zeros(5)}, r"mask is \(5,\); it must be \(7,\)"),
+        (((T, E),) * 3, {"key_padding_mask": torch.zeros(1, T)}, r"mask is \(1, 7\); it must be \(7,\)"),
     ],
     ids=str,
 )
