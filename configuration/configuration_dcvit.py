@@ -41,7 +41,8 @@ class DCViTConfig(CompositionConfig):
         hidden_dropout, drop_path_rate (`float`, default to 0.0): dropout of embeddings and of what attention and MLP
             add; probability that an example skips such an addition in training (stochastic depth).
         initializer_range (`float`, *optional*): standard deviation of truncated normal weights, as in ViT;
-            by default weights are drawn as the authors draw them, and the classifier starts at zero.
+            by default weights are drawn as the authors draw them, the class token and the classifier start at zero, and
+            registers and the distillation token with a deviation of 0.02.
 
     ```python
     >>> from dynattn import DCViTConfig, DCViTForImageClassification

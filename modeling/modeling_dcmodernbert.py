@@ -62,10 +62,9 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draws truncated normal weights, as in ModernBERT."""
         super()._init_weights(module)
-        if isinstance(module, nn.Linear | nn.Embedding):
-            std = self._initial_std(module)
+        if isinstance(module, nn.Linear | nn.Embedding) and (std := self._initial_std(module)):
             cut = self.config.initializer_cutoff_factor * std
-            init.trunc_normal_(module.weight, std=std, a=-cut, b=cut) if std else init.zeros_(module.weight)
+            init.trunc_normal_(module.weight, std=std, a=-cut, b=cut)
 
     def _initial_std(self, module: nn.Module) -> float:
         """Standard deviation of initial weights: smaller in heads and in projections onto the residual stream."""

@@ -23,6 +23,8 @@ from .layers.mlp import MLP, GatedMLP
 MLP_TYPES = {"mlp": MLP, "swiglu": GatedMLP}
 # Standard deviation of the standard normal distribution truncated to [-2, 2].
 CUT_NORMAL_STD = 0.87962566103423978
+# Registers that were all zero would get equal gradients and stay equal, since nothing else tells them apart.
+TOKEN_STD = 0.02
 
 
 class DCViTLayer(GradientCheckpointingLayer):
@@ -68,13 +70,14 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draws initial weights as the authors do, or truncated normal ones if `initializer_range` is set.
 
-        The authors draw the biases of MLPs with a standard deviation of 1e-6; here they start at zero.
+        The authors draw the biases of MLPs with a standard deviation of 1e-6; here they start at zero. They have no
+        registers and no distillation token, which are drawn with `TOKEN_STD`.
         """
         super()._init_weights(module)
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Conv2d):
             if std is not None:
-                init.trunc_normal_(module.weight, std=std) if std else init.zeros_(module.weight)
+                draw_cut_normal(module.weight, std)
             elif isinstance(module, nn.Conv2d) or module is getattr(self, "pre_logits", None):
                 init_by_fan_in(module)
             elif module is getattr(self, "classifier", None):
@@ -91,15 +94,15 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
                     init.constant_(scale, float(self.config.layer_scale_init or 0))
 
     def _init_tokens(self, module: ImageEmbeddings, std: float | None) -> None:
-        """Draws prefix tokens and learned positions; without `std`, tokens start at zero."""
-        for token in (module.class_token, module.distillation_token, module.register_tokens):
+        """Draws prefix tokens and learned positions; without `std`, the class token starts at zero, and only it."""
+        own = ((module.class_token, 0.0), (module.distillation_token, TOKEN_STD), (module.register_tokens, TOKEN_STD))
+        for token, default in own:
             if token is not None:
-                init.trunc_normal_(token, std=std) if std else init.zeros_(token)
-        if module.position_embeddings is not None:
-            positions = module.position_embeddings
-            init.trunc_normal_(positions, std=std) if std else init.normal_(
-                positions, std=self.config.hidden_size**-0.5
-            )
+                draw_cut_normal(token, default if std is None else std)
+        positions = module.position_embeddings
+        if positions is not None:
+            default = self.config.hidden_size**-0.5
+            init.normal_(positions, std=default) if std is None else draw_cut_normal(positions, std)
 
 
 class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
@@ -201,6 +204,11 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def draw_cut_normal(parameter: Tensor, std: float) -> None:
+    """Draws from a normal distribution truncated to [-2, 2]; a standard deviation of 0 makes zeros."""
+    init.trunc_normal_(parameter, std=std) if std else init.zeros_(parameter)
 
 
 def init_by_fan_in(module: nn.Linear | nn.Conv2d) -> None:

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -17,6 +20,13 @@ class FamilyPreTrainedModel(PreTrainedModel):
     # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
     # convolutions need all keys that a query sees on one device.
     _supports_context_parallel = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in Transformers, which would take an `initializer_range` of 0 for none and draw with 0.02."""
+        super()._init_weights(module)
+        if self.config.initializer_range == 0 and isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
+            init.zeros_(module.weight)
 
     # The override is ignored because type checkers see Transformers' wrapped method as a plain function.
     def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]

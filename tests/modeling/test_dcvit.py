@@ -1,6 +1,7 @@
 """DCViT: the same answers in every way of asking, initial weights as the authors draw them, clear errors."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,29 @@ def test_initial_weights_are_those_of_the_authors() -> None:
         assert weights[name].std() == pytest.approx(fan_in**-0.5, rel=0.02)  # LeCun, normal
         assert weights[name].abs().max() <= 2 / 0.8796 * fan_in**-0.5  # and cut off
     assert weights["model.layers.0.self_attn.composition.static_weight"].std() == pytest.approx(0.1 * 6**-0.5, rel=0.3)
+
+
+def test_tokens_without_positions_differ_from_the_start(tmp_path: Path) -> None:
+    """Tokens that start equal and have no positions get equal gradients, and stay equal."""
+    fields = {"use_class_token": True, "use_distillation_token": True, "num_register_tokens": 3}
+    DCViTModel(DCViTConfig.from_size("tiny", num_hidden_layers=1)).save_pretrained(tmp_path)
+    loaded = DCViTForImageClassification.from_pretrained(tmp_path, num_labels=3, **fields)
+    new = DCViTForImageClassification(DCViTConfig.from_size("tiny", num_hidden_layers=1, num_labels=3, **fields))
+    for model in (new, loaded):
+        embeddings = model.model.embeddings
+        assert not embeddings.class_token.any()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(images(2, 3, 16, 16).float(), labels=torch.tensor([0, 2])).loss.backward()
+        optimizer.step()
+        tokens = torch.cat([embeddings.class_token, embeddings.distillation_token, embeddings.register_tokens], dim=1)
+        assert tokens[0].unique(dim=0).shape[0] == 5
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_an_initializer_range_of_zero_makes_zeros(tokens: str) -> None:
+    model = make_model(**TOKENS[tokens], initializer_range=0.0)
+    assert not any(parameter.any() for parameter in model.model.embeddings.parameters())
+    assert not model.classifier.weight.any()
 
 
 def test_a_classifier_is_added_to_a_model_without_one(tmp_path: Any) -> None:

@@ -1,0 +1,17 @@
+"""What the models of all families share: an `initializer_range` that is taken as it is."""
+
+import pytest
+from torch import nn
+
+import dynattn
+
+FAMILIES = ["DCFormer", "DCPythia", "RCMHA", "DCViT", "DCModernBert", "DCBart", "RCMHASeq2Seq"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_initializer_range_of_zero_makes_zeros(family: str) -> None:
+    """Transformers would take 0 for no value, and draw with a standard deviation of 0.02."""
+    config = getattr(dynattn, f"{family}Config").from_size("tiny", initializer_range=0.0)
+    model = getattr(dynattn, f"{family}Model")(config)
+    drawn = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding)]
+    assert drawn and not any(module.weight.any() for module in drawn)
