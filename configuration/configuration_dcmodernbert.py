@@ -30,8 +30,8 @@ class DCModernBertConfig(CompositionConfig):
             and the masked language modeling head; only the last has one by default.
         embedding_dropout, mlp_dropout, classifier_dropout (`float`, default to 0.0): dropout of embeddings, of the
             MLP's activations, and of what classifiers read.
-        classifier_pooling (`str`, defaults to `"cls"`): whether sequence classification reads the first token, or the
-            `"mean"` of the real tokens.
+        classifier_pooling (`str`, defaults to `"cls"`): whether sequence classification reads the first real token, or
+            the `"mean"` of all real tokens.
         initializer_cutoff_factor (`float`, defaults to 2.0): initial weights come from a normal distribution truncated
             at this number of standard deviations.
 

@@ -13,6 +13,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcvit import DCViTConfig
+from .common.classification import check_class_labels, mean_of_tokens
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import EncoderLayers
 from .layers.composed_attention import ComposedAttention
@@ -132,7 +133,7 @@ class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
 
         Args:
             pixel_values: images `[B, C, h, w]`, as the image processor makes them.
-            attention_mask: `[B, T]`, 1 for visible tokens, prefix tokens included.
+            attention_mask: `[B, T]`, 1 for visible tokens, prefix tokens included; a mean leaves hidden patches out.
             interpolate_pos_encoding: whether learned positions are interpolated for images of another size; by default
                 as configured.
 
@@ -141,15 +142,16 @@ class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
         """
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
         hidden_states = self.norm(self.run_layers(hidden_states, attention_mask, **kwargs))
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self._pool(hidden_states))
+        pooled = self._pool(hidden_states, attention_mask)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    def _pool(self, hidden_states: Tensor) -> Tensor:
-        """The class token, the mean over patches, or both side by side, of hidden states `[B, T, E]`."""
+    def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The class token, the mean over visible patches, or both side by side, of hidden states `[B, T, E]`."""
         parts = []
         if self.config.classifier_pooling != "mean":
             parts.append(hidden_states[:, 0])
         if self.config.classifier_pooling != "cls":
-            parts.append(hidden_states[:, self.config.num_prefix_tokens :].mean(dim=1))
+            parts.append(mean_of_tokens(hidden_states, attention_mask, self.config.num_prefix_tokens))
         return torch.cat(parts, dim=-1)
 
 
@@ -196,10 +198,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         logits = self.classifier(pooled)
         loss = None
         if labels is not None:
-            if tuple(labels.shape) not in ((len(logits),), tuple(logits.shape)):
-                raise ValueError(
-                    f"labels of shape {tuple(labels.shape)} do not fit {len(logits)} images; give one class for each"
-                )
+            check_class_labels(labels, logits, self.config)
             loss = self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from ..ops.chunked_loss import IGNORED
+from .classification import check_class_labels, first_token, mean_of_tokens
 
 
 class PredictionHead(nn.Module):
@@ -109,7 +110,7 @@ class MaskedLMHead(EncoderHead):
 
 
 class PooledClassificationHead(EncoderHead):
-    """A classifier of whole sequences, which reads the first token or the mean of the real tokens."""
+    """A classifier of whole sequences, which reads the first real token or the mean of all real tokens."""
 
     @can_return_tuple
     def forward(
@@ -126,22 +127,22 @@ class PooledClassificationHead(EncoderHead):
         Args:
             labels: `[B]`, or `[B, C]` if the configuration's `problem_type` is multi-label (or regression of several
                 values).
+
+        Raises:
+            ValueError: labels do not fit, or the mean is to be taken and the mask does not tell the real tokens.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits = self.classify(self._pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
+            check_class_labels(labels, logits, self.config)
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
     def _pool(self, hidden_states: Tensor, attention_mask: Any) -> Tensor:
-        """The first token's hidden state, or the mean over real tokens: `[B, E]` from hidden states `[B, T, E]`."""
-        if self.config.classifier_pooling == "cls":
-            return hidden_states[:, 0]
-        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-            return hidden_states.mean(dim=1)
-        weights = attention_mask.to(hidden_states.dtype)[..., None]
-        return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1)
+        """The first real token's hidden state, or the mean of all: `[B, E]` from hidden states `[B, T, E]`."""
+        pool = first_token if self.config.classifier_pooling == "cls" else mean_of_tokens
+        return pool(hidden_states, attention_mask)
 
 
 class EncoderTokenClassificationHead(EncoderHead):
@@ -174,6 +175,16 @@ class EncoderTokenClassificationHead(EncoderHead):
 class QuestionAnsweringHead(EncoderHead):
     """Scores of every token for being the first and the last one of an answer."""
 
+    def make_output(self, config: Any) -> None:
+        """Makes the classifier, whose two classes are starts and ends.
+
+        Raises:
+            ValueError: the configuration has another number of labels.
+        """
+        if config.num_labels != 2:
+            raise ValueError(f"num_labels ({config.num_labels}) must be 2, for starts and ends; pass num_labels=2")
+        super().make_output(config)
+
     @can_return_tuple
     def forward(
         self,
@@ -188,7 +199,13 @@ class QuestionAnsweringHead(EncoderHead):
         """Returns the scores `[B, T]` of starts and of ends and, with both positions `[B]`, the loss.
 
         Other arguments are those of the base model.
+
+        Raises:
+            ValueError: only one of the two positions is given.
         """
+        if (start_positions is None) != (end_positions is None):
+            missing = "start_positions" if start_positions is None else "end_positions"
+            raise ValueError(f"{missing} is None, but the loss needs starts and ends; give both, or neither")
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         start, end = self.classify(outputs.last_hidden_state).unbind(dim=-1)
         loss = None

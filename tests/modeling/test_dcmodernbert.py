@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import dynattn
-from dynattn import DCModernBertConfig, DCModernBertForMaskedLM, DCModernBertForTokenClassification, DCModernBertModel
+from dynattn import (
+    DCModernBertConfig,
+    DCModernBertForMaskedLM,
+    DCModernBertForQuestionAnswering,
+    DCModernBertForSequenceClassification,
+    DCModernBertForTokenClassification,
+    DCModernBertModel,
+)
 from dynattn.scripts.convert.common.weight_map import plan_import
 from dynattn.scripts.convert.upcycle.parents.modernbert import MODERNBERT
 
@@ -195,6 +202,26 @@ def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
 def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises((StrictDataclassError, ValueError), match=message):
         DCModernBertConfig(**{**SHAPE, **fields})
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@torch.no_grad()
+def test_classes_of_a_text_do_not_depend_on_padding(pooling: str) -> None:
+    config = DCModernBertConfig(**{**SHAPE, **STRONG}, classifier_pooling=pooling)
+    model, (ids, _) = DCModernBertForSequenceClassification(config).double().eval(), inputs(None)
+    expected, mask = model(ids).logits, torch.ones_like(ids)
+    for sides in ((PADS, 0), (0, PADS)):
+        padded = torch.nn.functional.pad(ids, sides), torch.nn.functional.pad(mask, sides)
+        # Rotary angles are in float32, and shifted tokens have other ones.
+        torch.testing.assert_close(model(*padded).logits, expected, atol=1e-6, rtol=0)
+
+
+def test_questions_are_answered_by_starts_and_ends() -> None:
+    with pytest.raises(ValueError, match=r"num_labels \(3\) must be 2, for starts and ends; pass num_labels=2"):
+        DCModernBertForQuestionAnswering(DCModernBertConfig(**{**SHAPE, "num_labels": 3}))
+    model, (ids, _) = DCModernBertForQuestionAnswering(DCModernBertConfig(**SHAPE)), inputs(None)
+    with pytest.raises(ValueError, match="end_positions is None, but the loss needs starts and ends"):
+        model(ids, start_positions=torch.tensor([1, 2]))
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

@@ -59,10 +59,11 @@ def test_rows_and_columns_are_not_exchanged() -> None:
     assert (model(pixels).logits - model(pixels.mT).logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean", "cls_mean"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
-def test_a_hidden_token_is_as_if_it_had_other_pixels(implementation: str) -> None:
-    model = make_model(implementation, use_class_token=True, classifier_pooling="cls")
+def test_a_hidden_token_is_as_if_it_had_other_pixels(implementation: str, pooling: str) -> None:
+    model = make_model(implementation, use_class_token=True, classifier_pooling=pooling)
     pixels, mask = images(2, 3, 16, 16), torch.ones(2, 17, dtype=torch.long)
     mask[1, -1] = 0
     changed = pixels.clone()
@@ -190,7 +191,7 @@ def test_other_inputs_that_do_not_fit_are_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=r"pixel_values are torch\.uint8; run the image processor first"):
         model(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"labels of shape \(3,\) do not fit 2 images"):
+    with pytest.raises(ValueError, match=r"labels of shape \(3,\) do not fit single_label_classification of 2 rows"):
         model(images(2, 3, 16, 16), labels=torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):
         model(images(2, 3, 16, 16), attention_mask=torch.tensor([[1] * 16, [0] * 16]))

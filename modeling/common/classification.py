@@ -1,0 +1,83 @@
+"""What classifiers of whole texts and of images share: pooling over the tokens, and checks of labels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils.import_utils import is_tracing
+
+from ..ops.chunked_loss import IGNORED
+from .decoder_inputs import is_complete_mask
+
+
+def first_token(hidden_states: Tensor, attention_mask: Any) -> Tensor:
+    """The hidden state `[B, E]` of each row's first token, from hidden states `[B, T, E]`.
+
+    A mask `[B, T]` says where padding ends, which may stand on the left. Other masks do not tell padding from tokens.
+    """
+    if attention_mask is None or is_complete_mask(attention_mask):
+        return hidden_states[:, 0]
+    first = attention_mask.bool().int().argmax(dim=1)
+    return hidden_states[torch.arange(len(first), device=first.device), first]
+
+
+def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) -> Tensor:
+    """The mean `[B, E]` over the tokens that a mask `[B, T]` shows, or all without one, of hidden states `[B, T, E]`.
+
+    Args:
+        prefix: number of tokens at the start that do not count.
+
+    Raises:
+        ValueError: the mask has an entry for each pair of tokens, and so does not tell padding from tokens.
+    """
+    hidden_states = hidden_states[:, prefix:]
+    if attention_mask is None:
+        return hidden_states.mean(dim=1)
+    if is_complete_mask(attention_mask):
+        raise ValueError(
+            "classifier_pooling='mean' needs a mask [B, T] to know the real tokens; give one, or use 'cls'"
+        )
+    shown = attention_mask[:, prefix:, None].bool()
+    # In at least float32, because a sum over thousands of tokens overflows float16.
+    wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    return (wide.masked_fill(~shown, 0).sum(dim=1) / shown.sum(dim=1)).to(hidden_states.dtype)
+
+
+def check_class_labels(labels: Tensor, logits: Tensor, config: PreTrainedConfig) -> None:
+    """Raises ValueError unless labels fit logits `[B, C]` and the kind of problem for which there is a loss.
+
+    Classes, and values of a regression with a single output, are `[B]` or `[B, 1]`; all else is `[B, C]`. The range of
+    classes is checked on a CPU only, because reading them from another device would make every step wait for it.
+    """
+    kind, (rows, count) = problem_type_of(labels, config), logits.shape
+    is_single = kind == "single_label_classification"
+    shapes = ((rows,), (rows, 1)) if is_single or (kind == "regression" and count == 1) else ((rows, count),)
+    if tuple(labels.shape) not in shapes:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit {kind} of {rows} rows with num_labels ({count}); give "
+            f"{' or '.join(map(str, shapes))}, or set problem_type"
+        )
+    if is_single:
+        _check_range(labels, count)
+
+
+def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:
+    """The configuration's `problem_type`; if it has none, the one that Transformers' loss reads from the labels."""
+    if config.problem_type is not None:
+        return config.problem_type
+    if config.num_labels == 1:
+        return "regression"
+    return "single_label_classification" if labels.dtype in (torch.long, torch.int) else "multi_label_classification"
+
+
+def _check_range(labels: Tensor, count: int) -> None:
+    """Raises ValueError if classes on a CPU are not among `count`; -100 stands for none."""
+    if labels.device.type != "cpu" or is_tracing(labels):
+        return
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= count))]
+    if len(wrong):
+        raise ValueError(
+            f"labels hold the class {int(wrong[0])}, but must be at least 0 and smaller than num_labels ({count}), or "
+            f"{IGNORED} where none counts; make a model with more labels, or number the classes from 0"
+        )

@@ -1,0 +1,88 @@
+"""What classifiers of texts and images share: pooling in half precision, and labels that fit or are refused."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+from dynattn.modeling.common.classification import check_class_labels, first_token, mean_of_tokens
+
+ROWS = 4
+
+
+def test_a_mean_over_many_tokens_in_float16_is_finite() -> None:
+    hidden, mask = torch.full((1, 8192, 2), 9.0, dtype=torch.float16), torch.ones(1, 8192, dtype=torch.long)
+    mean = mean_of_tokens(hidden, mask)
+    assert mean.dtype == torch.float16 and (mean == 9).all()
+
+
+def test_only_shown_tokens_count() -> None:
+    hidden, mask = torch.arange(10.0).reshape(2, 5, 1), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 1, 0]])
+    assert mean_of_tokens(hidden, mask).tolist() == [[3.0], [pytest.approx(19 / 3)]]
+    assert mean_of_tokens(hidden, mask, prefix=1).tolist() == [[3.0], [7.0]]
+    assert first_token(hidden, mask).tolist() == [[2.0], [5.0]]
+    assert first_token(hidden, None).tolist() == [[0.0], [5.0]]
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, 5, 5), {"full_attention": None}], ids=["4-D", "prepared"])
+def test_a_mean_needs_to_know_the_real_tokens(mask: Any) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("needs a mask [B, T] to know the real tokens; give one, or use 'cls'")
+    ):
+        mean_of_tokens(torch.zeros(2, 5, 3), mask)
+
+
+def problem(kind: str | None, count: int) -> tuple[Any, Tensor]:
+    """What the check reads of a configuration, and logits `[ROWS, count]`."""
+    return SimpleNamespace(problem_type=kind, num_labels=count), torch.randn(ROWS, count)
+
+
+CLASSES = torch.tensor([0, 2, 1, -100])
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "labels"),
+    [
+        (None, 3, CLASSES),
+        (None, 3, CLASSES[:, None]),
+        (None, 3, torch.rand(ROWS, 3)),
+        (None, 1, torch.rand(ROWS)),
+        ("single_label_classification", 3, CLASSES),
+        ("single_label_classification", 1, torch.zeros(ROWS, dtype=torch.long)),
+        ("multi_label_classification", 3, torch.rand(ROWS, 3)),
+        ("regression", 1, torch.rand(ROWS, 1)),
+        ("regression", 2, torch.rand(ROWS, 2)),
+    ],
+)
+def test_labels_that_the_loss_takes_are_accepted(kind: str | None, count: int, labels: Tensor) -> None:
+    config, logits = problem(kind, count)
+    check_class_labels(labels, logits, config)
+    assert ForSequenceClassificationLoss(labels, logits, config).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "labels", "message"),
+    [
+        (None, 3, CLASSES[:3], "labels of shape (3,) do not fit single_label_classification of 4 rows"),
+        (None, 3, torch.rand(ROWS), "with num_labels (3); give (4, 3), or set problem_type"),
+        ("regression", 2, torch.rand(ROWS, 1), "labels of shape (4, 1) do not fit regression of 4 rows"),
+        ("regression", 4, torch.rand(ROWS), "give (4, 4), or set problem_type"),
+        ("multi_label_classification", 1, torch.rand(ROWS), "give (4, 1), or set problem_type"),
+        (
+            "single_label_classification",
+            2,
+            torch.tensor([0, 1, 7, 1]),
+            "labels hold the class 7, but must be at least 0",
+        ),
+        (None, 2, torch.tensor([0, 1, -1, 1]), "labels hold the class -1"),
+    ],
+    ids=str,
+)
+def test_labels_that_do_not_fit_are_refused(kind: str | None, count: int, labels: Tensor, message: str) -> None:
+    config, logits = problem(kind, count)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_class_labels(labels, logits, config)
