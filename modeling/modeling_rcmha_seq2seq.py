@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_padding_token
+from .common.packed_documents import packed_starts
 from .common.relative_model import RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
@@ -122,11 +124,24 @@ class RCMHASeq2SeqEncoder(SourceEncoderBody, RCMHASeq2SeqStack):
     def __init__(self, config: RCMHASeq2SeqConfig) -> None:
         super().__init__(config, [RCMHASeq2SeqEncoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
 
-    def run_layers(self, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base, for hidden states `[B, S, E]`; also tells the convolutions which tokens are padding."""
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        rotations: dict[str, tuple[Tensor, Tensor]] | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As the base, for hidden states `[B, S, E]`; also tells the convolutions which tokens are padding.
+
+        Raises:
+            ValueError: as the base; or positions mark packed documents, across which convolutions would read.
+        """
+        if self.config.convolves and attention_mask is None and position_ids is not None:
+            refuse_packed_documents(position_ids)
         length = hidden_states.shape[1]
         segment = Segment(length, token_mask=source_tokens(self.config, attention_mask, length))
-        return super().run_layers(hidden_states, attention_mask, *args, segment=segment, **kwargs)
+        return super().run_layers(hidden_states, attention_mask, rotations, position_ids, segment=segment, **kwargs)
 
 
 class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
@@ -193,6 +208,16 @@ def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int |
     length = attention_mask.shape[-1] if length is None else length
     mask = attention_mask if attention_mask.ndim == 4 else None
     return find_tokens(attention_mask, mask, length, length, None)
+
+
+def refuse_packed_documents(position_ids: Tensor) -> None:
+    """Raises ValueError if positions `[.., S]` restart; values cannot be read while tracing."""
+    starts = None if is_tracing(position_ids) else packed_starts(position_ids, position_ids.shape)
+    if starts is not None:
+        raise ValueError(
+            f"position_ids restart at token {int(starts.max())}, where convolutions would read across documents; give "
+            "one document per row, or an attention_type without convolutions"
+        )
 
 
 def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:

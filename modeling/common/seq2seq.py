@@ -14,11 +14,13 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.utils import can_return_tuple
+from transformers.utils.import_utils import is_tracing
 
 from ..ops.chunked_loss import IGNORED
+from .decoder_inputs import is_complete_mask
 from .encoder import EncoderBody
-from .heads import check_labels
-from .seq2seq_decoder import check_positions
+from .encoder_heads import check_token_labels
+from .seq2seq_decoder import check_positions, refuse_positions
 
 
 class SourceEncoderBody(EncoderBody):
@@ -28,9 +30,12 @@ class SourceEncoderBody(EncoderBody):
 
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
         """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
-        check_positions(inputs_embeds.shape[1], 0, self.config.max_position_embeddings, "source")
+        limit = self.config.max_position_embeddings
+        check_positions(inputs_embeds.shape[1], limit, "source")
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        else:
+            check_position_range(position_ids, limit)
         return self.add_positions(inputs_embeds, position_ids)
 
 
@@ -91,6 +96,13 @@ class Seq2SeqBody:
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError("give decoder_input_ids or decoder_inputs_embeds; or labels, which a head shifts")
+        refuse_positions(kwargs)
+        if is_complete_mask(attention_mask):
+            given = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "by layer type"
+            raise ValueError(
+                f"an attention_mask {given} cannot serve both the encoder and cross-attention, which have other "
+                "queries; give one of shape [batch, source length]"
+            )
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -190,7 +202,7 @@ class Seq2SeqLMHead:
             logits = logits + self.final_logits_bias
         loss = None
         if labels is not None:
-            check_labels(labels, outputs.last_hidden_state)
+            check_token_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return Seq2SeqLMOutput(loss=loss, logits=logits, **{key: outputs[key] for key in list(outputs)[1:]})
 
@@ -206,6 +218,18 @@ class Seq2SeqLMHead:
             added = bias.new_zeros(1, max(tokens - bias.shape[1], 0))
             self.final_logits_bias = torch.cat([bias[:, :tokens], added], dim=1)
         return embeddings
+
+
+def check_position_range(position_ids: Tensor, limit: int) -> None:
+    """Raises ValueError if positions `[.., S]` are not among the first `limit`; values cannot be read while tracing."""
+    if is_tracing(position_ids):
+        return
+    least, largest = (int(end) for end in position_ids.aminmax())
+    if least < 0 or largest >= limit:
+        raise ValueError(
+            f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
+            f"max_position_embeddings ({limit}); count from 0, or make a model with more"
+        )
 
 
 @torch.no_grad()

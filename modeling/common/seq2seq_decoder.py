@@ -10,9 +10,11 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.composed_cache import QUANTIZED_LAYERS
+from ..caches.key_places import key_count
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_tokens
 
@@ -57,13 +59,15 @@ class Seq2SeqDecoderBody:
         Raises:
             ValueError: the arguments do not fit each other or the model.
         """
+        refuse_positions(kwargs)
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._cache(past_key_values, use_cache)
-        check_source(encoder_hidden_states, inputs_embeds)
+        check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         check_attention_mask(attention_mask, inputs_embeds, cache)
-        check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache)  # type: ignore[arg-type]
+        check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]
+        check_target_positions(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
         past_tokens = 0 if cache is None else cache.get_seq_length()
         hidden_states = self.embed(inputs_embeds, past_tokens)
         masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
@@ -86,9 +90,8 @@ class Seq2SeqDecoderBody:
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
         """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
-        length = inputs_embeds.shape[1]
-        check_positions(length, past_tokens, self.config.max_position_embeddings, "target")
-        return self.add_positions(inputs_embeds, torch.arange(length, device=inputs_embeds.device)[None] + past_tokens)
+        indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        return self.add_positions(inputs_embeds, indices + past_tokens)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
@@ -151,14 +154,28 @@ class Seq2SeqDecoderBody:
         return cache
 
 
-def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor) -> None:
-    """Raises ValueError unless the encoder's output `[B, S, E]` has the batch of the decoder's inputs `[B, T, E]`."""
+def refuse_positions(arguments: dict[str, Any]) -> None:
+    """Raises ValueError if positions are among the arguments of an encoder-decoder or its decoder.
+
+    The encoder by itself takes them. But cross-attention cannot tell which document of a packed source is a target's.
+    """
+    for name in ("position_ids", "decoder_position_ids"):
+        if (positions := arguments.get(name)) is not None:
+            raise ValueError(
+                f"{name} of shape {tuple(positions.shape)} are given, but an encoder-decoder counts positions itself, "
+                "and a target reads its whole source; leave them out, and give one document per row"
+            )
+
+
+def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor, width: int) -> None:
+    """Raises ValueError unless the encoder's output is `[B, S, width]` for the decoder's inputs `[B, T, E]`."""
     if encoder_hidden_states is None:
         raise ValueError("encoder_hidden_states is None; the decoder needs the encoder's output [batch, length, width]")
-    if encoder_hidden_states.ndim != 3 or encoder_hidden_states.shape[0] != inputs_embeds.shape[0]:
+    shape, rows = tuple(encoder_hidden_states.shape), inputs_embeds.shape[0]
+    if len(shape) != 3 or shape[0] != rows or shape[2] != width:
         raise ValueError(
-            f"encoder output of shape {tuple(encoder_hidden_states.shape)} does not fit a target batch of "
-            f"{inputs_embeds.shape[0]} rows; give [batch, length, width] with one row for each target"
+            f"encoder output of shape {shape} does not fit a target batch of {rows} rows and hidden_size ({width}); "
+            "give [batch, length, hidden_size] with one row for each target"
         )
 
 
@@ -172,17 +189,24 @@ def check_cross_attention_cache(cache: Cache) -> None:
             )
 
 
-def check_positions(length: int, past_tokens: int | Tensor, limit: int, what: str) -> None:
-    """Raises ValueError if `length` tokens after `past_tokens` need more than `limit` positions.
+def check_target_positions(cache: EncoderDecoderCache | None, length: int, limit: int) -> None:
+    """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions.
 
-    A static cache counts on the device: `past_tokens` is then a tensor, and is not read, since that would make every
-    decoding step wait for the device.
-
-    Args:
-        what: the name of the sequence in the message.
+    A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
+    read only if the cache has room beyond the positions, and never while tracing.
     """
-    if not isinstance(past_tokens, Tensor) and past_tokens + length > limit:
+    past_tokens: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and isinstance(past_tokens, Tensor):
+        if key_count(cache.self_attention_cache, 0, length) <= limit or is_tracing(past_tokens):
+            return
+        past_tokens = int(past_tokens)
+    check_positions(past_tokens + length, limit, "target")  # type: ignore[arg-type]
+
+
+def check_positions(tokens: int, limit: int, what: str) -> None:
+    """Raises ValueError if a sequence, which the message calls `what`, has more `tokens` than `limit` positions."""
+    if tokens > limit:
         raise ValueError(
-            f"the {what} has {past_tokens + length} tokens, but there are max_position_embeddings ({limit}) positions; "
-            "shorten it, or make a model with more"
+            f"the {what} has {tokens} tokens, but there are max_position_embeddings ({limit}) positions; shorten it, "
+            "or make a model with more"
         )

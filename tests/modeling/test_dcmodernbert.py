@@ -231,6 +231,10 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     mask[1] = 0
     with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):
         model(ids, attention_mask=mask)
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 44\) does not fit 2 rows of 40 tokens; give one value for each token"
+    ):
+        model(ids, attention_mask=torch.ones(2, T + 4))
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
 

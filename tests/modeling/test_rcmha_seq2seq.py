@@ -90,6 +90,19 @@ def test_relative_tables_matter_in_both_directions() -> None:
         assert (whole(changed, source, target) - plain).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_only_encoders_without_convolutions_read_packed_documents() -> None:
+    """A convolution reads the neighbors of a token, whatever document they belong to."""
+    source, positions = random_tokens(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with pytest.raises(ValueError, match="position_ids restart at token 4, where convolutions would read across"):
+        make_model("rcmha").get_encoder()(input_ids=source, position_ids=positions)
+    for kind in ("rmha", "mha"):
+        encoder = make_model(kind).get_encoder()
+        packed = encoder(input_ids=source, position_ids=positions).last_hidden_state
+        alone = [encoder(input_ids=part).last_hidden_state for part in source.split([4, 5], dim=1)]
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1), atol=1e-4, rtol=0)
+
+
 def test_an_encoder_with_position_tables_runs_in_chunks_and_gives_what_the_definition_gives() -> None:
     """The source is long enough for chunks. Attention without tables leaves the work to PyTorch's kernels."""
     model = make_model("rcmha", num_hidden_layers=1, max_position_embeddings=256).double()

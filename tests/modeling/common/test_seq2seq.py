@@ -164,6 +164,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"decoder_input_ids": None}, "give decoder_input_ids or decoder_inputs_embeds; or labels"),
     ({"input_ids": None}, "give exactly one of input_ids and inputs_embeds"),
@@ -174,7 +175,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; an encoder-decoder keeps its own tokens"),
     ({"attention_mask": torch.zeros(2, 6)}, r"attention_mask hides every token of rows \[0, 1\]"),
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask of shape \(2, 4\) does not fit 2 rows of 6 tokens"),
-    ({"labels": random_tokens(2, 4)}, r"labels of shape \(2, 4\) do not fit logits for \(2, 5\) positions"),
+    ({"attention_mask": torch.ones(2, 9)}, r"does not fit 2 rows of 6 tokens; give one value for each token"),
+    (
+        {"attention_mask": torch.ones(2, 1, 6, 6)},
+        r"attention_mask of shape \(2, 1, 6, 6\) cannot serve both",
+    ),
+    ({"encoder_outputs": (torch.zeros(2, 6, 47),)}, r"shape \(2, 6, 47\) does not fit .* hidden_size \(48\)"),
+    (
+        {"labels": random_tokens(2, 4)},
+        r"labels of shape \(2, 4\) do not fit 2 rows of 5 tokens; give one label for each",
+    ),
+    ({"position_ids": PACKED}, r"position_ids of shape \(1, 6\) are given, but an encoder-decoder counts positions"),
+    ({"decoder_position_ids": PACKED}, r"decoder_position_ids of shape \(1, 6\) are given"),
 ]
 
 
@@ -183,6 +195,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_bad_calls_say_what_is_wrong(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_model(kind)(**arguments(**changes))
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "mha"])
+def test_positions_that_the_model_does_not_have_are_refused(kind: str) -> None:
+    model = make_model(kind)
+    message = r"position_ids reach from 3 to 64, but must be at least 0 and smaller than max_position_embeddings \(64\)"
+    with pytest.raises(ValueError, match=message):
+        model.get_encoder()(input_ids=random_tokens(1, 2), position_ids=torch.tensor([[3, 64]]))
+    with pytest.raises(ValueError, match=r"position_ids of shape .* are given"):
+        encoded = torch.zeros(2, 6, model.config.hidden_size)
+        model.get_decoder()(random_tokens(2, 6), encoder_hidden_states=encoded, position_ids=PACKED)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dcbart", "mha"])
+def test_a_target_that_outgrows_the_positions_is_refused(kind: str, cache: str) -> None:
+    model, source = make_model(kind, max_position_embeddings=8, eos_token_id=None), random_tokens(1, 4)
+    with pytest.raises(ValueError, match=r"the target has 9 tokens, but there are max_position_embeddings \(8\)"):
+        generated(model, source, max_new_tokens=12, cache_implementation=cache)
+    assert generated(model, source, max_new_tokens=8, cache_implementation=cache).shape == (1, 9)
 
 
 @pytest.mark.parametrize("name", ["decoder_start_token_id", "pad_token_id"])
