@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .atomic_file import write_json
 from .errors import UserError, last_line
+from .folder_names import may_be_on_the_hub
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Path patterns in a checkpoint folder: files of the tokenizer, and what else is copied along with the weights.
 TOKENIZER_PATTERNS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "*.model", "*.spm", "target_vocab.json", "*.tiktoken", "tekken.json"),
     *("*.jinja", "additional_chat_templates/*.jinja"),
 )
@@ -142,10 +145,27 @@ def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
-    """Copies the files that `matching_files` has found in the folder `source`, and the sub-folders that they are in."""
+    """Copies the files that `matching_files` has found in the folder `source`, and the sub-folders that they are in.
+
+    The tokenizer's configuration is copied without the path on some machine that old versions of Transformers wrote.
+    """
     for name in names:
         (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
+        if name == TOKENIZER_CONFIG:
+            _forget_path(destination / name)
+
+
+def _forget_path(path: Path) -> None:
+    """Takes `name_or_path` out of a tokenizer's configuration, unless it is a name on the Hub."""
+    try:
+        content = read_json(path)
+    except UserError:  # a damaged file is told where the tokenizer is loaded
+        return
+    if not isinstance(content, dict) or "name_or_path" not in content:
+        return
+    if not may_be_on_the_hub(str(content.pop("name_or_path"))):
+        write_json(path, content)
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

@@ -1,8 +1,11 @@
-"""Names of folders and of revisions on the Hub that a user gives: impossible ones are refused before they are used."""
+"""Names of folders, and of models and revisions on the Hub, that a user gives: impossible ones are refused early."""
 
 import os
 import re
 from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from .errors import UserError
 
@@ -52,6 +55,17 @@ def check_revision(revision: str | None) -> None:
     """Raises UserError where no branch, tag or commit can have such a name."""
     if revision is not None and not (REVISION.fullmatch(revision) and len(revision) <= LONGEST_NAME):
         raise UserError(f"revision {_short(revision)} is no branch, tag or commit; give one, such as main")
+
+
+def may_be_on_the_hub(name: str) -> bool:
+    """Whether the Hub can have a repository of that name, which may still be a relative path on this machine too."""
+    if name.startswith((".", "/", "~")):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _short(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..common.folder_names import may_be_on_the_hub
 from .arguments import PretrainArguments
 from .data.documents import is_hub_name
 from .results import Result
@@ -100,7 +101,7 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
         kind=wording.kind,
         use=wording.use,
         ability=wording.ability,
-        origin=f"the weights of `{arguments.init_from}`" if arguments.init_from else "fresh weights",
+        origin=origin(arguments.init_from),
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),
         settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
@@ -110,12 +111,24 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
 
 
+def origin(init_from: str | None) -> str:
+    """What the weights were before training. Of a folder only the name is told, as cards are published."""
+    if init_from is None:
+        return "fresh weights"
+    return f"the weights of `{init_from if _is_on_the_hub(init_from) else Path(init_from).resolve().name}`"
+
+
+def _is_on_the_hub(init_from: str) -> bool:
+    """Whether `init_from` names a model on the Hub. A folder that was deleted since may look like one: `runs/model`."""
+    return may_be_on_the_hub(init_from) and not Path(init_from).exists()
+
+
 def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> ModelCardData:
     """What the Hub reads at the head of the card."""
-    is_hub_model = arguments.init_from is not None and not Path(arguments.init_from).exists()
+    parent = arguments.init_from
     return ModelCardData(
         datasets=[arguments.dataset] if is_hub_name(arguments.dataset) else None,
-        base_model=arguments.init_from if is_hub_model else None,
+        base_model=parent if parent is not None and _is_on_the_hub(parent) else None,
         library_name="transformers",
         pipeline_tag=WORDINGS[result.objective].pipeline,
         tags=["dynattn", model_type],

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
 from ..common.evaluation_metadata import merge_evaluation, read_evaluation
+from ..common.folder_names import may_be_on_the_hub
 from .checkpoint import Checkpoint
 
 TASKS = {
@@ -31,6 +32,9 @@ PAPERS = {
     "2308.03429": ("Herman Sugiharto and Aradea and Husni Mubarok", 2023,
                    "RCMHA: Relative Convolutional Multi-Head Attention for Natural Language Modelling"),
 }  # fmt: skip
+
+# What stands for the name of the model in the code of a card that was written before the model had one.
+PLACEHOLDER = '"PATH_OR_NAME"'
 
 RENDERED = """\
 ---
@@ -93,23 +97,28 @@ from transformers import {imports}
 """
 
 
-def make_card(checkpoint: Checkpoint, *, name: str, license_name: str | None, evaluation: str | None = None) -> str:
+def make_card(
+    checkpoint: Checkpoint, *, repo: str | None, license_name: str | None, evaluation: str | None = None
+) -> str:
     """Returns the text of README.md.
 
     Args:
         checkpoint: if it has a README.md, that is kept, and metadata or instructions for loading are added if missing.
-        name: what users pass to `from_pretrained`; also the title of a rendered card.
+        repo: what users pass to `from_pretrained`, if it is known, in place of the name of the checkpoint's folder;
+            also the title of a rendered card.
         license_name: license of the weights; None keeps the license of the card, if it has one.
         evaluation: results of `dynattn evaluate` to add to the metadata of the card.
 
     Raises:
         UserError: the checkpoint's README.md is not a valid model card, or the results are of another model.
     """
-    readme = checkpoint.folder / "README.md"
+    name, readme = repo or checkpoint.folder.name, checkpoint.folder / "README.md"
     card = _read_card(readme) if readme.is_file() else ModelCard(_render(checkpoint, name))
     _complete_metadata(card.data, checkpoint, license_name)
     if evaluation is not None:
         _add_scores(card.data, checkpoint, name, evaluation)
+    if repo is not None:
+        card.text = card.text.replace(PLACEHOLDER, _quote(repo))
     if "import dynattn" not in card.text or "trust_remote_code=True" not in card.text:
         card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
     return str(card)
@@ -131,6 +140,9 @@ def _check_metadata(data: Any, path: Path) -> None:
     for name in ("license", "pipeline_tag"):
         if not isinstance(data.get(name), str | None):
             raise UserError(f"{name} in {path} is {data.get(name)!r}; it must be text")
+    parents = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
+    if not (isinstance(parents, list) and all(isinstance(name, str) and may_be_on_the_hub(name) for name in parents)):
+        raise UserError(f"base_model in {path} is {data.base_model!r}; give names on the Hub, or leave it out")
     tags = data.tags or []
     if not isinstance(tags, str) and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise UserError(f"tags in {path} are {tags!r}; they must be a list of texts")
@@ -192,8 +204,7 @@ def _bibtex(paper: str) -> str:
 
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
-    quoted = json.dumps(name, ensure_ascii=False)  # a JSON string is a Python string as well
-    classes = [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
+    quoted, classes = _quote(name), [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
     if "preprocessor_config.json" in checkpoint.files_to_copy:
         classes.append("AutoImageProcessor")
 
@@ -202,3 +213,8 @@ def _usage(checkpoint: Checkpoint, name: str) -> str:
         return "\n".join(f"{variables.get(cls, 'model')} = {cls}.from_pretrained({quoted}{options})" for cls in classes)
 
     return USAGE.format(imports=", ".join(classes), load=load(""), load_remote=load(", trust_remote_code=True"))
+
+
+def _quote(name: str) -> str:
+    """`name` as a string of Python, which a JSON string is as well."""
+    return json.dumps(name, ensure_ascii=False)

@@ -63,7 +63,7 @@ def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArgumen
     copy_files(checkpoint.files_to_copy, checkpoint.folder, folder)
     write_code(checkpoint.config, folder)
     config = {**read_config(checkpoint.folder), "auto_map": checkpoint.config.auto_map}
+    config.pop("_name_or_path", None)  # where old versions of Transformers read it, perhaps a path on some machine
     write_json(folder / "config.json", config, sort_keys=True)
-    name, evaluation = arguments.repo or checkpoint.folder.name, arguments.evaluation
-    card = make_card(checkpoint, name=name, license_name=arguments.license, evaluation=evaluation)
+    card = make_card(checkpoint, repo=arguments.repo, license_name=arguments.license, evaluation=arguments.evaluation)
     (folder / "README.md").write_text(card, encoding="utf-8")

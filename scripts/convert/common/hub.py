@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
-from ...common.folder_names import check_revision, resolve_folder
+from ...common.folder_names import check_revision, may_be_on_the_hub, resolve_folder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.bin.index.json")
@@ -26,7 +25,7 @@ def locate(source: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise UserError(f"--revision {revision} only matters for a name on the Hub, and {source} is a folder")
         return folder
-    if not _may_be_on_the_hub(source):
+    if not may_be_on_the_hub(source):
         raise UserError(f"{source} does not exist; give the folder of a checkpoint, or its name on the Hub")
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_patterns(source, revision))).resolve()
@@ -47,13 +46,3 @@ def _patterns(source: str, revision: str | None) -> list[str]:
     except (HTTPError, OfflineModeIsEnabled):
         pass  # an earlier download may be at hand, of either format
     return ["config.json", *weights, *TOKENIZER_PATTERNS, *COMPANION_PATTERNS]
-
-
-def _may_be_on_the_hub(source: str) -> bool:
-    if source.startswith((".", "/", "~")):
-        return False
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return True

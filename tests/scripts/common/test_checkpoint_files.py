@@ -1,11 +1,13 @@
 """What is believed of a checkpoint folder: links, JSON, sizes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dynattn.scripts.common.checkpoint_files import (
     DEEPEST,
+    TOKENIZER_CONFIG,
     check_sizes,
     copy_files,
     file_of_index,
@@ -69,6 +71,16 @@ def test_files_of_sub_folders_are_found_and_copied_with_them(tmp_path: Path) -> 
     link(source / "linked", "../copied/part")
     with pytest.raises(UserError, match=r"b\.txt is a link to .*, outside the checkpoint's folder"):
         matching_files(source, ["linked/*.txt"])
+
+
+@pytest.mark.parametrize("name", ["/home/me/runs/tiny", "~/tiny", "./tiny", "runs/first/model"])
+def test_a_path_in_the_tokenizers_configuration_is_not_copied(name: str, tmp_path: Path) -> None:
+    copied, kept = tmp_path / "copied", {"eos_token": "<eos>"}
+    copied.mkdir()
+    for written, expected in ({**kept, "name_or_path": name}, kept), ({**kept, "name_or_path": "gpt2"}, None):
+        (tmp_path / TOKENIZER_CONFIG).write_text(json.dumps(written))
+        copy_files([TOKENIZER_CONFIG], tmp_path, copied)
+        assert json.loads((copied / TOKENIZER_CONFIG).read_text()) == (expected or written)
 
 
 def test_json_may_be_deep_but_not_too_deep(tmp_path: Path) -> None:

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.folder_names import LONGEST_NAME, check_revision, resolve_destination, resolve_folder
+from dynattn.scripts.common.folder_names import (
+    LONGEST_NAME,
+    check_revision,
+    may_be_on_the_hub,
+    resolve_destination,
+    resolve_folder,
+)
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -37,3 +43,8 @@ def test_revisions() -> None:
     for revision in ("", "a b", "a\n", "a..b", "../a", "-a", "/a", "a:b", "a\\b", "x" * 300):
         with pytest.raises(UserError, match="is no branch, tag or commit"):
             check_revision(revision)
+
+
+def test_names_of_models_on_the_hub() -> None:
+    names = ("gpt2", "EleutherAI/pythia-70m", "/home/me/model", "~/model", "./model", "../model", "runs/a/model", "")
+    assert [name for name in names if may_be_on_the_hub(name)] == ["gpt2", "EleutherAI/pythia-70m"]

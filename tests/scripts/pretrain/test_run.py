@@ -19,8 +19,9 @@ from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.environment import source_commit
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
-from dynattn.scripts.pretrain import Result
+from dynattn.scripts.pretrain import PretrainArguments, Result
 from dynattn.scripts.pretrain import trainer as trainer_module
+from dynattn.scripts.pretrain.card import write_card
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
@@ -80,6 +81,26 @@ def test_final_card_is_valid_and_quotes_the_measurements(finished: Result):
     )
     assert f"| validation loss (nats per token) | {finished.validation_loss:.4f} |" in card.text
     assert str(finished.output.parent) not in card.content
+
+
+@pytest.mark.parametrize(
+    ("init_from", "told", "base_model"),
+    [
+        ("EleutherAI/pythia-70m", "EleutherAI/pythia-70m", "EleutherAI/pythia-70m"),
+        ("/home/me/runs/parent", "parent", None),  # which is not on this machine
+        ("runs/first/parent", "parent", None),
+        ("HERE", "HERE", None),
+    ],
+)
+def test_final_card_tells_no_path_of_a_parent(
+    init_from: str, told: str, base_model: str | None, finished: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("HERE").mkdir()
+    write_card(tmp_path, PretrainArguments(output="runs", init_from=init_from), finished, "llama")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert f"from the weights of `{told}`." in card.text
+    assert card.data.base_model == base_model
 
 
 @pytest.mark.parametrize("step", [3, 6, 9, 12])

@@ -120,6 +120,24 @@ def test_own_card_is_kept_and_completed(checkpoint: Path) -> None:
     assert card.text.count("## How to load") == 1
 
 
+def test_a_card_names_the_repository_in_its_code(checkpoint: Path) -> None:
+    call = 'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")'
+    (checkpoint / "README.md").write_text(f"# Mine\n\n```python\nimport dynattn\n{call}\n```\n")
+    for repo, name in ([], "PATH_OR_NAME"), (["--repo", "me/tiny", "--dry_run"], "me/tiny"):
+        assert main(["publish", str(checkpoint), "--no_verify", "--overwrite", *repo]) == 0
+        card = checkpoint.with_name("tiny-hub") / "README.md"
+        assert call.replace("PATH_OR_NAME", name) in card.read_text()
+
+
+def test_paths_on_this_machine_are_not_published(checkpoint: Path) -> None:
+    set_config(checkpoint, _name_or_path=str(checkpoint))
+    tokenizer = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "name_or_path": str(checkpoint)}))
+    assert main(["publish", str(checkpoint), "--no_verify"]) == 0
+    for name, content in contents(checkpoint.with_name("tiny-hub")).items():
+        assert str(checkpoint).encode() not in content, name
+
+
 def test_published_folder_can_be_published_again_unchanged(published: Path, tmp_path: Path) -> None:
     assert main(["publish", str(published), "--output", str(tmp_path / "again"), "--no_verify"]) == 0
     assert contents(tmp_path / "again") == contents(published)
