@@ -57,7 +57,14 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
         answers["cached"] = _decode(model, tokens)
     if model.can_generate():
         answers["generated"] = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=GENERATED, do_sample=False, num_beams=1, pad_token_id=0
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=GENERATED,
+            do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
+            pad_token_id=0,
         )
     if tokenizer is not None:
         answers["tokenizer"] = torch.tensor(tokenizer(TEXT)["input_ids"], dtype=torch.int64)

@@ -83,9 +83,16 @@ def load_for_probe(
     if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):
         raise UserError(f"the weights in {folder} do not fit its config.json: {misfits}")
     if dtype.itemsize < torch.float32.itemsize:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype).float()
+        round_weights(model, dtype)
     return model.eval()
+
+
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Rounds what files store of `model` to `dtype`, in place; Marian's sinusoids, which it computes, stay exact."""
+    computed = model._keys_to_ignore_on_save or ()
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and name not in computed:
+            weight.copy_(weight.to(dtype))
 
 
 def find_misfits(info: dict[str, Any], *kinds: str) -> str:

@@ -19,7 +19,13 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     full = _logits(model, source, target)
     padded, decoded = _padded_logits(model, source, target), _decoded_logits(model, source, target)
     tokens = model.generate(  # type: ignore[operator]
-        source, attention_mask=torch.ones_like(source), max_new_tokens=GENERATED, do_sample=False, num_beams=1
+        source,
+        attention_mask=torch.ones_like(source),
+        max_new_tokens=GENERATED,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
     )
     return Answers(
         f"{ids.numel()} tokens, short and long sources, padded, cached and generated",

@@ -1,5 +1,6 @@
 """`dynattn convert bart`: a DCBart starts as its BART or Marian, learns to compose, and goes back unchanged."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,25 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     restored = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back").eval()
     assert type(restored) is type(parent)
     assert torch.equal(whole(restored, source, target), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["bart", "marian"])
+def test_half_precision_rounds_the_weights_alone(name: str, dtype: str, tmp_path: Path) -> None:
+    parent = save_parent(tmp_path / "parent", name)
+    convert_well("bart", tmp_path / "parent", tmp_path / "rounded", "--dtype", dtype)
+    parent.to(getattr(torch, dtype)).save_pretrained(tmp_path / "half")
+    convert_well("bart", tmp_path / "half", tmp_path / "ours")
+    assert_same_weights(weights_of(tmp_path / "rounded"), weights_of(tmp_path / "ours"))
+
+
+def test_generation_settings_that_change_the_form_of_the_answer(tmp_path: Path) -> None:
+    save_parent(tmp_path / "parent", "bart")
+    file = tmp_path / "parent" / "generation_config.json"
+    settings = {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / file.name).read_text())["num_return_sequences"] == 3
 
 
 def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:

@@ -384,6 +384,14 @@ def test_the_probe_covers_padding_and_caches(original: Path) -> None:
     assert (answers["left-padded"][-1] == 0).all(-1).sum() == probe.LENGTH // 2
 
 
+def test_the_probe_generates_under_any_settings(checkpoint: Path) -> None:
+    expected = answers_with_package(read_checkpoint(str(checkpoint)))
+    file = checkpoint / "generation_config.json"
+    settings = {"num_return_sequences": 3, "num_beams": 4, "return_dict_in_generate": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    assert compare_answers(expected, answers_with_package(read_checkpoint(str(checkpoint)))).max_difference == 0
+
+
 def test_interpreter_of_the_probe_is_isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[list[str], dict[str, Any]]] = []
     monkeypatch.setenv("HF_TOKEN", "secret")
