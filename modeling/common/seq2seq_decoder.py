@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..caches.key_places import key_count
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_tokens
+from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens
 
 
 class Seq2SeqDecoderBody:
@@ -66,6 +66,8 @@ class Seq2SeqDecoderBody:
         cache = self._cache(past_key_values, use_cache)
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         check_attention_mask(attention_mask, inputs_embeds, cache)
+        if cache is not None:
+            check_cached_length(attention_mask, inputs_embeds, cache.self_attention_cache)
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]
         check_target_positions(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
         past_tokens = 0 if cache is None else cache.get_seq_length()

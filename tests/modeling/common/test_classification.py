@@ -80,7 +80,7 @@ def test_labels_that_the_loss_takes_are_accepted(kind: str | None, count: int, l
         ),
         (None, 2, torch.tensor([0, 1, -1, 1]), "labels hold the class -1"),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, Tensor) else str(value),
 )
 def test_labels_that_do_not_fit_are_refused(kind: str | None, count: int, labels: Tensor, message: str) -> None:
     config, logits = problem(kind, count)
