@@ -11,7 +11,7 @@ from cases.checkpoints import convert, edit_weights, refusal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from dynattn import DCFormerConfig
+from dynattn import DCFormerConfig, DCPythiaConfig
 
 NEOX: dict[str, Any] = {
     "vocab_size": 101,
@@ -247,6 +247,10 @@ def test_a_name_on_the_hub_is_downloaded_in_one_format(
         ),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
+        ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
+        ({"attention_output_bias": True}, "attention_output_bias is True"),
+        ({"use_qk_norm": True, "qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -256,3 +260,18 @@ def test_reverse_refuses_what_no_parent_has(
     plain = {"use_qk_norm": False, "layer_types": ["full_attention"] * 2, "compose_init_scale": 0}
     ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain, **fields}))
     assert told in refusal(capsys, "llama", ours, tmp_path / "back", "--reverse")
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention_scaling", 0.5), ("attention_output_bias", False)])
+def test_reverse_refuses_attention_that_neox_lacks(
+    field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"use_qk_norm": False, "sliding_window": None, "mlp_bias": True, "compose_init_scale": 0}
+    ours = save(tmp_path / "ours", DCPythiaConfig(**{**NEOX, **plain, field: value}))
+    assert f"{field} is {value}" in refusal(capsys, "pythia", ours, tmp_path / "back", "--reverse")
+
+
+def test_a_share_of_rotation_that_llama_ignores_is_dropped(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    parent = save(tmp_path / "parent", LlamaConfig(**NEOX, rope_parameters=rope))
+    assert convert("llama", parent, tmp_path / "ours") == 0  # the logits were compared

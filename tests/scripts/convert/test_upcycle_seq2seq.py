@@ -155,6 +155,12 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
         r"the model composes heads, which the parent cannot: .* in layer \d of (en|de)coder, (self|cross)_attn",
         capsys.readouterr().err,
     )
-    edit_config(tmp_path / "ours", normalize_before=True)
-    assert main(command) != 0
-    assert "normalize_before is True, but a Marian model can only have False" in capsys.readouterr().err
+    for field, value, needed in (
+        ("attention_scaling", 0.5, None),
+        ("attention_output_bias", False, True),
+        ("normalize_before", True, False),
+    ):
+        edit_config(tmp_path / "ours", **{field: value})
+        assert main(command) != 0
+        assert f"{field} is {value}, but a Marian model can only have {needed}" in capsys.readouterr().err
+        edit_config(tmp_path / "ours", **{field: "ABSENT"})

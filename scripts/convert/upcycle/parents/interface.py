@@ -77,6 +77,16 @@ def require_rotary(config: PreTrainedConfig, family: str) -> None:
         raise UserError(f"rope_parameters is {rope!r}, but a {family} model has one set, of a type that it knows")
 
 
+def implied_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of our attention for which the parents have none, and the values that their code gives them."""
+    implied: dict[str, Any] = {"attention_scaling": None}
+    if config.attention_output_bias is not None:
+        implied["attention_output_bias"] = config.attention_bias
+    if config.use_qk_norm:
+        implied["qk_norm_type"] = "rms_norm"
+    return implied
+
+
 def require_fields(config: PreTrainedConfig, needed: dict[str, Any], family: str) -> None:
     """Raises UserError where a field of ours has another value than the only one that `family` can run."""
     for name, value in needed.items():

@@ -7,8 +7,18 @@ from typing import Any
 
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
+from ....common.errors import UserError
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import EMBEDDING, HEAD, Parent, head_rules, require_fields, require_rotary, shared_fields
+from .interface import (
+    EMBEDDING,
+    HEAD,
+    Parent,
+    head_rules,
+    implied_attention,
+    require_fields,
+    require_rotary,
+    shared_fields,
+)
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -17,6 +27,7 @@ SHARED = (
 )
 LAYER = "model.layers.{layer}."
 MLP = ("gate_proj", "up_proj", "down_proj")
+ALL = "Llama, Mistral or Qwen3"
 
 
 def to_fields(config: Any) -> dict[str, Any]:
@@ -26,6 +37,7 @@ def to_fields(config: Any) -> dict[str, Any]:
     kind = "full_attention" if window is None else "sliding_attention"
     return {
         **shared_fields(config, SHARED),
+        "rope_parameters": _obeyed(config.rope_parameters),
         "attention_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window,
@@ -33,6 +45,12 @@ def to_fields(config: Any) -> dict[str, Any]:
         "use_qk_norm": is_qwen,
         "qk_norm_eps": config.rms_norm_eps,
     }
+
+
+def _obeyed(rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope` without `partial_rotary_factor`, which these parents ignore in rotation of the default type."""
+    ignored = {"partial_rotary_factor"} if rope.get("rope_type", "default") == "default" else set[str]()
+    return {name: value for name, value in rope.items() if name not in ignored}
 
 
 def restore(config: Any) -> PreTrainedConfig:
@@ -43,8 +61,10 @@ def restore(config: Any) -> PreTrainedConfig:
     """
     fields = shared_fields(config, SHARED)
     slides = "sliding_attention" in config.layer_types
-    require_fields(config, {"mgate_dim": None}, "Llama, Mistral or Qwen3")
-    require_rotary(config, "Llama, Mistral or Qwen3")
+    require_fields(config, {"mgate_dim": None, **implied_attention(config)}, ALL)
+    require_rotary(config, ALL)
+    if (factor := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"partial_rotary_factor is {factor!r}, but a {ALL} model can only have 1.0")
     if config.use_qk_norm:
         require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
         own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))
