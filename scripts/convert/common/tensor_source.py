@@ -109,17 +109,19 @@ def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:
 
 
 def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the weight files, safetensors before `.bin`, and which tensors an index places in them.
+    """Returns the weight files, and which tensors an index places in them.
+
+    As in Transformers, safetensors come before `.bin`, and a single file before shards.
 
     Raises:
         UserError: there are none, or one that an index or the numbering names is missing.
     """
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        if (single := folder / f"{stem}{suffix}").is_file():
+            return [require_inside(single)], {}
         if (index := folder / f"{stem}{suffix}.index.json").is_file():
             placed = _read_index(index)
             return _require_files(sorted(set(placed.values())), index.name), placed
-        if (single := folder / f"{stem}{suffix}").is_file():
-            return [require_inside(single)], {}
         found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
         if found:
             return _require_files(_complete_numbering(found), "their numbering"), {}
