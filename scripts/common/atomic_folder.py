@@ -1,32 +1,43 @@
 """Folders that appear as a whole or not at all."""
 
+import hashlib
 import os
+import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .atomic_file import put_in_place
 from .errors import UserError
 
-# Kinds of folders beside the destination. Their names end with the process that made them: `.NAME.partial-123`.
+# Kinds of folders beside the destination. Their names end with the machine and the process that made them, as in
+# `.NAME.partial-1f3a5b7c-123`.
 STAGING, REPLACED = "partial", "replaced"
+# A digest, because names of machines are too long for the name of a folder.
+MACHINE = hashlib.blake2s(platform.node().encode(), digest_size=4).hexdigest()
 
 
 @contextmanager
-def staged_folder(destination: Path) -> Iterator[Path]:
+def staged_folder(destination: Path, check: Callable[[], None] | None = None) -> Iterator[Path]:
     """Yields a new folder beside `destination` that takes its place at the end, or vanishes if the block fails.
 
     A folder that is already there is replaced.
 
+    Args:
+        check: raises UserError if what is at `destination` must not be replaced. It is called at the end, because
+            another process may have written something there since the caller looked.
+
     Raises:
         UserError: a file or folder cannot be written, in the block or here.
     """
-    staging, replaced = (_sibling(destination, kind, os.getpid()) for kind in (STAGING, REPLACED))
+    staging, replaced = (_sibling(destination, kind, f"{MACHINE}-{os.getpid()}") for kind in (STAGING, REPLACED))
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         yield staging
+        if check is not None:
+            check()
         if destination.exists():
             destination.replace(replaced)
         put_in_place(staging, destination)
@@ -63,27 +74,38 @@ def recover(destination: Path) -> None:
     """Deletes what killed processes left beside `destination`, and restores a folder that one of them had set aside.
 
     Raises:
-        UserError: one of those processes still runs.
+        UserError: one of those processes still runs, or may still run on another machine.
     """
-    beside = list(destination.parent.iterdir()) if destination.parent.is_dir() else []
     for kind in (REPLACED, STAGING):
-        prefix = _sibling(destination, kind, "").name
-        for leftover in beside:
-            process = leftover.name.removeprefix(prefix)
-            if not (leftover.name.startswith(prefix) and process.isdigit()):
-                continue
-            if _runs(int(process)):
+        for leftover, machine, process in _leftovers(destination, kind):
+            is_only_copy = kind == REPLACED and not destination.exists()
+            if machine != MACHINE:
+                fix = f"rename {leftover} to {destination.name}" if is_only_copy else f"remove {leftover}"
+                raise UserError(
+                    f"process {process} of another machine is writing {destination}, or was stopped; wait for it, or "
+                    f"{fix} if it does not run"
+                )
+            if _runs(process):
                 raise UserError(
                     f"process {process} is writing {destination}; wait for it, or remove {leftover} if it is not"
                 )
-            if kind == REPLACED and not destination.exists():
+            if is_only_copy:
                 leftover.replace(destination)
             else:
                 shutil.rmtree(leftover)
 
 
-def _sibling(destination: Path, kind: str, process: int | str) -> Path:
-    return destination.with_name(f".{destination.name}.{kind}-{process}")
+def _leftovers(destination: Path, kind: str) -> Iterator[tuple[Path, str, int]]:
+    """The folders of one kind beside `destination`, each with the machine and the process that made it."""
+    prefix = _sibling(destination, kind, "").name
+    for path in list(destination.parent.iterdir()) if destination.parent.is_dir() else []:
+        machine, _, process = path.name.removeprefix(prefix).partition("-")
+        if path.name.startswith(prefix) and process.isdigit():
+            yield path, machine, int(process)
+
+
+def _sibling(destination: Path, kind: str, maker: str) -> Path:
+    return destination.with_name(f".{destination.name}.{kind}-{maker}")
 
 
 def _runs(process: int) -> bool:

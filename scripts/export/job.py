@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,8 +52,9 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
     source, destination = resolve_folder(arguments.source), resolve_destination(arguments.destination)
     target = FORMATS[arguments.format]
     recover(destination)
-    check_destination(destination, source, arguments.overwrite)
-    with quiet(), staged_folder(destination) as staging:
+    check_free = partial(check_destination, destination, source, arguments.overwrite)
+    check_free()
+    with quiet(), staged_folder(destination, check_free) as staging:
         target.make_exporter()  # reports missing packages before any work is done
         model = load_checkpoint(source)
         description = f"{type(model).__name__}, {model.num_parameters():,} parameters"

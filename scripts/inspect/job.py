@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ def inspect(arguments: InspectArguments) -> Path:
         UserError: the folder is taken, the checkpoint does not load, or the model composes no heads.
     """
     output = resolve_destination(arguments.output)
-    check_output(output, arguments.overwrite)
+    check_free = partial(check_output, output, arguments.overwrite)
+    check_free()
     model, tokenizer = load_checkpoint(arguments.model, dtype="float32", device="cpu")
     check_model(model, arguments)
     tokens, source = read_tokens(tokenizer, model, arguments)
     inspection = look(model, tokens, arguments.model, source)
     shown = model.config.num_hidden_layers // 2 if arguments.layer is None else arguments.layer
-    with staged_folder(output) as staging:
+    with staged_folder(output, check_free) as staging:
         write_report(inspection.record, inspection.layers[shown], inspection.flows, shown, staging)
         write_json(staging / RESULT, inspection.record)
     return output / PAGE

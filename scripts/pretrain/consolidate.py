@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,12 +61,13 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
 
     source, destination = find_checkpoint(Path(arguments.source)), Path(arguments.destination).resolve()
     recover(destination)
-    check_destination(destination, source.resolve(), arguments.overwrite)
+    check_free = partial(check_destination, destination, source.resolve(), arguments.overwrite)
+    check_free()
     checkpoint.verify(source)
     model = read_model(source, averaged=arguments.average)
     for weight in model.parameters():
         weight.data = weight.to(getattr(torch, arguments.dtype))
-    with staged_folder(destination) as staging:
+    with staged_folder(destination, check_free) as staging:
         model.save_pretrained(staging)
         copy_tokenizer(source, staging)
         difference = compare(model, staging)

@@ -1,6 +1,7 @@
 """The job: checks the checkpoint, writes a temporary folder, verifies it, moves it into place, and pushes it."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dynattn.remote_code import write_code
@@ -37,12 +38,13 @@ def publish(arguments: PublishArguments) -> Publication:
     destination = arguments.destination
     checkpoint = read_checkpoint(arguments.checkpoint)
     recover(destination)
-    check_destination(destination, checkpoint.folder, arguments.overwrite)
+    check_free = partial(check_destination, destination, checkpoint.folder, arguments.overwrite)
+    check_free()
     repo = None if arguments.dry_run else arguments.repo
     if repo is not None:
         check_token_and_network()
     expected = answers_with_package(checkpoint) if arguments.verify else None
-    with staged_folder(destination) as staging:
+    with staged_folder(destination, check_free) as staging:
         write_folder(staging, checkpoint, arguments)
         check = verify_folder(staging, checkpoint, expected) if expected is not None else None
     url = None

@@ -8,6 +8,7 @@ has for the number of layers and the widths belong into `LAYERS` and `WIDTHS` of
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,12 +123,13 @@ def convert(
     destination = resolve_destination(arguments.destination)
     raw = read_config(source)
     recover(destination)
-    check_destination(destination, source, arguments.overwrite)
+    check_free = partial(check_destination, destination, source, arguments.overwrite)
+    check_free()
     companions = find_companions(source)
     weights = TensorSource(source)
     check_sizes(raw, weights.shapes)
     plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)
-    with staged_folder(destination) as staging:
+    with staged_folder(destination, check_free) as staging:
         write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
         copy_files(companions, source, staging)
         plan.warnings.extend(plan.write_config(staging))

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 import dynattn
+from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.convert import Conversion
 from dynattn.scripts.convert.common import model_loading, shards
 from dynattn.scripts.convert.common.transforms import Select
@@ -320,7 +321,7 @@ def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official:
 @pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        (tmp_path / f".ours.partial-{other.pid}").mkdir()
+        (tmp_path / f".ours.partial-{MACHINE}-{other.pid}").mkdir()
         assert run(official, tmp_path / "ours") == 2
         other.kill()
     deadline = time.monotonic() + 10
@@ -328,6 +329,32 @@ def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Pa
         time.sleep(0.01)
     assert run(official, tmp_path / "ours", "--no-verify") == 0
     assert not list(tmp_path.glob(f".ours.*-{os.getpid()}"))
+
+
+@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
+def test_what_appears_meanwhile_is_not_replaced(
+    official: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "ours" / "config.json"
+
+    def write_there(*_: object) -> None:
+        other.parent.mkdir()
+        other.write_text("{}")
+
+    monkeypatch.setattr(Conversion, "verify", write_there)
+    assert "exists; give another folder" in refusal(capsys, "official", official, other.parent)
+    assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == ["ours"]
+    assert list(other.parent.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
+def test_processes_of_other_machines_are_not_taken_for_dead(
+    official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / ".ours.partial-00c0ffee-4194305"  # no process has so large a number
+    theirs.mkdir()
+    assert "process 4194305 of another machine" in refusal(capsys, "official", official, tmp_path / "ours")
+    assert theirs.exists()
 
 
 def swapped(rules: Callable[..., list[Rule]], first: str, second: str) -> Callable[..., list[Rule]]:
