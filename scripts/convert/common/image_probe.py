@@ -1,4 +1,4 @@
-"""The probe of vision transformers: a batch of two images, each image alone, and both larger than in training."""
+"""The probe of vision transformers: two images together, each alone, and both larger than in training if square."""
 
 from inspect import signature
 from pathlib import Path
@@ -11,28 +11,33 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .probe import Answers, Probe, by_head, rounding_between
 
 
-def make_images(_: Path, *configs: Any) -> tuple[Tensor, Tensor]:
-    """Random images `[2, C, h, w]` of the configured size, and of one and a half times as many patches each way."""
+def make_images(_: Path, *configs: Any) -> tuple[Tensor, ...]:
+    """Random images `[2, C, h, w]` of the configured size, and of one and a half times as many patches each way.
+
+    The larger ones are left out where height and width differ in patches: Transformers' ViT interpolates its position
+    embeddings as if they were those of a square.
+    """
     config: PreTrainedConfig = configs[0]
     generator = torch.Generator().manual_seed(0)
     image, patch = (_pair(value) for value in (config.image_size, config.patch_size))
-    larger = [size * max(1, round(1.5 * pixels / size)) for pixels, size in zip(image, patch, strict=True)]
-    same, large = (torch.randn(2, config.num_channels, *shape, generator=generator) for shape in (image, larger))
-    return same, large
+    larger = tuple(size * max(1, round(1.5 * pixels / size)) for pixels, size in zip(image, patch, strict=True))
+    rows, columns = (pixels // size for pixels, size in zip(image, patch, strict=True))
+    shapes = (image, larger) if rows == columns else (image,)
+    return tuple(torch.randn(2, config.num_channels, *shape, generator=generator) for shape in shapes)
 
 
 @torch.no_grad()
-def ask(model: PreTrainedModel, images: tuple[Tensor, Tensor]) -> Answers:
-    """Runs `model` on images `[2, C, h, w]` of two sizes in the three ways."""
-    same, large = images
+def ask(model: PreTrainedModel, images: tuple[Tensor, ...]) -> Answers:
+    """Runs `model` on images `[2, C, h, w]` together and alone, and on larger ones if there are any."""
+    same, *larger = images
     together = _answer(model, same)
     alone = torch.cat([_answer(model, same[:1]), _answer(model, same[1:])])
     options = {}
     if "interpolate_pos_encoding" in signature(model.forward).parameters:  # other models always do
         options["interpolate_pos_encoding"] = True
     return Answers(
-        "2 images, together, alone and larger",
-        (together, alone, _answer(model, large, **options)),
+        "2 images, together, alone and larger" if larger else "2 images, together and alone",
+        (together, alone, *(_answer(model, large, **options) for large in larger)),
         rounding_between((together, alone)),
     )
 

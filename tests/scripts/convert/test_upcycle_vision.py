@@ -58,6 +58,14 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     assert_within_rounding(restored(pixels)[0], parent(pixels)[0])
 
 
+def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.ViTConfig(**sizes, image_size=[16, 24], patch_size=8)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "parent")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    assert "2 images, together and alone: logits" in capsys.readouterr().out
+
+
 def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", "vit")
     convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True")
