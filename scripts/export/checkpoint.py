@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dynattn.families import FAMILIES
+from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config, refusal_of
 from ..common.errors import UserError
@@ -16,8 +17,8 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     """Returns the causal language model in `folder`, in evaluation mode on the CPU.
 
     Raises:
-        UserError: it is not of this package, has no causal language model or a memory that cannot be exported, is
-            quantised, or is damaged.
+        UserError: it is not of this package, has no causal language model, has a memory or rotary embedding that cannot
+            be exported, is quantised, or is damaged.
     """
     config = read_config(folder)
     model_type = config.get("model_type")
@@ -35,6 +36,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     model, info = loaded
     if misfits := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise UserError(f"the weights in {folder} do not fit its config.json: {misfits[0]} ({len(misfits)} in all)")
+    refuse_batch_dependent_rope(model.config, folder)
     return model.eval()
 
 
@@ -44,4 +46,14 @@ def refuse_segments(memory_type: object, folder: Path) -> None:
         raise UserError(
             f"{folder} has memory_type='segment', whose cache cannot be exported; set memory_type='streaming' in its "
             "config.json if tokens may be read one by one"
+        )
+
+
+def refuse_batch_dependent_rope(config: Any, folder: Path) -> None:
+    """Raises UserError for rotary angles that depend on the longest row: no graph holds the choice between them."""
+    rope_type = batch_dependent_rope(config) if hasattr(config, "rope_of") else None
+    if rope_type is not None:
+        raise UserError(
+            f"{folder} has rope_type {rope_type!r}, which chooses other angles for longer texts, and a graph cannot; "
+            "export a model with another rope_type, such as yarn or linear"
         )

@@ -182,6 +182,17 @@ def test_what_cannot_be_exported_is_refused(
     assert not destination.exists()
 
 
+LONGROPE = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONGROPE}])
+def test_angles_that_depend_on_the_batch_are_refused(
+    rope: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(**ONE_LAYER, head_dim=8, rope_parameters={"rope_theta": 1e4, **rope}).save_pretrained(tmp_path / "model")
+    assert f"has rope_type '{rope['rope_type']}'" in refusal(capsys, "torch", tmp_path / "model", tmp_path / "graphs")
+
+
 def test_a_missing_package_is_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
