@@ -7,11 +7,14 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from ..common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ..common.checkpoint_files import ADAPTER, TOKENIZER_PATTERNS, matching_files
 from ..common.errors import UserError, last_line
 
 # Files of an earlier push that Transformers would prefer to those of this one, or mix with them.
-STALE = ["*.safetensors", "*.safetensors.index.json", "*.py", "pytorch_model*.bin*"]
+STALE = [
+    *("*.safetensors", "*.safetensors.index.json", "*.py", "pytorch_model*.bin*"),
+    *("generation_config.json", "preprocessor_config.json", ADAPTER),
+]
 ADVICE = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write permission",
     403: "use a token with write permission for that namespace",
@@ -37,8 +40,9 @@ def push(
 ) -> str:
     """Creates the repository if it does not exist and uploads `folder` in one commit; returns the commit's address.
 
-    Weights, code and indexes of an earlier push that `folder` does not have are deleted by the same commit. Where
-    `folder` has a tokenizer, so are files of an earlier one, whose chat template would be taken for the new one's.
+    Weights, code, indexes, adapters and settings of generation and preprocessing of an earlier push that `folder` does
+    not have are deleted by the same commit. Where `folder` has a tokenizer, so are files of an earlier one, whose chat
+    template would be taken for the new one's.
 
     Raises:
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.

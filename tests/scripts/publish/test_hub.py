@@ -177,7 +177,8 @@ def test_everything_arrives_in_one_commit(hub: Hub, folder: Path) -> None:
 
 def test_a_second_push_removes_stale_weights_and_code_and_keeps_the_rest(hub: Hub, folder: Path) -> None:
     push(folder, "me/tiny")
-    hub.files["me/tiny"]["main"]["notes.md"] = b"theirs"
+    settings = ("generation_config.json", "preprocessor_config.json", "adapter_config.json")
+    hub.files["me/tiny"]["main"].update(dict.fromkeys(("notes.md", *settings), b"theirs"))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "modeling_dcformer.py").rename(folder / "modeling_other.py")
     push(folder, "me/tiny")
