@@ -108,12 +108,21 @@ def test_hostile_values_of_our_format(refused: Callable[..., str]) -> None:
         assert f"{field} in config.json is {value}" in line
 
 
+def write_index(source: Path, text: str) -> None:
+    """Writes the index of a source whose weights are in shards; beside a single file it would not be read."""
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(text)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
 @pytest.mark.parametrize(
     "text", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100 + "1" + "}" * 100], ids=["long", "short"]
 )
 def test_deep_json(name: str, text: str, refused: Callable[..., str]) -> None:
-    assert "more than 64 levels deep" in refused("llama", lambda source: (source / name).write_text(text))
+    def write(source: Path) -> None:
+        write_index(source, text) if "index" in name else (source / name).write_text(text)
+
+    assert "more than 64 levels deep" in refused("llama", write)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +160,7 @@ def test_links_of_the_cache_of_the_hub(originals: Path, place: Path, capsys: pyt
 def index_with(name: object) -> Callable[[Path], object]:
     """Damages a source with an index of one weight file that is called so."""
     index = json.dumps({"weight_map": {"lm_head.weight": name}})
-    return lambda source: (source / "model.safetensors.index.json").write_text(index)
+    return lambda source: write_index(source, index)
 
 
 @pytest.mark.parametrize(
