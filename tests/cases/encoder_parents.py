@@ -17,6 +17,7 @@ SHAPE: dict[str, Any] = {
     "local_attention": 8,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
+    "norm_eps": 1e-3,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "cls_token_id": 1,

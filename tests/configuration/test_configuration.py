@@ -43,6 +43,7 @@ def test_named_sizes_have_the_parameters_of_their_name(config_class: type, size:
 
 def test_defaults_are_the_released_models() -> None:
     assert DCFormerConfig().to_dict() == DCFormerConfig.from_size("2.8b").to_dict()
+    assert (DCFormerConfig().initializer_range, DCFormerConfig().rms_norm_eps) == (0.006, 1e-6)
     config = DCPythiaConfig()
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (4096, 32, 50257)
     assert config.rope_parameters == {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_type": "default"}
@@ -76,6 +77,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 31}, r"head_dim \(31\) must be even"),
     ({"compose_rank": 5}, r"compose_rank \(5\) must be from 1 to the heads of a group \(4\)"),
     ({"compose_rank": 0}, r"compose_rank \(0\) must be from 1"),
+    ({"compose_rank": 3, "compose_groups": 2}, r"compose_rank \(3\) must be from 1 to the heads of a group \(2\)"),
     ({"compose_groups": 3}, r"compose_groups \(3\) must divide num_attention_heads \(4\)"),
     ({"compose_groups": 4}, "leaves 1 to a group"),
     ({"compose_hidden_size": 0}, "compose_hidden_size"),
@@ -161,6 +163,7 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": "10000"}, r"rope_theta \(10000\) must be greater than 0"),
     ({"rope_type": "linear"}, r"of rope_type 'linear' lack \['factor'\]"),
     ({"rope_type": "linear", "factor": -1}, r"factor \(-1\) must be greater than 0"),
+    ({"rope_type": "linear", "factor": None}, r"factor \(None\) must be greater than 0"),
     ({"rope_type": "yarn"}, r"of rope_type 'yarn' lack \['factor'\]"),
     ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}, r"rope_theta \(1\) must be greater than 1 for 'yarn'"),
     ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}, r"beta_fast \(-1\) must be at least 0"),
@@ -192,6 +195,23 @@ def test_each_mistake_in_rotary_parameters_has_a_clear_error(
 ) -> None:
     with pytest.raises((StrictDataclassError, ValueError), match=message):
         config_class.from_size("tiny", rope_parameters=rope)
+
+
+def test_longrope_needs_a_trained_length_beyond_one() -> None:
+    """Its attention factor divides by the logarithm of that length."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 1, **factors}
+    with pytest.raises(
+        (StrictDataclassError, ValueError), match=r"original_max_position_embeddings \(1\) must be greater than 1"
+    ):
+        DCFormerConfig.from_size("tiny", rope_parameters=rope)
+
+
+def test_a_part_of_carope_is_refused_beside_rope_too() -> None:
+    scheme = {"sliding_attention": "rope", "full_attention": "carope"}
+    parts = {name: {"partial_rotary_factor": 0.5} for name in scheme}
+    with pytest.raises((StrictDataclassError, ValueError), match="rotate whole heads"):
+        DCPythiaConfig.from_size("tiny", position_scheme=scheme, rope_parameters=parts)
 
 
 @pytest.mark.parametrize("config_class", [DCFormerConfig, DCPythiaConfig])

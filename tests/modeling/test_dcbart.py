@@ -1,6 +1,7 @@
 """DCBart: BART, mBART and Marian with composition off, one model in all ways of running, caches, and bad inputs."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from cases.seq2seq import IDENTITY, OFF, PARENTS, SMALL, THEIRS, make_model, mak
 from cases.seq2seq import in_steps as one_by_one
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from transformers import BartConfig
+from transformers.models.bart.modeling_bart import BartLearnedPositionalEmbedding
 
-from dynattn import DCBartConfig
+from dynattn import DCBartConfig, DCBartForConditionalGeneration, DCBartModel
 from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
 
 LENGTHS = [(11, 5), (5, 13)]  # of source and target
@@ -117,3 +120,27 @@ def test_bad_configurations_say_what_is_wrong(fields: dict[str, Any], message: s
 def test_the_decoder_may_have_another_depth() -> None:
     assert DCBartConfig(num_hidden_layers=4).decoder_layers == 4
     assert THEIRS["decoder_layers"] == 3 and len(make_model().model.decoder.layers) == 3
+
+
+def test_the_published_shape_is_that_of_bart() -> None:
+    ours, theirs = DCBartConfig.from_size("large"), BartConfig()
+    names = {"hidden_size": "d_model", "num_hidden_layers": "encoder_layers", "decoder_layers": "decoder_layers"}
+    names |= {"num_attention_heads": "encoder_attention_heads", "intermediate_size": "encoder_ffn_dim"}
+    same = ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    names |= {name: name for name in (*same, "decoder_start_token_id", "forced_eos_token_id", "scale_embedding")}
+    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names.values()]
+    assert ours.position_offset == BartLearnedPositionalEmbedding(4, 8).offset
+    assert ours.normalize_embedding and not ours.normalize_before and ours.position_embedding_type == "learned"
+
+
+def test_a_head_that_a_checkpoint_lacks_starts_without_a_bias(tmp_path: Path) -> None:
+    DCBartModel(make_model().config).save_pretrained(tmp_path)
+    model = DCBartForConditionalGeneration.from_pretrained(tmp_path)
+    assert model.final_logits_bias.shape == (1, SMALL["vocab_size"]) and not model.final_logits_bias.any()
+
+
+def test_each_dropout_of_the_configuration_is_in_its_place() -> None:
+    model = make_model(hidden_dropout=0.1, activation_dropout=0.2).model
+    for stack in (model.encoder, model.decoder):
+        assert stack.dropout.p == 0.1
+        assert {(layer.dropout.p, layer.mlp.dropout.p) for layer in stack.layers} == {(0.1, 0.2)}

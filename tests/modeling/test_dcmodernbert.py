@@ -224,6 +224,54 @@ def test_questions_are_answered_by_starts_and_ends() -> None:
         model(ids, start_positions=torch.tensor([1, 2]))
 
 
+def test_the_loss_of_an_answer_is_that_of_its_start_and_of_its_end() -> None:
+    model, (ids, _) = DCModernBertForQuestionAnswering(DCModernBertConfig(**{**SHAPE, **STRONG})).eval(), inputs(None)
+    starts, ends = torch.tensor([1, 30]), torch.tensor([17, 35])
+    output = model(ids, start_positions=starts, end_positions=ends)
+    pairs = ((output.start_logits, starts), (output.end_logits, ends))
+    expected = sum(torch.nn.functional.cross_entropy(logits, places) for logits, places in pairs) / 2
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_labels_of_tokens_in_another_order_are_refused() -> None:
+    """As many labels as tokens, but `[T, B]`: a loss of the flattened labels would not notice."""
+    ids, _ = inputs(None)
+    with pytest.raises(ValueError, match=r"labels of shape \(40, 2\) do not fit 2 rows of 40 tokens"):
+        make_model()(ids, labels=torch.zeros_like(ids).T)
+
+
+def test_each_dropout_of_the_configuration_is_in_its_place() -> None:
+    model = make_model(embedding_dropout=0.5, mlp_dropout=0.2, classifier_dropout=0.3)
+    assert {layer.mlp.dropout.p for layer in model.model.layers} == {0.2} and model.dropout.p == 0.3
+    embedded = model.model.train().embed(torch.randn(2, T, SHAPE["hidden_size"], dtype=torch.float64), None)
+    assert float((embedded == 0).double().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_padding_token_does_not_learn() -> None:
+    model, (ids, _) = make_model(), inputs(None)
+    ids[:, -PADS:] = SHAPE["pad_token_id"]
+    model(ids).logits.square().sum().backward()
+    learned = model.model.embed_tokens.weight.grad.abs().sum(-1) > 0
+    assert not learned[SHAPE["pad_token_id"]] and learned[ids[0, 0]]
+
+
+def test_classifiers_drop_what_they_read() -> None:
+    model, (ids, _), read = make_model(classifier_dropout=0.5).train(), inputs(None), []
+    model.classifier.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    model(ids)
+    assert float((read[0] == 0).double().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_loss_without_logits_counts_the_first_token_of_the_vocabulary() -> None:
+    model = DCModernBertForMaskedLM(DCModernBertConfig(**{**SHAPE, **STRONG})).eval()
+    ids, _ = inputs(None)
+    labels = torch.full_like(ids, -100)
+    labels[:, :8] = torch.arange(8)
+    bare = model(ids, labels=labels, skip_logits=True)
+    assert bare.logits is None
+    torch.testing.assert_close(bare.loss, model(ids, labels=labels).loss)
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pad_token_id \(97\) must be at least 0 and smaller than vocab_size \(97\)"):
         make_model(pad_token_id=97)

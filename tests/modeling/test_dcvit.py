@@ -1,5 +1,6 @@
 """DCViT: the same answers in every way of asking, initial weights as the authors draw them, clear errors."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from dynattn import DCViTConfig, DCViTForImageClassification, DCViTModel
+from dynattn.modeling.layers.image_embeddings import sincos_positions
 
 IMPLEMENTATIONS = ["eager", "chunked"]
 TOKENS: dict[str, dict[str, Any]] = {
@@ -150,6 +152,37 @@ def test_a_classifier_is_added_to_a_model_without_one(tmp_path: Any) -> None:
     assert classifier.classifier.out_features == 7 and not classifier.classifier.weight.any()
 
 
+def test_the_caller_decides_before_the_configuration_whether_positions_are_interpolated() -> None:
+    fields = {"position_embedding_type": "learned", "interpolate_pos_encoding": True}
+    model, pixels = make_model(**fields), images(1, 3, 24, 24)
+    assert model(pixels).logits.isfinite().all()
+    with pytest.raises(ValueError, match="pass interpolate_pos_encoding=True"):
+        model(pixels, interpolate_pos_encoding=False)
+
+
+@torch.no_grad()
+def test_positions_of_half_precision_are_computed_in_single_precision() -> None:
+    like = torch.zeros(1, 1, 64)
+    assert torch.equal(sincos_positions(30, 40, like.bfloat16()), sincos_positions(30, 40, like).bfloat16())
+    embeddings = make_model(position_embedding_type="learned").bfloat16().model.embeddings
+    single = copy.deepcopy(embeddings).float()
+    found, expected = (one._learned_positions(7, 9, 0, True) for one in (embeddings, single))
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_dropout_acts_on_embedded_patches() -> None:
+    embeddings = make_model(hidden_dropout=0.5).model.embeddings.train()
+    tokens = embeddings(images(2, 3, 16, 16))
+    assert tokens.eq(0).double().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_tensor_parallelism_splits_the_gate_of_an_mlp_that_has_one() -> None:
+    """Its activations multiply those of `up_proj`, which are split."""
+    for mlp_type, names in {"mlp": {"up", "down"}, "swiglu": {"gate", "up", "down"}}.items():
+        plan = DCViTConfig.from_size("tiny", mlp_type=mlp_type).base_model_tp_plan
+        assert plan.keys() == {f"layers.*.mlp.{name}_proj" for name in names}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -178,6 +211,7 @@ def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], messa
     [
         ((2, 16, 16), "[batch, num_channels = 3, height, width], not of shape (2, 16, 16)"),
         ((2, 16, 16, 3), "num_channels = 3"),
+        ((2, 3, 0, 16), "images of 0 x 16 pixels are not tiled by patches of 4 x 4"),
         ((2, 3, 18, 16), "images of 18 x 16 pixels are not tiled by patches of 4 x 4"),
         ((2, 3, 24, 24), "the images are 24 x 24 pixels and learned positions are for image_size 16; pass interpolate"),
     ],

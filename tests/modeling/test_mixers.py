@@ -1,6 +1,7 @@
 """Models whose configuration names a published attention: the authors' formula in every way of running."""
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 import dynattn
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import Composition, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dynattn.configuration.mixers import MIXERS, REFUSED
 from dynattn.modeling.layers.composed_attention import ComposedAttention
+from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.positions.rotary import RotaryEmbedding
 
 CLASSES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
@@ -153,6 +155,30 @@ def test_differential_dcformer_is_transformers_diff_llama(kv_heads: int) -> None
     assert torch.equal(
         ours.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0),
         theirs.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0),
+    )
+
+
+def test_a_new_model_draws_lambda_as_the_paper_does() -> None:
+    model = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", mixer="differential", num_hidden_layers=8))
+    weights = torch.cat([weight.flatten() for name, weight in model.named_parameters() if "lambda" in name])
+    assert weights.numel() == 8 * 4 * 32
+    assert weights.std().item() == pytest.approx(0.1, rel=0.1) and abs(weights.mean().item()) < 0.02
+
+
+def test_a_static_mixing_is_added_to_the_difference_of_pairs() -> None:
+    part = make("differential").model.layers[1].self_attn.differential
+    static, difference = torch.randn(4, 4), part(None).static
+    torch.testing.assert_close(part(Composition(static=static)).static, static + difference)
+
+
+def test_lambda_in_half_precision_is_rounded_once() -> None:
+    part = DifferentialHeads(DCFormerConfig.from_size("tiny", mixer="differential"), 0).bfloat16()
+    with torch.no_grad():
+        for name, value in (("q1", 0.5), ("k1", 0.296875), ("q2", 0.5), ("k2", 0.2890625)):
+            getattr(part, f"lambda_{name}").fill_(value)
+    expected = math.exp(32 * 0.5 * 0.296875) - math.exp(32 * 0.5 * 0.2890625) + 0.2
+    assert -part(None).static[0, 0].item() == 0 and -part(None).static[2, 0].item() == pytest.approx(
+        expected, rel=2**-8
     )
 
 

@@ -26,7 +26,7 @@ SHARED = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,  # not the default of any class
 }
 SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
 PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
@@ -81,6 +81,7 @@ def from_neox(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 def make_neox_pair(name: str, implementation: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     shape = {k: v for k, v in SHARED.items() if k not in ("num_key_value_heads", "rms_norm_eps")}
+    shape["layer_norm_eps"] = SHARED["rms_norm_eps"]
     shape["use_parallel_residual"] = name != "neox-sequential"
     shape["attention_bias"] = name != "neox-no-bias"
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5 if name == "neox" else 1.0}

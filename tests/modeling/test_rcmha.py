@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.segment_memory import SegmentMemoryLayer
+from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.eager import relative_eager
 from dynattn.modeling.positions.learned_tables import t5_buckets
 
 TYPES = ("rcmha", "rmha", "mdha", "mha")
@@ -62,6 +64,36 @@ def test_segment_memory_makes_segmentation_matter_where_the_official_code_does(a
         assert difference[12:].max() > 1e-2
     else:
         assert difference.max() < 1e-10
+
+
+@torch.no_grad()
+def test_rotations_count_from_the_oldest_token_of_a_segment_memory() -> None:
+    fields = {"memory_type": "segment", "mem_len": None, "position_scheme": "rope", "rope_theta": 100.0}
+    model = make(attention_type="mha", **fields).double()
+    # Angles are float32.
+    torch.testing.assert_close(over_segments(model, [9, 1, 14]), model(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_a_bias_by_distance_stays_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision the distances of long sequences would become equal."""
+    model, biases = make(attention_type="mha", position_scheme="alibi").bfloat16(), []
+
+    def attend(*arguments: Any, **options: Any) -> Any:
+        biases.append(options["position_bias"].dtype)
+        return relative_eager(*arguments, **options)
+
+    monkeypatch.setitem(RELATIVE, "chunked", attend)
+    assert model(IDS).logits.dtype == torch.bfloat16
+    assert biases == [torch.float32] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
+@pytest.mark.parametrize("field", ["attention_dropout", "hidden_dropout"])
+def test_dropout_acts_in_training_only(field: str, implementation: str) -> None:
+    model = make(**{field: 0.5}, attn_implementation=implementation)
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+    model.train()
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
 @torch.no_grad()

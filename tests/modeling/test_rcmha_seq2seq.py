@@ -149,3 +149,11 @@ def test_bad_configurations_say_what_is_wrong(fields: dict[str, Any], message: s
 def test_even_kernels_are_fine_where_nothing_is_centred() -> None:
     assert RCMHASeq2SeqConfig(conv_kernel_size=4, attention_type="mha", position_scheme="none").decoder_layers == 4
     assert RCMHASeq2SeqConfig(conv_kernel_size=4, encoder_conv_is_causal=True).later_conv_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["rcmha", "rmha", "mdha", "mha"])
+def test_queries_and_keys_of_cross_attention_always_have_biases(kind: str) -> None:
+    """It has no position tables, whose biases take the place of those."""
+    names = {name for name, _ in make_model(kind).named_parameters() if name.endswith(("q_proj.bias", "k_proj.bias"))}
+    assert {f"model.decoder.layers.0.cross_attn.{part}_proj.bias" for part in "qk"} <= names
+    assert ("model.decoder.layers.0.self_attn.q_proj.bias" in names) == (kind in ("mdha", "mha"))

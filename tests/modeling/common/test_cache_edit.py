@@ -91,6 +91,15 @@ def test_moved_keys_are_those_of_the_golden_case() -> None:
     torch.testing.assert_close(moved, tensors["moved_key"], atol=1e-12, rtol=1e-12)
 
 
+def test_keys_of_half_precision_are_moved_far_in_single_precision() -> None:
+    """In bfloat16 an angle of some thousands would be off by whole turns."""
+    key, inv_freq = torch.randn(1, 2, 3, 8), 1e4 ** (-torch.arange(4) / 4)
+    exact = move_keys(key.bfloat16().double(), 3001, inv_freq.double())
+    moved = move_keys(key.bfloat16(), 3001, inv_freq)
+    assert moved.dtype == torch.bfloat16
+    torch.testing.assert_close(moved.double(), exact, atol=2**-7, rtol=2**-7)
+
+
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"position_scheme": "learned"}, "position_scheme 'learned' keeps positions in the cache"),

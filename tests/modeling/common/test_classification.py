@@ -79,6 +79,7 @@ def test_labels_that_the_loss_takes_are_accepted(kind: str | None, count: int, l
             "labels hold the class 7, but must be at least 0",
         ),
         (None, 2, torch.tensor([0, 1, -1, 1]), "labels hold the class -1"),
+        (None, 3, torch.tensor([0, 1, 3, 2]), "labels hold the class 3, but must be at least 0 and smaller"),
     ],
     ids=lambda value: "" if isinstance(value, Tensor) else str(value),
 )

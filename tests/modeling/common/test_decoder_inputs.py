@@ -203,3 +203,57 @@ def test_prefill_in_chunks_takes_padding_longer_than_a_chunk(family: str) -> Non
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     whole = model.generate(batch, **options)
     assert torch.equal(model.generate(batch, **options, prefill_chunk_size=4), whole)
+
+
+@every_family
+@torch.no_grad()
+def test_positions_that_restart_after_cached_tokens_separate_nothing(family: str) -> None:
+    model = make(family)
+    restarting = torch.tensor([[6, 7, 8, 6, 7]])
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(IDS[:, :6], past_key_values=cache)
+    changed = IDS[:, 6:11].clone()
+    changed[0, 0] = changed[0, 0] % 60 + 1
+    first, second = (
+        model(ids, position_ids=restarting, past_key_values=cache).logits
+        for ids, cache in zip((IDS[:, 6:11], changed), caches, strict=True)
+    )
+    assert (first - second)[0, -1].abs().max() > 1e-4
+
+
+@every_family
+@torch.no_grad()
+def test_a_cache_is_returned_only_where_one_is_used(family: str) -> None:
+    model = make(family)
+    cache = DynamicCache(config=model.config)
+    assert model(IDS[:, :9], past_key_values=cache, use_cache=False).past_key_values is None
+    assert model(IDS[:, 9:], past_key_values=cache).past_key_values is cache
+    assert cache.get_seq_length() == 16
+    assert model(IDS).past_key_values.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("implementation", ["eager", "chunked", "sdpa"])
+def test_a_complete_mask_alone_decides_what_a_token_sees(implementation: str) -> None:
+    """Later tokens, those beyond the window and those of other documents included."""
+    family = "plain" if implementation == "sdpa" else "dcformer"
+    config_class, model_class, fields = FAMILIES[family]
+    torch.manual_seed(1)
+    model = model_class(config_class(**{**fields, "num_hidden_layers": 1}, attn_implementation=implementation)).double()
+    embeddings = torch.randn(1, 16, 48, dtype=torch.float64, requires_grad=True)
+    visible = (torch.rand(16, 16) < 0.5) | torch.eye(16, dtype=torch.bool)
+    logits = model(inputs_embeds=embeddings, attention_mask=visible[None, None], position_ids=POSITIONS).logits
+    for query in (0, 6, 10, 15):
+        (grad,) = torch.autograd.grad(logits[0, query].sum(), embeddings, retain_graph=True)
+        assert grad[0].abs().sum(dim=-1).ne(0).tolist() == visible[query].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])
+def test_a_mask_that_hides_nothing_changes_no_positions_of_packed_documents(scheme: str) -> None:
+    config_class, model_class, fields = FAMILIES["dcformer"]
+    torch.manual_seed(1)
+    model = model_class(config_class(**fields, position_scheme=scheme, position_scale=1.0)).eval().double()
+    borders = torch.tensor([0, 9, 16])
+    logits = model(IDS, attention_mask=torch.ones_like(IDS), cu_seq_lens_q=borders).logits
+    assert_same(logits, two_documents(model))

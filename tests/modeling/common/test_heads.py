@@ -15,7 +15,7 @@ PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
 SMALL_CACHE: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": 64}
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}, {"attn_implementation": "chunked"}], ids=str)
 def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(options: dict[str, Any]) -> None:
     model = make_model(compose_pre=False, compose_post=False, **options)
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -27,6 +27,11 @@ def test_a_document_starts_at_each_border() -> None:
     assert starts.tolist() == [[0, 0, 2, 2, 2]]
 
 
+def test_borders_of_several_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="a single packed row; it goes from 0 to 5 for 2 rows of 5 tokens"):
+        starts_by_borders(torch.tensor([0, 2, 5]), torch.zeros(2, 5, 8))
+
+
 def test_borders_that_fall_are_refused() -> None:
     with pytest.raises(ValueError, match="must rise from 0 to the length of a single packed row"):
         starts_by_borders(torch.tensor([0, 4, 2, 5]), torch.zeros(1, 5, 8))

@@ -177,6 +177,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask of shape \(2, 4\) does not fit 2 rows of 6 tokens"),
     ({"attention_mask": torch.ones(2, 9)}, r"does not fit 2 rows of 6 tokens; give one value for each token"),
     (
+        {"input_ids": None, "encoder_outputs": (torch.zeros(2, 6, 48),), "attention_mask": torch.ones(2, 7)},
+        r"attention_mask of shape \(2, 7\) does not fit 2 rows of 6 tokens; give one value for each token",
+    ),
+    (
         {"attention_mask": torch.ones(2, 1, 6, 6)},
         r"attention_mask of shape \(2, 1, 6, 6\) cannot serve both",
     ),
@@ -215,6 +219,96 @@ def test_a_target_that_outgrows_the_positions_is_refused(kind: str, cache: str) 
     with pytest.raises(ValueError, match=r"the target has 9 tokens, but there are max_position_embeddings \(8\)"):
         generated(model, source, max_new_tokens=12, cache_implementation=cache)
     assert generated(model, source, max_new_tokens=8, cache_implementation=cache).shape == (1, 9)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_a_mask_of_the_new_target_tokens_alone_is_refused_beside_a_cache(kind: str) -> None:
+    model, source, target = make_model(kind), random_tokens(2, 6), random_tokens(2, 4)
+    cache = model(input_ids=source, decoder_input_ids=target[:, :3], use_cache=True).past_key_values
+    given = {"input_ids": source, "decoder_input_ids": target[:, 3:], "past_key_values": cache}
+    with pytest.raises(ValueError, match="attention_mask has 1 columns for 3 cached and 1 new tokens; give 4"):
+        model(**given, decoder_attention_mask=torch.ones(2, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "rmha"])
+@torch.no_grad()
+def test_a_target_padded_on_the_left_is_as_one_alone(kind: str) -> None:
+    """Learned and sinusoidal positions count padding, so that DCBart's source is read and its order is not."""
+    model = make_model(kind).double()
+    source, target = random_tokens(2, 6), random_tokens(2, 9)
+    mask = torch.ones_like(target)
+    mask[1, :3] = 0
+    other = torch.where(mask.bool(), target, random_tokens(2, 9))
+    given = {"input_ids": source, "decoder_attention_mask": mask}
+    logits = model(**given, decoder_input_ids=target).logits
+    torch.testing.assert_close(
+        model(**given, decoder_input_ids=other).logits[mask.bool()], logits[mask.bool()], atol=1e-10, rtol=0
+    )
+    if kind != "dcbart":
+        alone = whole(model, source[1:], target[1:, 3:])
+        torch.testing.assert_close(logits[1:, 3:], alone, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_training_makes_no_cache_unless_it_is_asked_for(kind: str) -> None:
+    model, source, labels = make_model(kind), random_tokens(2, 6), random_tokens(2, 4)
+    assert model.config.use_cache
+    assert model(input_ids=source, labels=labels).past_key_values is None
+    assert model(input_ids=source, labels=labels, use_cache=True).past_key_values.get_seq_length() == 4
+
+
+PLACES = ["encoder", "decoder", "cross"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["dcbart", "dcbart-before", "rcmha", "mha"])
+def test_every_attention_drops_probabilities_in_training_only(kind: str, place: str) -> None:
+    off = {"compose_pre": False, "compose_post": False} if kind.startswith("dcbart") else {}
+    model = make_model(kind, attention_dropout=0.5, **off)
+    given = {"input_ids": random_tokens(2, 6), "decoder_input_ids": random_tokens(2, 5)}
+    stack = model.get_encoder() if place == "encoder" else model.get_decoder()
+    for layer in stack.layers:
+        (layer.cross_attn if place == "cross" else layer.self_attn).train()
+    assert not torch.equal(model(**given).logits, model(**given).logits)
+    model.eval()
+    assert torch.equal(model(**given).logits, model(**given).logits)
+
+
+@pytest.mark.parametrize("place", ["embeddings", "self_attn", "cross_attn", "mlp"])
+@pytest.mark.parametrize("kind", ["dcbart", "dcbart-before", "rcmha", "mha"])
+def test_dropout_acts_on_embeddings_and_on_every_sublayer(kind: str, place: str) -> None:
+    """All sublayers but one are silent, so that only its dropout can show."""
+    model = make_model(kind, hidden_dropout=0.5)
+    decoder = model.get_decoder()
+    for layer in decoder.layers:
+        for name in {"self_attn", "cross_attn", "mlp"} - {place}:
+            part = getattr(layer, name)
+            last = part.down_proj if name == "mlp" else part.o_proj
+            for weight in last.parameters():
+                torch.nn.init.zeros_(weight)
+        layer.dropout.train(place != "embeddings")
+    decoder.dropout.train(place == "embeddings")
+    given = {"input_ids": random_tokens(2, 6), "decoder_input_ids": random_tokens(2, 5)}
+    assert not torch.equal(model(**given).logits, model(**given).logits)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_the_padding_token_does_not_learn(kind: str) -> None:
+    model = make_model(kind, tie_word_embeddings=False)
+    source, target = random_tokens(2, 6), random_tokens(2, 5)
+    source[1, -2:] = target[1, -2:] = 1
+    model(input_ids=source, decoder_input_ids=target).logits.square().sum().backward()
+    learned = model.model.shared.weight.grad.abs().sum(-1) > 0
+    assert not learned[1] and learned[source[0, 0]] and learned[target[0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_a_new_embedding_is_that_of_source_and_target(kind: str) -> None:
+    model = make_model(kind)
+    new = torch.nn.Embedding(model.config.vocab_size, 48)
+    model.set_input_embeddings(new)
+    assert model.get_encoder().embed_tokens is new and model.get_decoder().embed_tokens is new
+    assert model.get_input_embeddings() is new
 
 
 @pytest.mark.parametrize("name", ["decoder_start_token_id", "pad_token_id"])

@@ -55,6 +55,44 @@ def test_initial_weights_have_the_jax_trainers_spread() -> None:
         assert abs(getattr(module, name).mean().item()) < 0.02 * std
 
 
+def test_the_scale_of_initial_weights_is_not_that_of_the_down_factors() -> None:
+    """They stay as they are even at a scale of 0, so that the up factors learn."""
+    module = DynamicComposition(DCFormerConfig.from_size("405m", compose_static=True))
+    init_composition(module, scale=3.0)
+    heads, width, rank = 16, 64, 2
+    factors, noise = module.factor_weight, 0.02 / (math.sqrt(width) * (heads + rank))
+    expected = (
+        (factors[..., :rank, :], noise, 0.02),
+        (factors[..., rank:, :], 3 * noise, 0.02),
+        (module.gate_weight, 3 * 0.005 * math.sqrt(2 / (1024 + heads)), 0.02),
+        (module.static_weight, 3 * 0.1 / math.sqrt(heads), 0.1),  # it has few elements
+    )
+    for weight, std, error in expected:
+        assert weight.std().item() == pytest.approx(std, rel=error)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_generator_is_as_wide_as_the_factors_of_a_group(groups: int) -> None:
+    config = make_model(compose_groups=groups).config
+    module = DynamicComposition(config)
+    assert module.hidden_weight.shape == (config.hidden_size, groups, 4, 2 * 2 * 6 // groups)
+
+
+@pytest.mark.parametrize("kind", ["compose_low_rank", "compose_gate"])
+def test_dropout_acts_on_gates_and_on_the_hidden_activations(kind: str) -> None:
+    off = {"compose_low_rank": False, "compose_gate": False, kind: True}
+    module = DynamicComposition(make_model(**off, compose_dropout=0.5).config)
+    init_composition(module, scale=1.0)
+    states = torch.randn(2, 50, 48)
+    kept, first, second = module.eval()(states), module.train()(states), module(states)
+    assert torch.equal(module.eval()(states)["query"], kept["query"])
+    assert (first["query"] - second["query"]).abs().max() > 0
+    if kind == "compose_gate":
+        assert (first["query"] == 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
+        dropped = first["query"] == 0
+        torch.testing.assert_close(first["query"][~dropped], 2 * kept["query"][~dropped])
+
+
 @pytest.mark.parametrize("switches", SWITCHES, ids=switch_name)
 def test_every_switch_changes_the_model_and_decodes_as_it_prefills(switches: dict[str, Any]) -> None:
     model = make_model(**switches)

@@ -16,6 +16,7 @@ from dynattn import ComposedMultiheadAttention, mixer_fields
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.configuration.multihead_config import ComposeOptions
 from dynattn.modeling.layers import multihead_attention
+from dynattn.modeling.ops.dcmha.attention import IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 # PyTorch would rather have both masks of one type; ours takes any.
@@ -252,8 +253,9 @@ def test_differential_heads_equal_their_authors_formula() -> None:
 
 def test_values_may_differ_where_queries_are_keys() -> None:
     module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **STRONG)
-    query, _, value = make_inputs(module, cross=True, length=T)
+    query, key, value = make_inputs(module, cross=True, length=T)
     assert_equals_reference(module, [query, query, value], {})
+    assert_equals_reference(module, [query, key, query], {})
 
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
@@ -288,6 +290,36 @@ def test_causality_needs_no_mask() -> None:
         module(*inputs, is_causal=True)
     mask = torch.ones(T, S).triu(1).bool()
     assert_close(module(*inputs, attn_mask=mask, is_causal=True), module(*inputs, attn_mask=mask))
+
+
+def test_with_other_numbers_of_keys_the_mask_alone_says_what_is_causal() -> None:
+    module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **STRONG)
+    inputs = make_inputs(module, cross=True)
+    for need_weights in (True, False):
+        options = {"attn_mask": torch.zeros(T, S, dtype=torch.bool), "need_weights": need_weights}
+        assert_close(module(*inputs, **options, is_causal=True), module(*inputs, **options))
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_one_norm_of_heads_acts_without_composition_too(name: str) -> None:
+    ours, theirs = pair({}, **OFF, **{name: nn.LayerNorm(E // H, elementwise_affine=False)})
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    assert (ours(x, x, x)[0] - theirs(x, x, x)[0]).abs().max() > 1e-3
+
+
+def test_the_implementation_that_is_asked_for_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def attend(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments[0].shape)
+        return dcmha_eager(*arguments, **options)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "eager", attend)
+    for composed in ({}, OFF):
+        module = ComposedMultiheadAttention(E, H, batch_first=True, implementation="eager", **composed)
+        x = torch.randn(B, T, E)
+        module(x, x, x, need_weights=False)
+    assert calls == [(B, H, T, E // H)] * 2
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 50), (33, 200), (64, 64)])
@@ -495,6 +527,8 @@ def test_copies_compiled_modules_and_autocast_work() -> None:
             output, _ = module(x, x, x, need_weights=need_weights, attn_mask=torch.zeros(T, T))
             assert output.dtype == torch.bfloat16
             torch.testing.assert_close(output.float(), expected, atol=0.1 * expected.abs().max().item(), rtol=0)
+        low = x.bfloat16()  # as a layer before it gives
+        assert module(low, low, low, need_weights=False)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

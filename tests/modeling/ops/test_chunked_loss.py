@@ -93,6 +93,13 @@ def test_where_all_labels_are_ignored_the_loss_is_nan_and_its_gradients_are_zero
         assert all(not grad.any() for grad in grads)
 
 
+def test_a_sum_divided_by_no_items_is_nan() -> None:
+    tensors, labels = problem()
+    for items in (0, torch.tensor(0)):
+        loss, *grads = gradients(chunked_causal_loss(*tensors, labels, num_items_in_batch=items), tensors)
+        assert math.isnan(loss) and all(not grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_does_not_learn_gets_no_gradient_and_the_rest_keeps_its_own(frozen: int) -> None:
     tensors, labels = problem()
@@ -188,11 +195,15 @@ def hook(model: DCFormerForCausalLM) -> None:
     model.lm_head.register_forward_hook(lambda _, __, logits: logits.tanh())
 
 
+def hook_before(model: DCFormerForCausalLM) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
+
+
 def replace_loss(model: DCFormerForCausalLM) -> None:
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
 
 
-@pytest.mark.parametrize("change", [adapt, hook, replace_loss])
+@pytest.mark.parametrize("change", [adapt, hook, hook_before, replace_loss])
 def test_a_head_or_loss_of_another_kind_is_obeyed(change: Callable[[DCFormerForCausalLM], None]) -> None:
     model = make_model()
     ids = torch.randint(97, (2, 14))

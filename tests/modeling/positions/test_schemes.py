@@ -1,6 +1,7 @@
 """Position schemes of DCFormer and DCPythia: each equals a model that has it, and runs in every way."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,6 +382,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position_gain": "bucket",
         "compose_position_bias": True,
     },
+    "a composed bias in some layers": {
+        "position_scheme": {"sliding_attention": "rope", "full_attention": "t5"},
+        "compose_position_bias": True,
+    },
     "gain by distance": {"position_gain": "distance", "position_gain_length": 7},
     "plain": {"position_scheme": "alibi", "position_gain": "distance", "compose_pre": False, "compose_post": False},
     "carope and none": {"position_scheme": {"sliding_attention": "carope", "full_attention": "none"}, **PLAIN_HEADS},
@@ -477,6 +482,7 @@ def test_learned_tables_refuse_checkpointing_in_which_layers_share_nothing() -> 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(ValueError, match=r"use_reentrant=True cannot .* use gradient_checkpointing_enable"):
         model(ids, labels=ids)
+    assert model.eval()(ids, labels=ids).loss.isfinite()
 
 
 def test_beams_and_removed_tokens_keep_distances() -> None:
@@ -492,13 +498,34 @@ def test_a_gain_starts_as_one_and_tables_are_not_decayed() -> None:
     config = DCFormerConfig(**SMALL, position_scheme="t5", position_gain="distance")
     model = DCFormerForCausalLM(config).model
     assert torch.equal(model.position_gain.weight, torch.ones(40, 6)) and model.position_bias.weight.std() > 0.05
+    short = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_gain="distance", position_gain_length=7)).model
+    assert short.position_gain.weight.shape == (7, 6)
+    assert model.bfloat16().position_bias(5).dtype == torch.float32
     assert isinstance(model.position_bias, nn.Embedding)  # whose weights optimizers leave undecayed
+
+
+@pytest.mark.parametrize(("given", "scale"), [(None, 0.2), (1.5, 1.5), (0.0, 0.0)])
+def test_sinusoids_are_as_large_as_new_embeddings_unless_told_otherwise(given: float | None, scale: float) -> None:
+    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="sinusoidal", position_scale=given)).model
+    positions = model.embed_positions(torch.arange(9)[None])
+    torch.testing.assert_close(positions[0, 0], torch.cat([torch.zeros(24), torch.full((24,), scale)]))
+
+
+def test_phases_of_a_quantized_cache_are_refused() -> None:
+    layer = SimpleNamespace(is_initialized=True, _quantized_keys=torch.zeros(1))
+    with pytest.raises(ValueError, match="keeps phases in its cache, which a quantized one would round"):
+        last_phases(SimpleNamespace(layers=[layer]), 0, 8, torch.float32)
 
 
 def test_learned_positions_end_with_their_table() -> None:
     model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="learned"))
     with pytest.raises(ValueError, match=r"needs 41 learned positions, but there are max_position_embeddings \(40\)"):
         model(torch.ones(1, 41, dtype=torch.long))
+    cache = DynamicCache(config=model.config)
+    model(torch.ones(1, 39, dtype=torch.long), past_key_values=cache)
+    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match="a segment of 1 tokens after 40 others needs 41 learned positions"):
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])

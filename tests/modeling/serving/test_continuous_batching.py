@@ -16,10 +16,11 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as transformers_cache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.serving import paged_attention, requirements
-from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, with_sizes
 
 FULL = {"sliding_window": None, "layer_types": None}
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -299,6 +300,24 @@ def test_the_default_cache_has_room_for_the_requests_and_leaves_the_machine_its_
         assert cache.cache_tensor.numel() < 200e6 and cache.max_tokens_read >= 64 * 512
     for name, prompt in zip(names, prompts, strict=True):
         assert_same_tokens(model, prompt, finished[name].generated_tokens)
+
+
+def test_the_default_cache_has_room_for_twice_what_is_announced() -> None:
+    settings = ContinuousBatchingConfig(page_size=8)
+    hints = WorkloadHints(num_requests=5, max_prompt_length=20, max_generated_length=11)
+    assert with_sizes(make_model(), settings, hints).num_blocks * 8 >= 2 * 5 * (20 + 11)
+    assert settings.num_blocks is None  # the caller's stay as they are
+
+
+def test_an_answer_may_end_with_the_last_position() -> None:
+    config = make_model().config
+    requirements.check_request(config, [1] * 500, 12)
+    requirements.check_request(config, [1] * 511, None)
+
+
+def test_a_paged_cache_of_another_manager_is_refused_by_the_model() -> None:
+    with pytest.raises(ValueError, match="no room for the composition factors of DCFormerModel; get the manager"):
+        make_model()(torch.ones(1, 3, dtype=torch.long), cache=object())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from cases.composed_op import Case, random_inputs
 import dynattn
 from dynattn import AttentionMaps, dcmha_attention
 from dynattn.modeling.ops.dcmha import attention
+from dynattn.modeling.ops.distance_tables import at_distances
+from dynattn.modeling.ops.masking import key_distances
 
 NAMES = AttentionMaps._fields
 
@@ -41,6 +43,22 @@ def test_without_composition_both_maps_of_a_stage_are_the_same_and_probabilities
     torch.testing.assert_close(maps.probs.sum(-1), torch.ones(2, 4, 10))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("compose_position_bias", [False, True])
+def test_tables_change_the_maps_after_those_that_name_what_they_act_on(compose_position_bias: bool) -> None:
+    """A bias that is not composed acts on composed scores, and a gain on probabilities; neither shows in those."""
+    query, key, value = torch.randn(3, 2, 4, 10, 8).double().unbind()
+    bias, gain = torch.randn(10, 4).double(), torch.rand(10, 4).double()
+    tables = {"position_bias": bias, "position_gain": gain, "compose_position_bias": compose_position_bias}
+    output, maps = dcmha_attention(query, key, value, **tables, return_maps=NAMES)
+    spread = at_distances(bias, key_distances(10, 10, None, query.device))
+    torch.testing.assert_close(maps.scores, query @ key.mT * 8**-0.5)
+    torch.testing.assert_close(maps.composed_scores, maps.scores + spread if compose_position_bias else maps.scores)
+    torch.testing.assert_close(maps.probs.sum(-1), torch.ones(2, 4, 10).double())
+    gained = maps.probs * at_distances(gain, key_distances(10, 10, None, query.device))
+    torch.testing.assert_close(maps.composed_probs, gained)
+    torch.testing.assert_close((gained @ value).transpose(1, 2), output)
 
 
 def test_maps_that_nobody_asked_for_are_none() -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,6 +132,55 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
     output.backward(upstream)
     for tensor, gradient in zip(tensors, expected, strict=True):
         torch.testing.assert_close(tensor.grad, gradient, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["auto", "0"])
+def test_a_query_before_its_first_key_gives_zeros(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
+    tensors, keywords = random_inputs(Case(70, 70))
+    keywords["first_keys"] = torch.arange(70).repeat(2, 1)
+    keywords["first_keys"][1, 5:20] += 1
+    output, *gradients = run(tensors, keywords, "chunked")
+    assert output[1, 5:20].eq(0).all() and output[1, 20:].ne(0).all()
+    for ours, theirs in zip((output, *gradients), run(tensors, keywords, "eager"), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["auto", "0"])
+def test_autocast_rounds_the_inputs_of_a_decoding_step_and_nothing_else(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
+    tensors, keywords = in_dtype(torch.bfloat16, *random_inputs(Case(1, 100)))
+    keywords |= {stage: keywords[stage].map(lambda factor: factor.float()) for stage in ("pre", "post")}
+    expected = dcmha_attention(*tensors[:3], **keywords, implementation="chunked")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(dcmha_attention(*tensors[:3], **keywords, implementation="chunked"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["auto", "0"])
+def test_a_decoding_step_in_half_precision_errs_no_more_than_the_definition(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
+    tensors, keywords = in_dtype(dtype, *random_inputs(Case(1, 300, batch=8)))
+    exact_inputs, exact_keywords = in_dtype(torch.float64, tensors, keywords)
+    exact = dcmha_attention(*exact_inputs[:3], **exact_keywords, implementation="eager")
+    errors = {
+        name: (dcmha_attention(*tensors[:3], **keywords, implementation=name).double() - exact).norm()
+        for name in ("eager", "chunked")
+    }
+    assert errors["chunked"] <= 0.7 * errors["eager"]  # whose maps are rounded after every step
+
+
+@pytest.mark.parametrize("stages", [("pre", "post"), ("post",)])
+def test_a_compiled_decoding_step_mixes_heads_inside_their_groups(stages: tuple[str, ...]) -> None:
+    tensors, keywords = in_dtype(torch.bfloat16, *random_inputs(Case(1, 60, groups=2, stages=stages)))
+    attend = partial(dcmha_attention, **keywords, implementation="chunked")
+    with torch.no_grad():
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(*tensors[:3])
+        torch.testing.assert_close(compiled, attend(*tensors[:3]))
 
 
 def test_autocast_gives_its_dtype() -> None:

@@ -17,6 +17,7 @@ from dynattn import Composition, dcmha_attention
 from dynattn.modeling.layers.attention_interface import attention_function
 from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
 from dynattn.modeling.ops.dcmha.composition import from_list, list_tensors, pack_factors, unpack_factors
+from dynattn.modeling.ops.dcmha.eager import compose
 
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 
@@ -287,3 +288,13 @@ def test_float32_factors_serve_heads_in_half_precision(queries: int) -> None:
     )
     assert output.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(output, expected, atol=0.05, rtol=0.05)
+
+
+def test_factors_in_float32_keep_their_precision_beside_half_precision() -> None:
+    """They are rounded neither before they multiply nor in the sum."""
+    scores = torch.randn(2, 4, 5, 7).bfloat16()
+    composition = random_composition(set(TERMS), 2, 5, 7, 4).map(lambda factor: factor.detach().float())
+    found = compose(scores, composition)
+    assert found.dtype == torch.float32
+    exact = compose(scores.double(), composition.map(lambda factor: factor.double()))
+    torch.testing.assert_close(found.double(), exact, atol=1e-5 * float(exact.abs().max()), rtol=0)

@@ -85,6 +85,32 @@ def test_an_offset_that_is_a_tensor_is_the_number_in_it(implementation: str, que
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("composed", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "offset", "window"), [(1, 20, 11), (1, 0, 3), (9, 20, 11), (70, 3, None), (70, 2, 5)]
+)
+@pytest.mark.parametrize("implementation", ["chunked", "sdpa"])
+def test_queries_at_an_offset_see_what_the_definition_shows(
+    implementation: str, queries: int, offset: int, window: int | None, composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing where the window ends before the first key that is there."""
+    stages = {} if composed and implementation == "chunked" else {"stages": ()}
+    tensors, keywords = random_inputs(Case(queries, 70, offset=offset, window=window, **stages))
+    expected = run(tensors, keywords, "eager")
+    for mode in ("auto", "0"):
+        monkeypatch.setenv("DYNATTN_COMPILE", mode)
+        for ours, theirs in zip(run(tensors, keywords, implementation), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("table", ["position_bias", "position_gain"])
+def test_without_composition_tables_need_no_implementation_to_be_named(table: str) -> None:
+    query, key, value = torch.randn(3, 1, 4, 9, 8).double().unbind()
+    options: dict[str, Any] = {table: torch.rand(9, 4).double()}
+    found = dcmha_attention(query, key, value, **options)
+    torch.testing.assert_close(found, dcmha_attention(query, key, value, **options, implementation="eager"))
+
+
 def test_tables_in_float32_beside_half_precision_tell_far_distances_apart() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 600, 16) for _ in range(3))
@@ -121,6 +147,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"position_bias": torch.zeros(7, 4).half()}, "position_bias is torch.float16; cast it to torch.float32"),
     ({"position_bias": torch.zeros(7, 4), "offset": 1.5}, "offset must be an integer"),
     ({"offset": torch.zeros(2, dtype=torch.long)}, "offset must be one integer"),
+    ({"offset": torch.tensor(True)}, r"offset must be one integer, not \(\) of torch.bool"),
     ({"offset": 3, "position_gain": torch.ones(7, 4)}, "position_gain has 7 rows, but queries reach over 10 keys"),
     ({"compose_position_bias": True, "position_gain": torch.ones(7, 4)}, "needs a position_bias to compose"),
 ]

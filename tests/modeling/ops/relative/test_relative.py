@@ -11,6 +11,7 @@ from dynattn import relative_attention
 from dynattn.modeling.ops.relative import chunk as chunk_module
 from dynattn.modeling.ops.relative import chunked as chunked_module
 from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.eager import relative_eager
 
 BATCH, HEADS, WIDTH = 2, 3, 4
 TERMS = {"all": (1, 1, 1), "embeddings": (1, 0, 0), "bias": (0, 1, 0), "content": (0, 0, 1), "none": (0, 0, 0)}
@@ -183,8 +184,9 @@ def test_gradients_that_cancel_are_as_small_as_those_of_the_definition(reason: s
 
 
 def test_dropping_everything_gives_zeros() -> None:
-    for implementation in ("eager", "chunked"):
-        assert not relative_attention(**inputs(20, 20), dropout=1.0, implementation=implementation).any()  # type: ignore[arg-type]
+    for implementation, terms in itertools.product(RELATIVE, TERMS.values()):
+        given = inputs(20, 20, terms)
+        assert not relative_attention(**given, dropout=1.0, implementation=implementation).any()  # type: ignore[arg-type]
 
 
 def test_chunked_in_bfloat16_errs_no_more_than_the_definition() -> None:
@@ -209,6 +211,68 @@ def test_chunked_drops_the_same_probabilities_in_both_passes() -> None:
     torch.testing.assert_close((value.grad * value).sum(), (output * weights).sum())
     without = relative_attention(**given, implementation="chunked")  # type: ignore[arg-type]
     assert (output - without).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dropout_of_chunks_is_a_mask_of_probabilities_with_its_gradients(
+    is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the identity for values the output is the dropped probabilities, which tell the mask of a seed."""
+    monkeypatch.setattr(chunk_module, "CHUNK", 16)
+    monkeypatch.setattr(chunked_module, "FEW_PAIRS", 0)
+    length, share = 48, 0.25
+    table, bias = random(2 * length, HEADS, length), random(2 * length, HEADS)
+    query, key, value = (random(BATCH, HEADS, length, length) * 0.2 for _ in range(3))
+    given = {"query": query, "key": key, "value": value, "position_embeddings": table, "position_bias": bias}
+    options: dict[str, Any] = {"is_causal": is_causal, "later_rows": length, "implementation": "chunked"}
+
+    def drop(**changes: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return relative_attention(**{**given, **changes}, **options, dropout=share)  # type: ignore[arg-type]
+
+    leaves = {name: one.clone().requires_grad_() for name, one in given.items()}
+    arguments = {**leaves, "content_bias": None, "scaling": length**-0.5, "attention_mask": None}
+    _, probs = relative_eager(**arguments, is_causal=is_causal, sliding_window=None, later_rows=length)  # type: ignore[arg-type]
+    identity = torch.eye(length, dtype=torch.float64).expand(BATCH, HEADS, -1, -1)
+    kept = drop(value=identity).transpose(1, 2).ne(0)
+    assert kept[probs > 0].double().mean().item() == pytest.approx(1 - share, abs=0.02)
+    assert (kept[:, :, :16] != kept[:, :, 16:32])[(probs[:, :, :16] > 0) & (probs[:, :, 16:32] > 0)].any()
+    expected = ((probs * kept / (1 - share)) @ leaves["value"]).transpose(1, 2)
+    output = drop(**leaves)
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
+    weights = torch.randn_like(output)
+    found, wanted = (torch.autograd.grad(one, list(leaves.values()), weights) for one in (output, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("queries", range(17, 33))
+def test_a_last_chunk_of_any_size_has_its_window(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_module, "CHUNK", 16)
+    given = inputs(queries, queries + 3)
+    expected, _ = run(given, "eager", sliding_window=9)
+    torch.testing.assert_close(run(given, "chunked", sliding_window=9)[0], expected, atol=1e-11, rtol=0)
+
+
+def test_under_autocast_a_bias_without_embeddings_stays_exact() -> None:
+    """As that of ALiBi, whose steps over some hundred are lost in bfloat16."""
+    query, key, value = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    bias = -0.4 * (torch.arange(300) - 150).abs()[:, None].expand(300, 2) - 100
+    given = {"query": query * 0, "key": key, "value": value, "position_bias": bias}
+    exact = relative_attention(**{name: one.double() for name, one in given.items()}, implementation="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = relative_attention(**given, implementation="chunked")
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() < 2**-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("terms", ["none", "content", "bias"])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
+def test_an_offset_counts_with_any_terms(implementation: str, terms: str, offset: int) -> None:
+    given = inputs(3, 7, TERMS[terms])
+    expected, _ = run(given, "eager", offset=offset)
+    torch.testing.assert_close(run(given, implementation, offset=offset)[0], expected, atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
@@ -323,10 +387,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"query": random(2, 4, 3)}, r"query must be \[B, H, T, D\]"),
     ({"key": random(2, 1, 6, 4), "value": random(2, 1, 6, 4)}, "does not fit query"),
     ({"position_embeddings": random(5, 3, 4)}, "position_embeddings has 5 rows, but queries reach over 6 keys"),
+    (
+        {"position_embeddings": random(4, 3, 4), "attention_mask": torch.ones(6, dtype=torch.bool)},
+        "position_embeddings has 4 rows, but queries reach over 6 keys",
+    ),
     ({"position_bias": random(8, 4)}, r"position_bias of shape \(8, 4\) must be \[L, 3\]"),
     ({"content_bias": random(3, 5)}, r"content_bias of shape \(3, 5\) must be \[3, 4\]"),
     ({"sliding_window": 0}, "sliding_window must be at least 1"),
     ({"sliding_window": 2.5}, r"sliding_window must be at least 1 \(the query itself\), an integer, not 2.5"),
+    ({"sliding_window": True}, r"sliding_window must be at least 1 \(the query itself\), an integer, not True"),
     ({"scaling": float("nan")}, "scaling must be a finite number, not nan"),
     ({"offset": 1.5}, "offset must be an integer, the position of the first query among the keys, not 1.5"),
     ({"offset": torch.tensor([1, 2])}, r"offset must be one integer, not \(2,\) of torch.int64"),
@@ -356,6 +425,18 @@ def test_bad_calls_say_what_is_wrong(wrong: dict[str, Any], message: str) -> Non
     for implementation in (None, *RELATIVE):
         with pytest.raises(ValueError, match=message):
             relative_attention(**{**inputs(4, 6), "implementation": implementation, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
+def test_a_window_lets_tables_be_as_short_to_both_sides(implementation: str) -> None:
+    """With a window of 4 a token sees 3 tokens after it."""
+    given = inputs(30, 30)
+    tables = {name: given[name][:7] for name in ("position_embeddings", "position_bias")}  # type: ignore[index]
+    options: dict[str, Any] = {"is_causal": False, "sliding_window": 4, "implementation": implementation}
+    output = relative_attention(**{**given, **tables}, **options, later_rows=3)  # type: ignore[arg-type]
+    assert output.isfinite().all()
+    with pytest.raises(ValueError, match="and 3 keys ahead, for which it has 2"):
+        relative_attention(**{**given, **tables}, **options, later_rows=2)  # type: ignore[arg-type]
 
 
 def test_a_window_lets_short_tables_serve_long_sequences() -> None:
