@@ -51,11 +51,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
         raise UserError(f"{folder} {what}; give the folder of a checkpoint")
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if any(folder.iterdir()) else "is empty"
-        raise UserError(f"{folder} {what}; give the folder of a checkpoint")
     if (folder / ADAPTER).exists():
         raise UserError(f"{folder} holds an adapter ({ADAPTER}); merge it into its model, and save that")
+    check_has_config(folder)
     content = read_json(folder / "config.json")
     if not isinstance(content, dict):
         raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
@@ -63,6 +61,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (generation := folder / "generation_config.json").is_file():
         read_json(generation)
     return content
+
+
+def check_has_config(folder: Path) -> None:
+    """Raises UserError if a folder has no `config.json`; that of a `dynattn pretrain` has one in its folder `model`."""
+    if (folder / "config.json").is_file():
+        return
+    what = "has no config.json" if any(folder.iterdir()) else "is empty"
+    model = folder / "model"
+    fix = f"the model of this run is in {model}" if (model / "config.json").is_file() else "give that of a checkpoint"
+    raise UserError(f"the folder {folder} {what}; {fix}")
 
 
 def check_fields(config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .checkpoint_files import ADAPTER, check_has_config
 from .errors import UserError, first_line
 from .offline import offline_if_unreachable
 
@@ -50,6 +51,8 @@ def load_checkpoint(
     target = find_device(device)
     for place in {path, tokenizer or path}:
         _check_place(place)
+    if Path(path).is_dir() and not (Path(path) / ADAPTER).is_file():
+        check_has_config(Path(path))
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
         model = _load_model(path, dtype, trust_remote_code, config_changes)

@@ -232,10 +232,17 @@ def test_a_pickle_of_another_protocol_is_refused_in_one_line(
     assert not [warning for warning in recwarn if "pickle protocol" in str(warning.message)]
 
 
-def test_an_adapter_that_names_another_model(place: Path, refused: Callable[..., str]) -> None:
-    adapter = json.dumps({"base_model_name_or_path": str(place), "peft_type": "LORA"})
-    line = refused("llama", lambda source: (source / "adapter_config.json").write_text(adapter))
-    assert "holds an adapter (adapter_config.json)" in line
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter_that_names_another_model(place: Path, refused: Callable[..., str], alone: bool) -> None:
+    """PEFT writes it into a folder of its own, or beside a model."""
+
+    def write(source: Path) -> None:
+        adapter = {"base_model_name_or_path": str(place), "peft_type": "LORA"}
+        (source / "adapter_config.json").write_text(json.dumps(adapter))
+        if alone:
+            (source / "config.json").unlink()
+
+    assert "holds an adapter (adapter_config.json)" in refused("llama", write)
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("small embedding", "the tokenizer has ids up to 383 but the model embeds 300 (0 ... 299)"),
         ("unknown type", "`unheard_of`"),
         ("unknown type", "goes with --import"),
-        ("no config", "cannot load a causal language model from"),
+        ("no config", "has no config.json; give that of a checkpoint"),
     ],
 )
 def test_damaged_checkpoints(how: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,6 +401,13 @@ def test_no_checkpoint(place: str, tmp_path: Path, capsys: pytest.CaptureFixture
         Path(path).write_text("not a folder")
     assert main(["evaluate", path]) == 2
     assert_one_line(capsys, path)
+
+
+def test_the_folder_of_a_run_leads_to_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert_one_line(capsys, f"has no config.json; the model of this run is in {tmp_path / 'model'}")
 
 
 def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
