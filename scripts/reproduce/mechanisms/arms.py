@@ -23,7 +23,8 @@ class Size:
     """The models of one preset.
 
     Attributes:
-        heads: of every arm but those with twice as many; each head is `head_dim` wide in all of them.
+        heads: of every arm but those with twice as many.
+        head_dim: width of each head, except in RCMHA's attention types, which divide the hidden size by the heads.
     """
 
     hidden_size: int
