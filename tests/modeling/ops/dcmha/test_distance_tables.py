@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.composed_op import Case, random_inputs, run
+from cases.composed_op import Case, in_dtype, random_inputs, run
 from cases.golden import read_case, tensors_under
 from torch import Tensor
 
@@ -109,6 +109,17 @@ def test_without_composition_tables_need_no_implementation_to_be_named(table: st
     options: dict[str, Any] = {table: torch.rand(9, 4).double()}
     found = dcmha_attention(query, key, value, **options)
     torch.testing.assert_close(found, dcmha_attention(query, key, value, **options, implementation="eager"))
+
+
+@pytest.mark.parametrize("queries", [5, 6])
+def test_a_bias_may_hide_distances_from_an_odd_number_of_queries(queries: int) -> None:
+    """Keys that none of the queries sees get the gradients of the definition, not NaN."""
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(queries, 40)))
+    bias = torch.zeros(40, tensors[0].shape[1])
+    bias[8:] = -torch.inf
+    keywords["position_bias"] = bias
+    for ours, theirs in zip(run(tensors, keywords, "chunked"), run(tensors, keywords, "eager"), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_tables_in_float32_beside_half_precision_tell_far_distances_apart() -> None:

@@ -22,13 +22,13 @@ INLINE const float *table_row(const chunk *of, const float *table, long h, long 
 }
 
 /* Adds the bias to a tile of scores, if it belongs where this is called: `is_before` the first composition (1) or after
-   it (0). */
+   it (0). A row that only fills up an even number of queries gets none: minus infinity would make it NaN. */
 static void add_bias(const chunk *of, float *tile, int is_before, long block) {
     const problem *given = of->given;
     if (!given->bias || given->composes_bias != is_before) return;
     EACH_PATCH(at, of, block)
         for (long h = 0; h < given->heads; h++)
-            for (long t = at.first; t < at.first + at.rows; t++) {
+            for (long t = at.first; t < smaller(at.first + at.rows, of->queries); t++) {
                 float *row = tile_row(of, tile, h, t);
                 const float *bias = table_row(of, given->bias, h, t, block);
                 for (long s = at.keys.begin; s < at.keys.end; s += LANES) *(vec *)(row + s) += *(const vec *)(bias + s);
