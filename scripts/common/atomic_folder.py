@@ -55,7 +55,7 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
 
     Raises:
         UserError: one folder lies in the other, or the destination is a file, a folder with files and no permission to
-            overwrite them, or a folder with files that are not a checkpoint.
+            overwrite them, a folder with files that are not a checkpoint, or a Git repository.
     """
     if destination == source or destination.is_relative_to(source) or source.is_relative_to(destination):
         raise UserError(f"{destination} and {source} overlap; give another folder to write")
@@ -68,6 +68,8 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
             raise UserError(f"{destination} exists; give another folder to write, or --overwrite")
         if not (destination / "config.json").is_file():
             raise UserError(f"{destination} holds no checkpoint, so it is not overwritten; remove it yourself")
+        if (destination / ".git").exists():
+            raise UserError(f"{destination} is a Git repository, whose history would be lost; give another folder")
 
 
 def recover(destination: Path) -> None:

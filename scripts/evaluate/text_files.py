@@ -62,7 +62,7 @@ def read_documents(path: str, column: str) -> Documents:
 
 
 def _read_text(path: Path, column: str) -> Iterator[Row]:
-    yield "the text", {column: path.read_text(encoding="utf-8")}
+    yield "the text", {column: path.read_text(encoding="utf-8-sig")}
 
 
 def _read_json(path: Path, column: str) -> Iterator[Row]:

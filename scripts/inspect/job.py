@@ -128,6 +128,6 @@ def read_tokens(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"file={path} cannot be read as UTF-8 text: {error}") from error

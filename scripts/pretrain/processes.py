@@ -59,7 +59,7 @@ def disk_errors_explained(output: Path) -> Iterator[None]:
     """Turns errors of reading or writing in the block, such as those of a full disk, into a `UserError`."""
     try:
         yield
-    except UserError:
+    except (UserError, BrokenPipeError):  # the latter: who reads the output has gone, as `head` does
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception
         reason = _answer_of_the_disk(error)

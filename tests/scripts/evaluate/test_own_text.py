@@ -140,6 +140,8 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
 
     (tmp_path / "text [v2].txt").write_text("one\n\ntwo\n", encoding="utf-8")
     assert read_documents(str(tmp_path / "text [v2].txt"), "text") == Documents(["one\n\ntwo\n"], [0], 0)
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone")  # a byte order mark is no text
+    assert read_documents(str(tmp_path / "marked.txt"), "text").texts == ["one"]
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
     assert read_documents(str(tmp_path / "text.parquet"), "text") == Documents(["a", "b"], [0, 3], 2)
 

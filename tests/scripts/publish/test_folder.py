@@ -258,6 +258,14 @@ def test_folder_that_lacks_code_is_not_written_and_the_old_one_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "tiny"]
 
 
+def test_the_history_of_a_repository_is_not_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "clone"
+    (output / ".git").mkdir(parents=True)
+    (output / "config.json").write_text("{}")
+    assert main(["publish", str(checkpoint), "--output", str(output), "--no_verify", "--overwrite"]) == 2
+    assert (output / ".git").is_dir() and (output / "config.json").read_text() == "{}"
+
+
 def test_overwrite_replaces_the_whole_folder(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert main(["publish", str(checkpoint), "--output", str(output), "--no_verify"]) == 0
