@@ -191,5 +191,5 @@ def band_of(structure: Structure) -> tuple[int, int, int]:
     """Returns (offset, behind, ahead): query `t` sees the keys from `t + offset - behind` to `t + offset + ahead`."""
     offset = structure.first_query
     unbounded = structure.queries + structure.keys + abs(offset)  # farther than any key stands from any query
-    side = unbounded if structure.sliding_window is None else structure.sliding_window - 1
+    side = unbounded if structure.sliding_window is None else min(structure.sliding_window - 1, unbounded)
     return offset, side, 0 if structure.is_causal else side

@@ -1,5 +1,6 @@
 """A bias and a gain by distance in `dcmha_attention`: golden cases, the definition by a mask, memory, refusals."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -108,6 +109,14 @@ def test_without_composition_tables_need_no_implementation_to_be_named(table: st
     query, key, value = torch.randn(3, 1, 4, 9, 8).double().unbind()
     options: dict[str, Any] = {table: torch.rand(9, 4).double()}
     found = dcmha_attention(query, key, value, **options)
+    torch.testing.assert_close(found, dcmha_attention(query, key, value, **options, implementation="eager"))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_widest_window_hides_nothing(is_causal: bool) -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 8).unbind()
+    options: dict[str, Any] = {"pre": Composition(query_gate=torch.randn(1, 9, 2)), "is_causal": is_causal}
+    found = dcmha_attention(query, key, value, **options, sliding_window=sys.maxsize, implementation="chunked")
     torch.testing.assert_close(found, dcmha_attention(query, key, value, **options, implementation="eager"))
 
 
