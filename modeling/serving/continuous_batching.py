@@ -163,7 +163,8 @@ def with_sizes(
     settings.use_cuda_graph, settings.use_async_batching, settings.max_blocks_per_request = False, False, 0
     if settings.num_blocks is None and settings.max_memory_percent is None and model.device.type == "cpu":
         requests = min(hints.num_requests or 64, settings.max_requests_per_batch or 1024)
-        tokens = hints.max_prompt_length + hints.max_generated_length or model.config.max_position_embeddings
+        answer = hints.max_generated_length  # 0 if not announced, as without `max_new_tokens`
+        tokens = hints.max_prompt_length + answer if answer else model.config.max_position_embeddings
         pages = 2 * requests * (1 + tokens // settings.page_size)
         layout = row_layout(model.config)
         page_bytes = 2 * settings.page_size * layout.kv_heads * layout.width * model.dtype.itemsize

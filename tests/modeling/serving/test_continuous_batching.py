@@ -307,6 +307,8 @@ def test_the_default_cache_has_room_for_twice_what_is_announced() -> None:
     hints = WorkloadHints(num_requests=5, max_prompt_length=20, max_generated_length=11)
     assert with_sizes(make_model(), settings, hints).num_blocks * 8 >= 2 * 5 * (20 + 11)
     assert settings.num_blocks is None  # the caller's stay as they are
+    unlimited = with_sizes(make_model(), settings, WorkloadHints(num_requests=1, max_prompt_length=20))
+    assert unlimited.num_blocks * 8 >= make_model().config.max_position_embeddings
 
 
 def test_an_answer_may_end_with_the_last_position() -> None:
