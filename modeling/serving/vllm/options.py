@@ -14,13 +14,19 @@ class ComposedOptions(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuses options that would silently change a model's outputs, or that its layers do not support.
 
-        vLLM itself refuses pipeline parallelism, adapters, and requests beyond the positions of the model.
+        vLLM itself refuses pipeline parallelism and adapters.
 
         Raises:
             ValueError: an option is not supported.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         check_model(model.hf_config)
+        if model.runner_type != "generate":
+            raise ValueError(
+                f"{model.architecture} with runner={model.runner_type!r}: only models that generate text are served; "
+                "save the model as one with a head for causal language modeling, or run it with Transformers"
+            )
+        _limit_length(model)
         dtype, cache_dtype = str(model.dtype).removeprefix("torch."), vllm_config.cache_config.cache_dtype
         if parallel.tensor_parallel_size > 1:
             raise ValueError(
@@ -39,3 +45,22 @@ class ComposedOptions(VerifyAndUpdateConfig):
             raise ValueError(
                 "kv_transfer_config is set, but pages of composed heads cannot be transferred; leave it out"
             )
+
+
+def _limit_length(model: Any) -> None:
+    """Lets requests be no longer than the positions of the model, as in the package's other server.
+
+    vLLM multiplies the positions by the factor of `rope_parameters`. Beyond the model's own, 'dynamic' angles depend on
+    the longest request of a step, so that requests would change each other.
+
+    Raises:
+        ValueError: the user asked for more.
+    """
+    limit = model.hf_config.max_position_embeddings
+    asked = model.original_max_model_len or 0
+    if asked > limit:
+        raise ValueError(
+            f"max_model_len={asked} is more than the {limit} positions of the model (max_position_embeddings); "
+            f"use at most {limit}"
+        )
+    model.max_model_len = min(model.max_model_len, limit)

@@ -33,6 +33,31 @@ def test_options_that_cannot_be_served(name: str, tmp_path: Any) -> None:
         EngineArgs(str(tmp_path), **given).create_engine_config()
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "linear"])
+def test_requests_are_no_longer_than_the_positions(rope_type: str, tmp_path: Any) -> None:
+    """vLLM itself would take four times as many tokens."""
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    model = make_model(rope_parameters=parameters)
+    model.save_pretrained(tmp_path)
+    positions = model.config.max_position_embeddings
+    given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    made = EngineArgs(str(tmp_path), **given).create_engine_config()
+    assert made.model_config.max_model_len == positions
+    shorter = EngineArgs(str(tmp_path), max_model_len=positions // 2, **given).create_engine_config()
+    assert shorter.model_config.max_model_len == positions // 2
+    with pytest.raises(ValueError, match=f"max_model_len={positions + 1} is more than the {positions} positions"):
+        EngineArgs(str(tmp_path), max_model_len=positions + 1, **given).create_engine_config()
+
+
+@pytest.mark.parametrize("runner", ["pooling", "auto"])
+def test_models_that_do_not_generate(runner: str, tmp_path: Any) -> None:
+    model = make_model()
+    (model if runner == "pooling" else model.model).save_pretrained(tmp_path)
+    given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match="only models that generate text are served"):
+        EngineArgs(str(tmp_path), runner=runner, **given).create_engine_config()
+
+
 def test_a_family_whose_layers_read_more_than_pages_hold(tmp_path: Any) -> None:
     config = RCMHAConfig(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
