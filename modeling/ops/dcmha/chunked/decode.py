@@ -38,6 +38,7 @@ def attend_to_cache(
     arguments = (query, key, value, pre, post, scaling, mask, tables)
     # In float32 the code that Inductor generates is as fast as a call of the operator with C code in it.
     pays = not (compiles and query.dtype == torch.float32)
+    pays = pays and not torch.jit.is_tracing()  # a trace records operators, not calls of C code
     if pays and serves(query, key, value, pre, post, mask, tables) and _has_c():
         return (_decode_as_operator if compiles else _decode)(*arguments)
     return _decode_in_pytorch(*arguments)
@@ -227,7 +228,7 @@ def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None
     down, up, gate = composition.side("query")
     matrix = _static_matrix(composition, dtype)
     if gate is not None:
-        diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + (matrix is None))
+        diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + int(matrix is None))
         matrix = diagonal if matrix is None else matrix + diagonal
     if down is None or up is None:
         return matrix

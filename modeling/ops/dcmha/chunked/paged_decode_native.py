@@ -14,6 +14,7 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from ..composition import Composition
 from ..pages import Pages
+from .composers.choice import compile_mode
 from .csrc.sources import PAGED_DECODE
 from .decode_native import (
     ELEMENTS_PER_THREAD,
@@ -77,7 +78,7 @@ def _load_for(
     tables: DistanceTables,
 ) -> CDLL | None:
     """The library for the arguments of `attend_to_pages`; None where C code does not serve them."""
-    if not serves(query, pages.key, pages.value, pre, post, None, tables):
+    if compile_mode() == "0" or not serves(query, pages.key, pages.value, pre, post, None, tables):
         return None
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype, terms)

@@ -357,3 +357,16 @@ def test_models_generate_with_it(family: str, cache: str | None, dtype: torch.dt
     if dtype == torch.float32:
         model.set_attn_implementation("eager")
         assert torch.equal(model.generate(ids, **keywords), tokens)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("step", [STEPS[1], STEPS[2]], ids=str)
+def test_a_trace_of_a_step_computes_what_the_step_does(step: Step) -> None:
+    """Calls of C code would leave no operation in the trace."""
+    (query, key, value), keywords = step_inputs(step, torch.float32)
+
+    def call(query: Tensor) -> Tensor:
+        return dcmha_attention(query, key, value, **keywords, implementation="chunked")
+
+    traced = torch.jit.trace(call, torch.zeros_like(query), check_trace=False)
+    torch.testing.assert_close(traced(query), call(query), rtol=1e-4, atol=1e-5)

@@ -71,3 +71,12 @@ def test_what_c_code_cannot_do_is_left_to_others(change: str) -> None:
     if change == "other groups":
         post = replace(post, groups=2)
     assert attend_to_pages(query, pages, without_keys(stages["pre"]), post, 1.0, step.key_terms) is None
+
+
+def test_c_code_is_left_out_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step((5, 7))
+    query, pages, stages, *_ = random_step(step, torch.float32)
+    pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
+    assert attend_to_pages(query, pages, pre, post, 1.0, step.key_terms) is not None
+    monkeypatch.setenv("DYNATTN_COMPILE", "0")
+    assert attend_to_pages(query, pages, pre, post, 1.0, step.key_terms) is None
