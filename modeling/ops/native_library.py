@@ -9,12 +9,14 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import signal
 import stat
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +120,14 @@ def load_library(source: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDL
 def _load(options: tuple[str, ...], source: str) -> ctypes.CDLL:
     """Loads the library that is cached for `source` and `options`, after compiling it if there is none."""
     compiler, folder = find_compiler(), _cache_folder()
-    key = _hash("\n".join((source, *options)))
+    key = _hash("\n".join((platform.machine(), source, *options)))
     made_by = key if compiler is None else f"{key}-{_hash(compiler)}"
     for path in folder.glob(f"{made_by}-*.so"):
-        if _is_intact(path):
+        if not _is_intact(path):
+            path.unlink(missing_ok=True)
+            continue
+        with suppress(OSError):  # as of a file from another machine, if they share a home
             return ctypes.CDLL(str(path))
-        path.unlink(missing_ok=True)
     if compiler is None:
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
     return ctypes.CDLL(str(_compile((compiler, *options), source, folder, made_by)))

@@ -1,5 +1,6 @@
 """The cache of compiled libraries: only what this user wrote, and wrote completely, is loaded."""
 
+import hashlib
 import os
 import pwd
 import subprocess
@@ -69,6 +70,19 @@ def test_a_library_with_other_contents_is_compiled_anew(cache: Path, damage: Cal
     damage(library)
     assert answer() == 42
     assert [path.read_bytes() for path in libraries_in(cache)] == [intact]
+
+
+def test_a_library_that_does_not_load_here_is_compiled_anew(cache: Path) -> None:
+    """As one of another processor, in a home that machines share; its checksum is right."""
+    assert answer() == 42
+    [library] = libraries_in(cache)
+    content = b"\x7fELF of another processor"
+    foreign = library.with_name(library.name.replace(library.stem[-64:], hashlib.sha256(content).hexdigest()))
+    library.unlink()
+    foreign.write_bytes(content)
+    foreign.chmod(0o700)
+    assert answer() == 42
+    assert len(libraries_in(cache)) == 2
 
 
 def test_a_library_that_others_can_write_is_compiled_anew(cache: Path) -> None:
