@@ -4,6 +4,7 @@ The options of a dataclass are those that `transformers.HfArgumentParser` makes 
 """
 
 import dataclasses
+import math
 import re
 from argparse import (
     Action,
@@ -26,6 +27,7 @@ from .errors import UserError
 
 Arguments = TypeVar("Arguments")
 
+YAML_ENDINGS = (".yaml", ".yml")
 TRUE, FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", "n", "0")
 EPILOG = """\
 FILE.yaml sets options in lines `NAME: VALUE`; options of the command line override it. On the command line, names may
@@ -114,7 +116,7 @@ def parse_arguments(
     """
     argv = list(argv)
     parser = make_parser(cls, prog=prog, description=description)
-    if argv and argv[0].endswith((".yaml", ".yml")):
+    if argv and argv[0].endswith(YAML_ENDINGS):
         _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))
     _use_as_defaults(parser, cls, common or {}, "common")
     values, unknown = parser.parse_known_args(argv)
@@ -123,33 +125,40 @@ def parse_arguments(
     return cls(**vars(values))
 
 
-def name_first(argv: Sequence[str], option: str) -> list[str]:
-    """Puts `--option` in front of a first word that is neither an option nor a YAML file: `X` means `--option X`."""
-    named = not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml"))
-    return list(argv) if named else [f"--{option}", *argv]
-
-
 def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
     """Turns positional words into options, such as `SRC DST` into `--source SRC --destination DST`.
 
-    The words may stand anywhere among the options. They become the values of the first `count` fields of `cls`, in
-    order. A field that is given as an option is passed over, so that its word goes to the next field.
+    The words may stand anywhere among the options, but not behind one that takes several values. They become the values
+    of the first `count` fields of `cls`, in order. A field that is given as an option is passed over, so that its word
+    goes to the next field. A YAML file may stand among the words, and comes first in what is returned.
     """
-    fields = dataclasses.fields(cls)
-    switches = {field.name for field in fields if field.type is bool}
     given = {_option_name(text) for text in argv if text.startswith("-")}
-    names = [f"--{field.name}" for field in fields[:count] if field.name not in given]
+    names = [f"--{field.name}" for field in dataclasses.fields(cls)[:count] if field.name not in given]
+    taken = _numbers_of_values(cls)
+    file: list[str] = []
     rest: list[str] = []
-    expects_value = False
+    expected = 0.0  # values of the last option that have not come yet
     for text in argv:
         if text.startswith("-"):
-            expects_value = "=" not in text and _option_name(text).removeprefix("no_") not in switches
-        elif not expects_value and names and not text.endswith((".yaml", ".yml")):
+            expected = 0 if "=" in text else taken.get(_option_name(text).removeprefix("no_"), 1)
+        elif expected:
+            expected -= 1
+        elif text.endswith(YAML_ENDINGS) and not file:
+            file.append(text)
+            continue
+        elif names:
             rest.append(names.pop(0))
-        else:
-            expects_value = False
         rest.append(text)
-    return rest
+    return file + rest
+
+
+def _numbers_of_values(cls: type[Any]) -> dict[str, float]:
+    """How many values each option takes: a switch none, as its value is optional, and a list any number."""
+    numbers = {None: 1, "?": 0, "+": math.inf}
+    hints = get_type_hints(cls)
+    return {
+        field.name: numbers[_conversion(field, hints[field.name]).get("nargs")] for field in dataclasses.fields(cls)
+    }
 
 
 def _option_name(text: str) -> str:

@@ -8,13 +8,13 @@ Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia] [--tasks NAM
 import logging
 from collections.abc import Sequence
 
-from ..common.arguments import name_first, parse_arguments
+from ..common.arguments import name_words, parse_arguments
 from .arguments import EvaluateArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
-    argv = name_first(argv, "model")
+    argv = name_words(argv, EvaluateArguments, 1)
     arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate CHECKPOINT", description=__doc__)
     if arguments.kind == "tasks":
         return run(arguments)

@@ -6,13 +6,13 @@ Run: `dynattn publish CHECKPOINT [--output FOLDER] [--repo NAME/MODEL] [--dry_ru
 import sys
 from collections.abc import Sequence
 
-from ..common.arguments import name_first, parse_arguments
+from ..common.arguments import name_words, parse_arguments
 from .arguments import PublishArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Publishes and prints what was written, verified and pushed."""
-    argv = name_first(argv, "checkpoint")
+    argv = name_words(argv, PublishArguments, 1)
     arguments = parse_arguments(PublishArguments, argv, prog="dynattn publish CHECKPOINT", description=__doc__)
     # These import torch and Transformers, which help and a mistyped option need not wait for.
     from .job import publish

@@ -1,6 +1,7 @@
 """What every conversion's command line has in common, and that it answers before torch is imported."""
 
 import ast
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +45,37 @@ def test_folders_may_stand_anywhere(argv: list[str]) -> None:
 def test_a_folder_that_is_given_by_name_leaves_the_other_words_to_the_others() -> None:
     assert name_words(["--source", "a", "b"], OfficialArguments, 2) == ["--source", "a", "--destination", "b"]
     assert name_words(["a", "--destination=b"], OfficialArguments, 2) == ["--source", "a", "--destination=b"]
+
+
+@dataclass
+class Kinds:
+    model: str | None = None
+    other: str | None = None
+    sizes: list[int] = field(default_factory=list)
+    output: str | None = None
+    fast: bool = False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("a", "--model a"),
+        ("--output o a b", "--output o --model a --other b"),
+        ("--output=o a", "--output=o --model a"),
+        ("--fast a --no-fast b", "--fast --model a --no-fast --other b"),
+        ("a --sizes 1 2 3 --fast b", "--model a --sizes 1 2 3 --fast --other b"),
+        ("a run.yaml --fast b", "run.yaml --model a --fast --other b"),
+        ("run.yaml a", "run.yaml --model a"),
+        ("--output o a run.yml", "run.yml --output o --model a"),
+        ("a --output o.yaml", "--model a --output o.yaml"),
+        ("--model a b", "--model a --other b"),
+        ("a b c", "--model a --other b c"),
+        ("", ""),
+    ],
+)
+def test_words_go_to_the_first_options(words: str, expected: str) -> None:
+    """Options keep their values, a switch takes none and a list all; a file of settings comes first."""
+    assert name_words(words.split(), Kinds, 2) == expected.split()
 
 
 def test_the_command_tells_its_kinds(capsys: pytest.CaptureFixture[str]) -> None:
