@@ -14,11 +14,23 @@ from packaging.requirements import Requirement
 
 from dynattn import __version__
 from dynattn.modeling.ops.dcmha.attention import dcmha_attention, resolve_implementation
+from dynattn.modeling.ops.dcmha.chunked.composers.choice import compile_mode
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.native_library import find_compiler, lanes
 
 from ..common.environment import hardware
 from ..common.errors import first_line
+
+# Environment variables that change what is reported here or what jobs do; docs/environment.md describes them.
+VARIABLES = (
+    "DYNATTN_COMPILE",
+    "DYNATTN_IMPORT",
+    "CC",
+    "XDG_CACHE_HOME",
+    "OMP_NUM_THREADS",
+    "TRITON_INTERPRET",
+    "HF_HUB_OFFLINE",
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,11 @@ def _devices() -> Iterator[Finding]:
 
 def _native_code() -> Finding:
     """Calls the composed op once, which compiles its C code or finds it compiled; a failure to do so is a warning."""
+    try:
+        if compile_mode() == "0":
+            return Finding("missing", "C compiler", "not used, because DYNATTN_COMPILE=0")
+    except ValueError as error:
+        return Finding("fails", "C compiler", str(error))
     compiler = find_compiler()
     if compiler is None:
         return Finding("missing", "C compiler", "attention on a CPU is slower without; install gcc or clang, or set CC")
@@ -117,5 +134,6 @@ def _default_implementation() -> Finding:
 
 
 def _environment() -> Iterator[Finding]:
-    for name in sorted(name for name in os.environ if name.startswith("DYNATTN_")):
-        yield Finding("ok", name, os.environ[name])
+    for name in VARIABLES:
+        if name in os.environ:
+            yield Finding("ok", name, os.environ[name])

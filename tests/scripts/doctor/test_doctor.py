@@ -1,5 +1,8 @@
 """`dynattn doctor` tells what is there, what is missing and how to get it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from dynattn.scripts.doctor import findings, main
@@ -61,3 +64,29 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = [finding for finding in findings.examine() if finding.subject == "C compiler"]
     assert found.state == "missing"
     assert "install gcc or clang" in found.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "state", "text"),
+    [
+        ("0", "missing", "not used, because DYNATTN_COMPILE=0"),
+        ("yes", "fails", "DYNATTN_COMPILE='yes' is not known; use '0', '1' or 'auto'"),
+    ],
+)
+def test_a_compiler_that_may_not_be_used_is_told(
+    mode: str, state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
+    [found] = [finding for finding in findings.examine() if finding.subject == "C compiler"]
+    assert (found.state, found.text) == (state, text)
+
+
+def test_the_variables_that_are_shown_are_those_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "environment.md"
+    assert re.findall(r"^\| `(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE) == list(findings.VARIABLES)
+    for name in findings.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    shown = {finding.subject: finding.text for finding in findings.examine()}
+    assert shown["OMP_NUM_THREADS"] == "3"
+    assert "CC" not in shown
