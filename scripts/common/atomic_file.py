@@ -20,8 +20,12 @@ def partial_path(path: Path) -> Path:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file under another name and renames it, so that no reader ever sees half of it."""
     partial = partial_path(path)
-    partial.write_text(text, encoding="utf-8")
-    put_in_place(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        put_in_place(partial, path)
+    except OSError:  # a full disk, or `path` is a folder
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = 2, **options: Any) -> None:

@@ -10,7 +10,7 @@ Record = dict[str, Any]
 def read_metrics(path: Path, split: str | None = None) -> list[Record]:
     """Reads the records of one split, or all. Lines that are not JSON are left out, as one that a crash cut off."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:

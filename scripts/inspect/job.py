@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.atomic_file import write_json
-from ..common.atomic_folder import staged_folder
+from ..common.atomic_folder import recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import load_checkpoint, refuse_nan
 from ..common.environment import provenance, versions
@@ -38,9 +38,10 @@ def inspect(arguments: InspectArguments) -> Path:
     """Observes the model and writes the folder; returns the path of the page.
 
     Raises:
-        UserError: the folder is taken, the checkpoint does not load, or the model composes no heads.
+        UserError: the folder is taken or being written, the checkpoint does not load, or the model composes no heads.
     """
     output = resolve_destination(arguments.output)
+    recover(output)
     check_free = partial(check_output, output, arguments.overwrite)
     check_free()
     model, tokenizer = load_checkpoint(arguments.model, dtype="float32", device="cpu")

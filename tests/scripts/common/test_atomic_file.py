@@ -34,6 +34,13 @@ def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path, monkey
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing_beside_it(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is flushed to the disk, and of what is renamed, in order."""

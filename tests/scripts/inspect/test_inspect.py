@@ -1,6 +1,8 @@
 """`dynattn inspect` shows what a model really computes, and refuses what it cannot show."""
 
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
+from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out
 from dynattn.scripts.inspect.observation import loss_with, observe, visible_pairs
 
@@ -167,6 +170,15 @@ def test_only_what_inspect_wrote_is_overwritten(
     assert main(["inspect", "nowhere", "--output", str(seen), "--overwrite"]) == 2
     assert "also holds notes.md, which would be lost" in capsys.readouterr().err
     assert (seen / "notes.md").is_file()
+
+
+def test_what_a_killed_inspection_left_is_removed(checkpoint: Path, tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    leftover = tmp_path / f".seen.partial-{MACHINE}-{ended.pid}"
+    leftover.mkdir()
+    assert main(["inspect", str(checkpoint), "--output", str(tmp_path / "seen"), "--max_tokens", "8"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["seen"]
 
 
 def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,15 @@ def test_one_run_is_written_beside_its_metrics(tmp_path: Path):
     assert {"1.25", "30", "a & b", "Settings", "0.001"} <= set(texts)
 
 
+def test_lines_that_are_no_text_are_left_out(tmp_path: Path):
+    """A disk that failed can leave anything in a file that was being written."""
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n\xff\xfe\x00damaged\n")
+    assert main(["report", str(run)]) == 0
+    assert "run, validation" in Page((run / "report.html").read_text()).texts
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path):
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
