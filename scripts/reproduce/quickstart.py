@@ -17,7 +17,7 @@ from typing import Any
 
 from ...configuration.mixers import NO_COMPOSITION
 from ..common.arguments import parse_arguments
-from ..common.atomic_file import write_json
+from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
 from ..pretrain.stopping import signals_received
 
@@ -30,6 +30,8 @@ SAMPLES_OF_A_TASK = 36
 # processor and later code), rounded up.
 RECORDED = {"dcformer": 4.8017, "transformer": 4.8441}
 MOVED = 0.0199
+# The exit status of a job that has refused its arguments or its input: running it again would end the same way.
+REFUSED = 2
 PROMPT = 'The "for" statement'
 GENERATE = """
 import sys
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def check_finished(output: Path, arguments: QuickstartArguments) -> None:
     """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place."""
     for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
-        trained = json.loads(file.read_text(encoding="utf-8"))["arguments"]
+        trained = read_json(file, "remove it to train anew")["arguments"]
         for option in ("max_steps", "seed"):
             if trained[option] != getattr(arguments, option):
                 raise UserError(
@@ -125,6 +127,8 @@ def run_once(result: Path, command: Sequence[str]) -> None:
         status = working[0].wait()
     if requested:
         raise StoppedError(requested[0], "run this again to go on from there")
+    if status == REFUSED:
+        raise UserError(f"'dynattn {command[0]}' did not run, as it says above")
     if status:
         raise UserError(f"'dynattn {command[0]}' ended with status {status}; run this again to go on from there")
 

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 
 from dynattn import __version__
 from dynattn.scripts import cli
-from dynattn.scripts.common.arguments import command_line, make_parser, name_first, parse_arguments
+from dynattn.scripts.common.arguments import command_line, make_parser, parse_arguments
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import StoppedError, UserError
 from dynattn.scripts.reproduce import quickstart
@@ -279,12 +279,6 @@ def test_an_option_takes_several_of_its_choices(capsys: pytest.CaptureFixture[st
     assert "choose from" in capsys.readouterr().err
 
 
-def test_a_first_word_is_the_value_of_an_option() -> None:
-    assert name_first(["folder", "--limit", "3"], "model") == ["--model", "folder", "--limit", "3"]
-    for argv in ([], ["--model", "folder"], ["run.yaml", "--limit", "3"]):
-        assert name_first(argv, "model") == argv
-
-
 def test_the_builtin_corpus_holds_out_a_tenth_without_overlap() -> None:
     train, validation = builtin_documents("train"), builtin_documents("validation")
     sizes = [sum(map(len, documents)) for documents in (train, validation)]
@@ -377,8 +371,11 @@ def test_the_quickstart_does_not_repeat_what_is_done(
     quickstart.run_once(finished_runs / "dcformer" / "result.json", ["pretrain", "--no-such-option"])
     assert "done before" in capsys.readouterr().out
     assert not started
-    with pytest.raises(UserError, match="'dynattn pretrain' ended with status 2"):
+    with pytest.raises(UserError, match="'dynattn pretrain' did not run, as it says above"):
         quickstart.run_once(finished_runs / "missing.json", ["pretrain", "--no-such-option"])
+    monkeypatch.setattr(subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 1))
+    with pytest.raises(UserError, match="'dynattn pretrain' ended with status 1; run this again"):
+        quickstart.run_once(finished_runs / "missing.json", ["pretrain"])
     assert started == [[sys.executable, "-m", "dynattn.scripts.cli", "pretrain", "--no-such-option"]]
 
 
