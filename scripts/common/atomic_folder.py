@@ -1,14 +1,17 @@
 """Folders that appear as a whole or not at all."""
 
+import fnmatch
 import hashlib
 import os
 import platform
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .atomic_file import put_in_place
+from .checkpoint_files import WRITTEN_PATTERNS
 from .errors import UserError
 
 # Kinds of folders beside the destination. Their names end with the machine and the process that made them, as in
@@ -55,7 +58,7 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
 
     Raises:
         UserError: one folder lies in the other, or the destination is a file, a folder with files and no permission to
-            overwrite them, a folder with files that are not a checkpoint, or a Git repository.
+            overwrite them, a folder with files that are not of a checkpoint, or a Git repository.
     """
     if destination == source or destination.is_relative_to(source) or source.is_relative_to(destination):
         raise UserError(f"{destination} and {source} overlap; give another folder to write")
@@ -70,6 +73,15 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
             raise UserError(f"{destination} holds no checkpoint, so it is not overwritten; remove it yourself")
         if (destination / ".git").exists():
             raise UserError(f"{destination} is a Git repository, whose history would be lost; give another folder")
+        check_nothing_else(destination, WRITTEN_PATTERNS)
+
+
+def check_nothing_else(folder: Path, patterns: Iterable[str]) -> None:
+    """Raises UserError if a folder that is to be overwritten holds files whose paths in it match none of `patterns`."""
+    matches_one = re.compile("|".join(map(fnmatch.translate, patterns))).match
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    if other := min((name for name in names if not matches_one(name)), default=None):
+        raise UserError(f"{folder} also holds {other}, which would be lost; move it, or give another folder")
 
 
 def recover(destination: Path) -> None:

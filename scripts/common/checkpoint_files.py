@@ -25,6 +25,12 @@ TOKENIZER_PATTERNS = (
 COMPANION_PATTERNS = (
     *("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
 )
+# What Transformers, the Hub and the jobs of this package also write into the folder of a model or of its graphs.
+WRITTEN_PATTERNS = (
+    *(*TOKENIZER_PATTERNS, *COMPANION_PATTERNS, "config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
+    *("README.md", ".gitattributes", "*.bin", "*.bin.index.json", "export.json", "*.pt2", "*.onnx", "*.onnx.data"),
+    *("*.xml", "*.pte", "*.png", "*.svg", "__pycache__/*", ".cache/huggingface/*"),
+)
 # The file with all weights, or the one that says in which file each of them is.
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # In a folder with this file Transformers loads the base model that the file names, which may be anywhere.

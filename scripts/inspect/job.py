@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.atomic_file import write_json
-from ..common.atomic_folder import recover, staged_folder
+from ..common.atomic_folder import check_nothing_else, recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import load_checkpoint, refuse_nan
 from ..common.environment import provenance, versions
@@ -84,10 +84,7 @@ def check_output(output: Path, overwrite: bool) -> None:
             raise UserError(f"output={output} is not empty; give another folder, or --overwrite")
         if not (output / RESULT).is_file():
             raise UserError(f"output={output} holds no inspection, so it is not overwritten; remove it yourself")
-        if others := sorted({path.name for path in output.iterdir()} - {RESULT, PAGE, *PICTURES}):
-            raise UserError(
-                f"output={output} also holds {others[0]}, which would be lost; move it, or give another folder"
-            )
+        check_nothing_else(output, (RESULT, PAGE, *PICTURES))
 
 
 def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:

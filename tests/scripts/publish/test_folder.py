@@ -266,6 +266,21 @@ def test_the_history_of_a_repository_is_not_overwritten(checkpoint: Path, tmp_pa
     assert (output / ".git").is_dir() and (output / "config.json").read_text() == "{}"
 
 
+def test_files_that_are_of_no_checkpoint_are_not_overwritten(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("notes.md", "data/train.jsonl", "results.json"):
+        mine = tmp_path / "out" / name
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text("mine")
+        (tmp_path / "out" / "config.json").write_text("{}")
+        assert main(["publish", str(checkpoint), "--output", str(tmp_path / "out"), "--no_verify", "--overwrite"]) == 2
+        assert f"also holds {name}, which would be lost" in capsys.readouterr().err
+        assert mine.read_text() == "mine"
+        mine.unlink()
+    assert main(["publish", str(checkpoint), "--output", str(tmp_path / "out"), "--no_verify", "--overwrite"]) == 0
+
+
 def test_overwrite_replaces_the_whole_folder(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert main(["publish", str(checkpoint), "--output", str(output), "--no_verify"]) == 0
