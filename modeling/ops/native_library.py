@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import signal
 import stat
@@ -63,9 +64,28 @@ def usable_threads() -> int:
 _PROCESS = os.getpid()
 
 
-def find_compiler() -> str | None:
-    """Returns the path of a C compiler, or None: the environment variable `CC` (by default cc), else gcc or clang."""
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+def find_compiler() -> tuple[str, ...] | None:
+    """Returns the command of a C compiler, a path and perhaps arguments, or None if there is no compiler.
+
+    It is that of the environment variable `CC`, such as `ccache gcc`; else cc, gcc or clang. Warns if `CC` names no
+    program.
+    """
+    named = os.environ.get("CC", "")
+    commands = [_command(text) for text in (named, "cc", "gcc", "clang")]
+    found = next((command for command in commands if command is not None), None)
+    if named and commands[0] is None:
+        used = "there is no other C compiler" if found is None else f"{found[0]} is used instead"
+        warnings.warn(f"CC={named!r} names no program; {used}", stacklevel=2)
+    return found
+
+
+def _command(text: str) -> tuple[str, ...] | None:
+    """The words of a shell command, with the path of its program; None if there is no such program."""
+    with suppress(ValueError):  # there are no words, or a quotation does not end
+        program, *arguments = shlex.split(text)
+        path = shutil.which(program)
+        return None if path is None else (path, *arguments)
+    return None
 
 
 def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], functions: tuple[str, ...]) -> ctypes.CDLL | None:
@@ -121,7 +141,7 @@ def _load(options: tuple[str, ...], source: str) -> ctypes.CDLL:
     """Loads the library that is cached for `source` and `options`, after compiling it if there is none."""
     compiler, folder = find_compiler(), _cache_folder()
     key = _hash("\n".join((platform.machine(), source, *options)))
-    made_by = key if compiler is None else f"{key}-{_hash(compiler)}"
+    made_by = key if compiler is None else f"{key}-{_hash(' '.join(compiler))}"
     for path in folder.glob(f"{made_by}-*.so"):
         if not _is_intact(path):
             path.unlink(missing_ok=True)
@@ -130,7 +150,7 @@ def _load(options: tuple[str, ...], source: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
     if compiler is None:
         raise OSError("no C compiler: install gcc or clang, or set CC to one")
-    return ctypes.CDLL(str(_compile((compiler, *options), source, folder, made_by)))
+    return ctypes.CDLL(str(_compile(compiler, options, source, folder, made_by)))
 
 
 def _hash(text: str) -> str:
@@ -196,12 +216,12 @@ def _remove(folder: Path, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(command: tuple[str, ...], source: str, folder: Path, name: str) -> Path:
+def _compile(compiler: tuple[str, ...], options: tuple[str, ...], source: str, folder: Path, name: str) -> Path:
     """Compiles in a temporary folder and then moves the library into `folder`, so that no process loads half of one."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         compiled, linked = Path(temporary) / "code.o", Path(temporary) / "library.so"
-        _call((*command, "-x", "c", "-c", "-", "-o", str(compiled)), source)
-        _call((command[0], "-shared", str(compiled), "-o", str(linked), "-lm"), "")
+        _call((*compiler, *options, "-x", "c", "-c", "-", "-o", str(compiled)), source)
+        _call((*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"), "")
         linked.chmod(0o700)
         return linked.rename(folder / f"{name}-{_checksum(linked)}.so")
 

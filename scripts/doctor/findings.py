@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,16 +117,18 @@ def _native_code() -> Finding:
             return Finding("missing", "C compiler", "not used, because DYNATTN_COMPILE=0")
     except ValueError as error:
         return Finding("fails", "C compiler", str(error))
-    compiler = find_compiler()
-    if compiler is None:
-        return Finding("missing", "C compiler", "attention on a CPU is slower without; install gcc or clang, or set CC")
     heads = torch.zeros(1, 4, 2, 8)  # [B, H, T, D]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        compiler = find_compiler()
+        if compiler is None:
+            text = "attention on a CPU is slower without; install gcc or clang, or set CC"
+            return Finding("missing", "C compiler", text)
         dcmha_attention(heads, heads, heads, pre=Composition(query_gate=torch.zeros(1, 2, 4)))
+    command = shlex.join(compiler)
     if caught:
-        return Finding("missing", "C compiler", f"{compiler}: {first_line(str(caught[0].message))}")
-    return Finding("ok", "C compiler", f"{compiler}, vectors of {lanes()} float32 elements")
+        return Finding("missing", "C compiler", f"{command}: {first_line(str(caught[0].message))}")
+    return Finding("ok", "C compiler", f"{command}, vectors of {lanes()} float32 elements")
 
 
 def _default_implementation() -> Finding:

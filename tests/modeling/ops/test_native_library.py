@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pwd
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ def libraries_in(folder: Path) -> list[Path]:
 
 def replace_by_hostile_code(library: Path) -> None:
     """The same file name, owner and mode, and other code."""
-    command = [native_library.find_compiler() or "", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    command = [*(native_library.find_compiler() or ()), "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     library.unlink()
     subprocess.run(command, input=HOSTILE, text=True, check=True)
     library.chmod(0o700)
@@ -181,6 +182,24 @@ def compiler(path: Path, *lines: str) -> str:
     return str(path)
 
 
+def test_a_compiler_may_come_with_arguments(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ccache gcc`; compiling and linking get them."""
+    real = native_library.find_compiler() or ()
+    stand_in = compiler(tmp_path / "ccache", f'echo "$*" >> {tmp_path / "calls"}', 'exec "$@"')
+    monkeypatch.setenv("CC", shlex.join((stand_in, *real)))
+    assert native_library.find_compiler() == (stand_in, *real) and answer() == 42
+    assert [call.startswith(shlex.join(real)) for call in (tmp_path / "calls").read_text().splitlines()] == [True] * 2
+
+
+@pytest.mark.parametrize("named", ["/no/such/gcc -m64", "no-such-compiler", "'gcc"])
+def test_a_named_compiler_that_does_not_exist_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    other = native_library.find_compiler() or ()
+    monkeypatch.setenv("CC", named)
+    with pytest.warns(UserWarning, match=f"CC=.*{named}.* names no program; {other[0]} is used instead"):
+        assert native_library.find_compiler() == other
+
+
 def attend(heads: int, queries: int) -> torch.Tensor:
     """The op in float32, which C code serves where it can."""
     generator = torch.Generator().manual_seed(0)
@@ -197,7 +216,7 @@ def test_a_source_that_fails_after_others_leaves_other_ways(
 ) -> None:
     lines = (
         'case "$*" in *-DHEADS=6*) echo "no such luck" >&2; exit 3;; esac',
-        f'exec {native_library.find_compiler()} "$@"',
+        f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
     )
     monkeypatch.setenv("CC", compiler(tmp_path / "cc", *lines))
     attend(4, queries)
@@ -214,7 +233,7 @@ def test_a_compiler_that_is_older_than_a_flag_does_without_it(
     lines = (
         f'echo "$*" >> {tmp_path / "calls"}',
         'case "$*" in *-mnewer*) echo "what is -mnewer?" >&2; exit 1;; esac',
-        f'exec {native_library.find_compiler()} "$@"',
+        f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
     )
     monkeypatch.setenv("CC", compiler(tmp_path / "cc", *lines))
     assert answer() == answer() == 42

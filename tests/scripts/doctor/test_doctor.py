@@ -66,6 +66,13 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install gcc or clang" in found.text
 
 
+@pytest.mark.skipif(findings.find_compiler() is None, reason="there is no C compiler")
+def test_a_named_compiler_that_does_not_exist_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/gcc")
+    [found] = [finding for finding in findings.examine() if finding.subject == "C compiler"]
+    assert found.state == "missing" and "CC='/no/such/gcc' names no program" in found.text
+
+
 @pytest.mark.parametrize(
     ("mode", "state", "text"),
     [

@@ -38,7 +38,7 @@ CONFIGURATIONS = [
 def messages_of(file: str, values: tuple[int, ...], *options: str) -> str:
     """What the compiler says about a file."""
     macros = [f"-D{name}={value}" for name, value in zip(MACROS[file], values, strict=True)]
-    command = [native_library.find_compiler() or "", *native_library.FLAGS, *macros, *options]
+    command = [*(native_library.find_compiler() or ()), *native_library.FLAGS, *macros, *options]
     command += ["-O1", "-x", "c", "-c", "-", "-o", os.devnull]  # enough optimization for warnings about data flow
     source = sources.read_source(file)
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr
