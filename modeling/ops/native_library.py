@@ -177,20 +177,27 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """The first safe one of: the user's cache, a folder of the user among the temporary files, a new temporary folder.
+    """The user's cache, a folder of the user among the temporary files, or a new temporary folder.
 
-    Where there is no home to write to, the second spares each process from compiling again.
+    It is the first of them that is safe and takes code. Where there is no home to write to, the second spares each
+    process from compiling again.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     for place in (root / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
         try:
             folder = place.expanduser()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) and not _can_be_replaced(folder):
+            if _is_private(folder) and _takes_code(folder) and not _can_be_replaced(folder):
                 return folder
         except (OSError, RuntimeError):  # `expanduser` raises RuntimeError for a user without a home
             continue
     return _temporary_folder(os.getpid())
+
+
+def _takes_code(folder: Path) -> bool:
+    """Whether this process can write to a folder and load code from there, as far as the system tells."""
+    forbids_code = os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)  # only Linux tells
+    return os.access(folder, os.W_OK | os.X_OK) and not forbids_code
 
 
 def _can_be_replaced(folder: Path) -> bool:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -112,6 +113,17 @@ def test_a_folder_below_one_that_others_may_rename_is_gone_around(cache: Path) -
     assert answer() == 42 and not libraries_in(cache)
     cache.parent.chmod(0o1777)  # as the folder of temporary files is
     assert answer() == 42 and libraries_in(cache)
+
+
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="this system does not tell which folders forbid code")
+def test_a_folder_from_which_no_code_can_be_loaded_is_gone_around(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mount(NamedTuple):
+        f_flag: int
+
+    monkeypatch.setattr(os, "statvfs", lambda folder: Mount(os.ST_NOEXEC if folder == cache else 0))
+    assert answer() == 42 and not libraries_in(cache)
+    (elsewhere,) = libraries_in(Path(tempfile.gettempdir()))
+    assert elsewhere.parent.name == f"dynattn-{os.geteuid()}"
 
 
 def test_folders_and_links_of_somebody_else_are_gone_around(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
