@@ -201,9 +201,10 @@ def _takes_code(folder: Path) -> bool:
 
 
 def _can_be_replaced(folder: Path) -> bool:
-    """Whether another user could replace the folder by renaming it or a folder that it is in.
+    """Whether any user could replace the folder by renaming it or a folder that it is in.
 
-    That takes write access to the folder above; with the sticky bit, only the owner of a folder may rename it.
+    That takes write access to the folder above; with the sticky bit, only the owner of a folder may rename it. The
+    owners of the folders above, and groups that may write to them, are trusted.
     """
     modes = (parent.stat().st_mode for parent in folder.resolve().parents)
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
