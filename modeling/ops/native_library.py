@@ -16,6 +16,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ NEWER_FLAGS = {"avx512_bf16": "-mavx512bf16"}
 C_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # A compiler that runs longer than this hangs, and is stopped.
 COMPILER_SECONDS = 120
+# Temporary folders in the cache that are older belong to compilations that were killed.
+ABANDONED_SECONDS = 24 * 60 * 60
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
@@ -226,12 +229,21 @@ def _remove(folder: Path, process: int) -> None:
 
 def _compile(compiler: tuple[str, ...], options: tuple[str, ...], source: str, folder: Path, name: str) -> Path:
     """Compiles in a temporary folder and then moves the library into `folder`, so that no process loads half of one."""
+    _remove_abandoned(folder)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         compiled, linked = Path(temporary) / "code.o", Path(temporary) / "library.so"
         _call((*compiler, *options, "-x", "c", "-c", "-", "-o", str(compiled)), source)
         _call((*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"), "")
         linked.chmod(0o700)
         return linked.rename(folder / f"{name}-{_checksum(linked)}.so")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the temporary folders that killed compilations have left in `folder`."""
+    for path in folder.glob(f"{tempfile.gettempprefix()}*"):
+        with suppress(OSError):  # another process has just removed it
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path)
 
 
 def _call(command: tuple[str, ...], text: str) -> None:

@@ -115,6 +115,16 @@ def test_a_folder_below_one_that_others_may_rename_is_gone_around(cache: Path) -
     assert answer() == 42 and libraries_in(cache)
 
 
+def test_what_killed_compilations_have_left_is_removed(cache: Path) -> None:
+    for name in ("tmp-abandoned", "tmp-in-use"):
+        (cache / name).mkdir(parents=True, mode=0o700)
+        (cache / name / "code.o").touch()
+    os.utime(cache / "tmp-abandoned", (0, 0))
+    cache.chmod(0o700)
+    assert answer() == 42
+    assert [path.name for path in cache.iterdir() if path.suffix != ".so"] == ["tmp-in-use"]
+
+
 @pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="this system does not tell which folders forbid code")
 def test_a_folder_from_which_no_code_can_be_loaded_is_gone_around(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mount(NamedTuple):
