@@ -6,6 +6,7 @@ from ctypes import CDLL, c_float, c_long, c_void_p
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
@@ -30,9 +31,9 @@ def serves(
 ) -> bool:
     """Whether `decode_in_c` takes these arguments.
 
-    It takes plain tensors on a CPU in one of `DTYPES`; the mask may be boolean. All but mask and tables must have the
-    same dtype and a contiguous last dimension. No gradient may be needed, and both stages must have the same head
-    groups. The query is `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
+    It takes plain tensors and parameters on a CPU in one of `DTYPES`; the mask may be boolean. All but mask and tables
+    must have the same dtype and a contiguous last dimension. No gradient may be needed, and both stages must have the
+    same head groups. The query is `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
     """
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
@@ -49,7 +50,7 @@ def serves(
     tensors += others
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return False
-    return all(type(one) is Tensor and one.is_cpu for one in tensors)
+    return all(type(one) in (Tensor, Parameter) and one.is_cpu for one in tensors)
 
 
 def decode_in_c(

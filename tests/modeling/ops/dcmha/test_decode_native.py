@@ -10,6 +10,7 @@ import torch
 from cases.composed_op import ALL, DYNAMIC, MASKS, random_composition
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.nn import Parameter
 
 from dynattn import dcmha_attention
 from dynattn.modeling.ops import native_library
@@ -245,6 +246,18 @@ def test_masks_of_other_dtypes_are_read_as_they_are(dtype: torch.dtype, in_c: li
         same = torch.zeros_like(mask, dtype=other).masked_fill(mask != 0, torch.finfo(other).min)
         assert torch.equal(attend((tensors, {**keywords, "attention_mask": same})), expected)
     assert len(in_c) == len(DTYPES)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_parameters_are_read_like_other_tensors(in_c: list[Tensor]) -> None:
+    tensors, keywords = step_inputs(Step(100, tables=BOTH_TABLES))
+    expected = attend((tensors, keywords))
+    for name in ("pre", "post"):
+        keywords[name] = replace(keywords[name], static=Parameter(keywords[name].static))
+    for name in BOTH_TABLES:
+        keywords[name] = Parameter(keywords[name])
+    assert torch.equal(attend((tensors, keywords)), expected) and len(in_c) == 2
 
 
 def with_gradients(inputs: Inputs) -> Inputs:
