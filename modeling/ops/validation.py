@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LARGEST_INTEGER = torch.iinfo(torch.int64).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -55,9 +56,12 @@ def check_call(
 
 
 def check_window(sliding_window: int | None) -> None:
-    """Raises ValueError unless the window is None or a positive integer."""
-    if sliding_window is not None and not (is_integer(sliding_window) and sliding_window >= 1):
-        raise ValueError(f"sliding_window must be at least 1 (the query itself), an integer, not {sliding_window!r}")
+    """Raises ValueError unless the window is None or a positive integer that tensors can hold."""
+    if sliding_window is not None and not (is_integer(sliding_window) and 1 <= sliding_window <= LARGEST_INTEGER):
+        raise ValueError(
+            "sliding_window must be at least 1 (the query itself) and less than 2**63, an integer, not "
+            f"{sliding_window!r}; None hides no key"
+        )
 
 
 def check_dtype(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) -> None:

@@ -232,7 +232,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"key": torch.ones(2, 0, 11, 4), "value": torch.ones(2, 0, 11, 4)}, "must have at least one head"),
     ({"value": torch.ones(2, 6, 11, 4).double()}, "are torch.float32, torch.float32 and torch.float64; cast them"),
     ({"window": 0}, "sliding_window must be at least 1"),
-    ({"window": -1}, r"sliding_window must be at least 1 \(the query itself\), an integer, not -1"),
+    (
+        {"window": -1},
+        r"sliding_window must be at least 1 \(the query itself\) and less than 2\*\*63, an integer, not -1",
+    ),
+    ({"window": 2**63}, r"less than 2\*\*63, an integer, not 9223372036854775808; None hides no key"),
     ({"window": 2.0}, "an integer, not 2.0"),
     ({"window": float("nan")}, "an integer, not nan"),
     ({"scaling": float("nan")}, "scaling must be a finite number, not nan; None takes"),

@@ -394,8 +394,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"position_bias": random(8, 4)}, r"position_bias of shape \(8, 4\) must be \[L, 3\]"),
     ({"content_bias": random(3, 5)}, r"content_bias of shape \(3, 5\) must be \[3, 4\]"),
     ({"sliding_window": 0}, "sliding_window must be at least 1"),
-    ({"sliding_window": 2.5}, r"sliding_window must be at least 1 \(the query itself\), an integer, not 2.5"),
-    ({"sliding_window": True}, r"sliding_window must be at least 1 \(the query itself\), an integer, not True"),
+    (
+        {"sliding_window": 2.5},
+        r"sliding_window must be at least 1 \(the query itself\) and less than 2\*\*63, an integer, not 2.5",
+    ),
+    (
+        {"sliding_window": True},
+        r"sliding_window must be at least 1 \(the query itself\) and less than 2\*\*63, an integer, not True",
+    ),
     ({"scaling": float("nan")}, "scaling must be a finite number, not nan"),
     ({"offset": 1.5}, "offset must be an integer, the position of the first query among the keys, not 1.5"),
     ({"offset": torch.tensor([1, 2])}, r"offset must be one integer, not \(2,\) of torch.int64"),
