@@ -24,6 +24,10 @@ from .decode_native import (
     stage_members,
     table_members,
 )
+from .native_problem import LARGEST_STACK
+
+# `BLOCK_KEYS` of csrc/decode.c, for whose key-side terms csrc/paged_decode.c has room on the stack.
+BLOCK_KEYS = 64
 
 
 def attend_to_pages(
@@ -86,9 +90,9 @@ def _load_for(
 
 @functools.cache
 def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype, terms: int) -> CDLL | None:
-    """paged_decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
+    """paged_decode.c for these sizes; None where it cannot be compiled, or its arrays do not fit on the stack."""
     macros = decode_macros(heads, kv_heads, groups, width, dtype)
-    if macros is None:
+    if macros is None or BLOCK_KEYS * terms * heads * dtype.itemsize > LARGEST_STACK:
         return None
     functions = ("paged_workspace_size", "attend_to_pages")
     library = load_or_warn(PAGED_DECODE, (*macros, ("TERMS", terms)), functions)

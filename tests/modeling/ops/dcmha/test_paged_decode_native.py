@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.composed_op import DYNAMIC
 from cases.paged_steps import STEPS, Step, assert_as_exact_as_the_reference, random_step, run
 
 from dynattn.modeling.ops import native_library
@@ -71,6 +72,13 @@ def test_what_c_code_cannot_do_is_left_to_others(change: str) -> None:
     if change == "other groups":
         post = replace(post, groups=2)
     assert attend_to_pages(query, pages, without_keys(stages["pre"]), post, 1.0, step.key_terms) is None
+
+
+def test_terms_that_do_not_fit_on_the_stack_are_left_to_others() -> None:
+    step = Step((5,), heads=(256, 256), rank=64, terms=DYNAMIC)
+    query, pages, stages, *_ = random_step(step, torch.float32)
+    pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
+    assert attend_to_pages(query, pages, pre, post, 1.0, step.key_terms) is None
 
 
 def test_c_code_is_left_out_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
