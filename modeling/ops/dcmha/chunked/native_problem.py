@@ -18,6 +18,8 @@ from .distance_blocks import DistanceGrid
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The most bytes that a function of compose.c may put on the stack of a thread; stages that need more run in PyTorch.
 LARGEST_STACK = 1 << 20
+# The lowest float32 element of a mask that does not hide a key, approximately.
+LOWEST_BIAS = torch.finfo(torch.float32).min * (1 - torch.finfo(torch.float32).eps)
 # `BLOCK_KEYS` of stage.h, the larger `BLOCK_QUERIES` of compose.c, and `MAX_CHUNK` of chunk.h.
 BLOCK_KEYS, BLOCK_QUERIES, MAX_CHUNK = 64, 4, 64
 
@@ -168,13 +170,14 @@ class Problem:
 def _readable(mask: Tensor | None) -> Tensor | None:
     """A mask of any dtype as C code reads it: boolean or float32.
 
-    In float32 minus infinity and the lowest finite element hide a key.
+    In float32 minus infinity and the lowest finite element hide a key. Lower elements of a float64 mask, and that one,
+    do not, so they become the lowest element that does not.
     """
     if mask is None or mask.dtype in (torch.bool, torch.float32):
         return mask
     visible, bias = split_mask(mask)
     assert visible is not None and bias is not None
-    return torch.where(visible, bias.float(), -torch.inf)
+    return torch.where(visible, bias.float().clamp(min=LOWEST_BIAS), -torch.inf)
 
 
 def table_grid(structure: Structure) -> DistanceGrid:

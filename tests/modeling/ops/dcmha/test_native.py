@@ -92,6 +92,16 @@ def test_bfloat16_is_as_exact_as_the_reference_is(case: Case, width: int, pairs:
         assert error <= noise + torch.finfo(torch.bfloat16).eps * true.norm()
 
 
+@pytest.mark.parametrize("bias", [-1e300, torch.finfo(torch.float32).min])
+def test_elements_of_float64_masks_below_the_range_of_float32_hide_nothing(bias: float) -> None:
+    """Where all keys have the same bias, all of them are seen."""
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(5, 9)))
+    keywords |= {"attention_mask": torch.full((1, 1, 5, 9), bias, dtype=torch.float64), "is_causal": False}
+    expected, output = (run(tensors, keywords, name)[0] for name in ("eager", "chunked"))
+    assert expected.abs().min() > 0
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_only_bfloat16_is_multiplied_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, keywords = random_inputs(Case(130, 130))
     calls = [in_dtype(dtype, tensors, keywords) for dtype in native_problem.TYPES]
