@@ -63,7 +63,8 @@ def usable_threads() -> int:
     return 1 if os.getpid() != _PROCESS else torch.get_num_threads()
 
 
-# The process that has imported this module; a forked one has another number.
+# The process that has imported this module; a forked one has another number. Where PyTorch has used threads before a
+# fork and this module is imported after it, PyTorch's own operators wait forever too, so nothing is lost.
 _PROCESS = os.getpid()
 
 
