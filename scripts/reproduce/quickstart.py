@@ -30,6 +30,8 @@ SAMPLES_OF_A_TASK = 36
 # processor and later code), rounded up.
 RECORDED = {"dcformer": 4.8017, "transformer": 4.8441}
 MOVED = 0.0199
+# The `warmup_steps` of tiny.yaml, with which both models are trained.
+WARMUP = 20
 # The exit status of a job that has refused its arguments or its input: running it again would end the same way.
 REFUSED = 2
 PROMPT = 'The "for" statement'
@@ -55,6 +57,13 @@ class QuickstartArguments:
     output: str = field(default="runs/quickstart", metadata={"help": "folder for both runs, the table and the plot"})
     max_steps: int = field(default=300, metadata={"help": "updates of each model"})
     seed: int = field(default=0, metadata={"help": "seed of both runs"})
+
+    def __post_init__(self) -> None:
+        """Raises UserError unless there are updates after the warmup."""
+        if self.max_steps <= WARMUP:
+            raise UserError(
+                f"max_steps={self.max_steps} must be above {WARMUP}, the updates until the full learning rate"
+            )
 
 
 def main(argv: Sequence[str]) -> int:

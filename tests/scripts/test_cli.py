@@ -358,6 +358,16 @@ def test_the_recorded_losses_are_those_of_the_record() -> None:
     assert quickstart.MOVED - 1e-4 < max(moved) <= quickstart.MOVED
 
 
+def test_the_quickstart_refuses_fewer_updates_than_the_warmup_in_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(quickstart.__file__).parents[1] / "pretrain" / "recipes" / "tiny.yaml"
+    assert f"warmup_steps: {quickstart.WARMUP}\n" in recipe.read_text(encoding="utf-8")
+    assert cli.main(["quickstart", "--output", str(tmp_path / "q"), "--max_steps", "20"]) == 2
+    assert "max_steps=20 must be above 20" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
+
+
 def test_the_quickstart_does_not_repeat_what_is_done(
     finished_runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
