@@ -18,6 +18,9 @@ COLUMNS = 3
 # The arms of the question stand out; the others are there to be compared with them. Each is thinner than the one
 # before, so that lines that fall together stay visible.
 STYLES = dict(zip(QUESTION, (("#000000", 5.0), ("#d55e00", 3.4), ("#0072b2", 1.8)), strict=True))
+# The colors of the others, without blues, oranges and grays; the same in every panel, whichever arms it shows.
+TAB20 = plt.get_cmap("tab20").colors
+COLORS = dict(zip((name for name in ARMS if name not in STYLES), (*TAB20[4:14], *TAB20[16::2]), strict=True))
 
 
 def draw_survival(record: Mapping[str, Any], path: Path) -> None:
@@ -44,13 +47,12 @@ def draw_survival(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
-    others = iter(plt.get_cmap("tab20").colors[4:])  # without blues and oranges, which the question's arms have
     for name, arm in task["arms"].items():
         solved = sorted(at for at in arm["solved_at"] if at is not None)
         total = len(arm["solved_at"])
         x = [0, *solved, task["budget"]]
         y = [1.0, *(1 - rank / total for rank in range(1, len(solved) + 1)), 1 - len(solved) / total]
-        color, width = STYLES.get(name) or (next(others), 0.9)
+        color, width = STYLES.get(name) or (COLORS[name], 1.1)
         axes.step(
             x, y, where="post", label=ARMS[name].label, color=color, linewidth=width,
             alpha=1 if name in STYLES else 0.7, zorder=2 if name in STYLES else 3,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from dynattn.scripts import cli
-from dynattn.scripts.reproduce.mechanisms import training
+from dynattn.scripts.reproduce.mechanisms import figures, training
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
 from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
@@ -254,6 +255,23 @@ def test_a_record_without_its_runs_gets_its_tests_anew(tmp_path: Path, capsys: p
     assert cli.main(["reproduce", "mechanisms", "--output", str(tmp_path), "--redraw"]) == 0
     assert json.loads((tmp_path / "record.json").read_text()) == record
     assert "| 0.0079 |" in capsys.readouterr().out
+
+
+def test_an_arm_has_one_color_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The legend is that of one panel, and panels may lack arms."""
+    runs = [finished("recall-12", arm, seed, 9) for arm in ("plain", "differential", "mdha") for seed in range(2)]
+    runs += [finished("two-hops-5", arm, seed, 9) for arm in ("plain", "mdha") for seed in range(2)]
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.plt, "close", drawn.append)
+    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
+    figures.draw_survival(make_record(runs, settings), tmp_path / "survival.png")
+    lines = [line for axes in drawn[0].axes for line in axes.get_lines()]
+    monkeypatch.undo()
+    figures.plt.close(drawn[0])
+    assert len(lines) == 5
+    assert (
+        len({(line.get_label(), line.get_color()) for line in lines}) == len({line.get_color() for line in lines}) == 3
+    )
 
 
 TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-12": Recall(2, values=4)}, 4, 2, 1, 8)
