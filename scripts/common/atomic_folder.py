@@ -1,10 +1,8 @@
 """Folders that appear as a whole or not at all."""
 
-import fnmatch
 import hashlib
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -77,11 +75,13 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
 
 
 def check_nothing_else(folder: Path, patterns: Iterable[str]) -> None:
-    """Raises UserError if a folder that is to be overwritten holds files whose paths in it match none of `patterns`."""
-    matches_one = re.compile("|".join(map(fnmatch.translate, patterns))).match
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    if other := min((name for name in names if not matches_one(name)), default=None):
-        raise UserError(f"{folder} also holds {other}, which would be lost; move it, or give another folder")
+    """Raises UserError if a folder that is to be overwritten holds files that none of the glob `patterns` matches."""
+    known = {path for pattern in patterns for path in folder.glob(pattern)}
+    others = (path for path in folder.rglob("*") if not path.is_dir() and path not in known)
+    if other := min(others, default=None):
+        raise UserError(
+            f"{folder} also holds {other.relative_to(folder)}, which would be lost; move it, or give another folder"
+        )
 
 
 def recover(destination: Path) -> None:

@@ -29,7 +29,7 @@ COMPANION_PATTERNS = (
 WRITTEN_PATTERNS = (
     *(*TOKENIZER_PATTERNS, *COMPANION_PATTERNS, "config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
     *("README.md", ".gitattributes", "*.bin", "*.bin.index.json", "export.json", "*.pt2", "*.onnx", "*.onnx.data"),
-    *("*.xml", "*.pte", "*.png", "*.svg", "__pycache__/*", ".cache/huggingface/*"),
+    *("*.xml", "*.pte", "*.png", "*.svg", "__pycache__/*", ".cache/huggingface/**/*"),
 )
 # The file with all weights, or the one that says in which file each of them is.
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -269,7 +269,7 @@ def test_the_history_of_a_repository_is_not_overwritten(checkpoint: Path, tmp_pa
 def test_files_that_are_of_no_checkpoint_are_not_overwritten(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("notes.md", "data/train.jsonl", "results.json"):
+    for name in ("notes.md", "data/train.jsonl", "results.json", "code/train.py"):
         mine = tmp_path / "out" / name
         mine.parent.mkdir(parents=True, exist_ok=True)
         mine.write_text("mine")
@@ -278,6 +278,8 @@ def test_files_that_are_of_no_checkpoint_are_not_overwritten(
         assert f"also holds {name}, which would be lost" in capsys.readouterr().err
         assert mine.read_text() == "mine"
         mine.unlink()
+    (tmp_path / "out" / ".cache" / "huggingface" / "download").mkdir(parents=True)  # of the Hub's client
+    (tmp_path / "out" / ".cache" / "huggingface" / "download" / "config.json.metadata").write_text("")
     assert main(["publish", str(checkpoint), "--output", str(tmp_path / "out"), "--no_verify", "--overwrite"]) == 0
 
 
