@@ -130,7 +130,8 @@ def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
 
     The words may stand anywhere among the options, but not behind one that takes several values. They become the values
     of the first `count` fields of `cls`, in order. A field that is given as an option is passed over, so that its word
-    goes to the next field. A YAML file may stand among the words, and comes first in what is returned.
+    goes to the next field. A YAML file may stand among the words, and comes first in what is returned. A boolean behind
+    a switch, as in `--overwrite yes`, is its value.
     """
     given = {_option_name(text) for text in argv if text.startswith("-")}
     names = [f"--{field.name}" for field in dataclasses.fields(cls)[:count] if field.name not in given]
@@ -138,11 +139,17 @@ def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
     file: list[str] = []
     rest: list[str] = []
     expected = 0.0  # values of the last option that have not come yet
-    for text in argv:
+
+    def is_switch(text: str) -> bool:
+        return text.startswith("-") and "=" not in text and taken.get(_option_name(text)) == 0
+
+    for before, text in zip(["", *argv], argv, strict=False):
         if text.startswith("-"):
             expected = 0 if "=" in text else taken.get(_option_name(text).removeprefix("no_"), 1)
         elif expected:
             expected -= 1
+        elif is_switch(before) and text.lower() in (*TRUE, *FALSE):
+            pass  # its value
         elif text.endswith(YAML_ENDINGS) and not file:
             file.append(text)
             continue

@@ -64,6 +64,11 @@ class Kinds:
         ("--output=o a", "--output=o --model a"),
         ("--fast a --no-fast b", "--fast --model a --no-fast --other b"),
         ("a --sizes 1 2 3 --fast b", "--model a --sizes 1 2 3 --fast --other b"),
+        ("--fast yes a", "--fast yes --model a"),
+        ("--fast FALSE a 1", "--fast FALSE --model a --other 1"),
+        ("--fast=1 yes", "--fast=1 --model yes"),
+        ("--no-fast yes", "--no-fast --model yes"),
+        ("--fast yes on", "--fast yes --model on"),
         ("a run.yaml --fast b", "run.yaml --model a --fast --other b"),
         ("run.yaml a", "run.yaml --model a"),
         ("--output o a run.yml", "run.yml --output o --model a"),
@@ -74,7 +79,7 @@ class Kinds:
     ],
 )
 def test_words_go_to_the_first_options(words: str, expected: str) -> None:
-    """Options keep their values, a switch takes none and a list all; a file of settings comes first."""
+    """Options keep their values, a switch takes none but a boolean, and a list all; a file of settings comes first."""
     assert name_words(words.split(), Kinds, 2) == expected.split()
 
 
