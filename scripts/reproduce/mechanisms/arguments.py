@@ -16,8 +16,12 @@ class MechanismsArguments:
     """
 
     output: str = field(default="runs/mechanisms", metadata={"help": "folder of the study"})
-    preset: Literal["cpu", "gpu"] = field(
-        default="cpu", metadata={"help": "sizes of tasks and models: two layers of width 64, or four of 256"}
+    preset: Literal["cpu", "in-context", "gpu"] = field(
+        default="cpu",
+        metadata={
+            "help": "tasks and sizes: small tasks for two layers of width 64, the in-context families of the DCFormer "
+            "paper for the same, or larger tasks for four layers of width 256"
+        },
     )
     tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all of the preset if not given"})
     arms: list[str] | None = field(default=None, metadata={"help": "names of attentions; all if not given"})

@@ -1,6 +1,7 @@
 """The 74 forms of in-context question: against the shapes of the published ones, and against a reader of their text."""
 
 import json
+import random
 import re
 from collections import Counter
 
@@ -9,16 +10,18 @@ from cases.golden import GOLDEN
 from lm_eval.tasks import TaskManager
 
 from dynattn.scripts.evaluate.catalog import TaskCatalog, leaf_tasks
-from dynattn.scripts.evaluate.in_context import (
+from dynattn.scripts.evaluate.in_context import load_dataset
+from dynattn.scripts.evaluate.in_context_forms import (
     ABILITIES,
     CITIES,
     FAMILIES,
     FORMS,
     ITEMS_OF_A_FORM,
+    ODD_ONE_OUT,
     TIMES,
     Item,
+    draw_about_same_facts,
     generate,
-    load_dataset,
 )
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
 from dynattn.scripts.evaluate.synthetic import OPPOSITES, PEOPLE, THINGS
@@ -89,6 +92,23 @@ def test_a_reader_of_the_text_finds_exactly_the_right_answer():
     for number in range(len(FORMS)):
         for item in generate(number):
             assert {choice for choice in item.choices if choice in solve(item.text)} == {item.choices[item.label]}
+
+
+@pytest.mark.parametrize("number", range(len(FORMS)))
+def test_items_about_the_same_facts_ask_for_each_of_them_in_any_order(number: int):
+    rng = random.Random(0)
+    first_places: dict[int, set[int]] = {}
+    for _ in range(300):
+        items = draw_about_same_facts(rng, number)
+        assert len({item.text.split(">.")[0] for item in items}) == 1
+        assert all(item.choices[item.label] in solve(item.text) for item in items)
+        if len(items) > 1:
+            assert sorted(item.label for item in items) == [0, 1, 2]
+            # Were the order drawn with the same numbers as the facts, the first name would tell it.
+            third = 3 * PEOPLE.index(ANYBODY.search(items[0].text)[0]) // len(PEOPLE)
+            first_places.setdefault(third, set()).add(items[0].label)
+    assert all(places == {0, 1, 2} for places in first_places.values())
+    assert bool(first_places) is not (FORMS[number].denied or FORMS[number].family == ODD_ONE_OUT)
 
 
 def test_no_place_is_right_more_often_than_another():

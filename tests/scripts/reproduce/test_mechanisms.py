@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +16,10 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from dynattn.scripts import cli
+from dynattn.scripts.evaluate.synthetic import PEOPLE
 from dynattn.scripts.reproduce.mechanisms import figures, training
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
+from dynattn.scripts.reproduce.mechanisms.in_context import IN_CONTEXT, questions
 from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
 from dynattn.scripts.reproduce.mechanisms.record import make_record
@@ -40,9 +43,12 @@ def draw(task: Task, number: int = 200) -> tuple[list[list[int]], list[list[int]
     return tokens.tolist(), targets.tolist()
 
 
-@pytest.mark.parametrize("name", [*TASKS, *LARGE])
+ALL_TASKS = {**TASKS, **LARGE, **IN_CONTEXT}
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
 def test_sequences_have_the_length_and_vocabulary_that_the_task_says(name: str):
-    task = {**TASKS, **LARGE}[name]
+    task = ALL_TASKS[name]
     tokens, targets = task.sample(64, Generator().manual_seed(0))
     assert tokens.shape == targets.shape == (64, task.length)
     assert tokens.min() >= 0 and tokens.max() < task.vocabulary
@@ -96,6 +102,26 @@ def test_selective_copy_asks_for_the_letters_in_their_order():
     for tokens, targets in zip(*draw(SelectiveCopy(3, 9)), strict=True):
         assert [token for token in tokens[:9] if token != 16] == targets[9:]
         assert tokens[9:] == [17] * 3
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+def test_in_context_questions_ask_for_the_word_behind_them_until_padding(name: str):
+    task = IN_CONTEXT[name]
+    words = {token: word for word, token in task.words.items()}
+    for tokens, targets in zip(*draw(task), strict=True):
+        asked = [at for at, target in enumerate(targets) if target != IGNORED]
+        assert all(targets[at] == tokens[at + 1] for at in asked)
+        assert all(tokens[: asked[-1] + 2]) and not any(tokens[asked[-1] + 2 :])
+        begins = [0, *(at + 2 for at in asked[:-1])]
+        assert words[tokens[0]] in ("<", "There")
+        assert {words[tokens[at]] for at in begins} <= {"<", "There", "Who", *PEOPLE}
+
+
+def test_no_in_context_word_is_missed():
+    rng = random.Random(7)
+    for task in IN_CONTEXT.values():
+        drawn = (words for form in task.forms for _ in range(500) for words in questions(rng, form))
+        assert {word for words in drawn for word in words} <= set(task.words)
 
 
 @pytest.mark.parametrize("task", [Recall(8), TwoHops(12), FindBlock(6), OrderedMatch(5), SelectiveCopy(8, 40)])
