@@ -33,7 +33,7 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(Size(64, heads=4, head_dim=16, layers=2), TASKS, batch=32, steps=2000),
-    "in-context": Preset(Size(64, heads=4, head_dim=16, layers=2), IN_CONTEXT, batch=32, steps=2000),
+    "in-context": Preset(Size(64, heads=4, head_dim=16, layers=2), IN_CONTEXT, batch=32, steps=4000),
     "gpu": Preset(Size(256, heads=8, head_dim=32, layers=4), LARGE, batch=256, steps=10_000, score_every=200),
 }
 
