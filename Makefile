@@ -22,16 +22,16 @@ RELEASE := build/release
 
 .PHONY: test test-slow test-vllm matrix fuzz soak lint quickstart release-check docs clean
 
-# Two processes of one thread each; a file's tests stay together, since they share models. Names of tests contain sets,
-# on whose order the processes have to agree. Without bytecode on disk each of them would compile all tests and modules.
+# Two processes of one thread each; a file's tests stay together, since they share models. Without bytecode on disk each
+# of them would compile all tests and modules.
 test: lint
-	PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
 test-vllm: $(VLLM_INSTALLED)
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/modeling/serving/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/modeling/serving/vllm
 
 # A selection of the tests with other versions of Python, PyTorch and Transformers, each in an environment of its own.
 matrix: $(INSTALLED)

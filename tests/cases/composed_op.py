@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cases.described import Described
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
@@ -23,7 +24,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Described):
     queries: int
     keys: int
     heads: tuple[int, int] = (4, 4)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cases.composed_op import ALL, DYNAMIC, random_composition
+from cases.described import Described
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
@@ -14,7 +15,7 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Described):
     """One decoding step of requests with these numbers of keys, in pages of `page_length` rows.
 
     Tables by distance come with it if `compose_bias` says where the bias is added.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.composed_op import ALL, DYNAMIC, MASKS, random_composition
+from cases.described import Described
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import Parameter
@@ -24,7 +25,7 @@ needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reas
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Described):
     """A decoding step of three items; `keys` of them are in a cache that has room for some more."""
 
     keys: int

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.described import Described
 from cases.triton_marks import interpreted
 from torch import Tensor
 
@@ -46,7 +47,7 @@ MASKS: dict[str, Callable[[int, int, int], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Described):
     queries: int
     keys: int
     heads: tuple[int, int] = (2, 2)
