@@ -55,21 +55,17 @@ def fill(model: Any, cache: Cache, input_ids: Tensor, lengths: Sequence[int]) ->
     length = max(lengths)
     row, start = first_fit(lengths, length)
     packed = input_ids.new_zeros(int(row.max()) + 1, length)
+    # The unused end of a row counts on: it is read as part of the last prompt, which does not see what comes after it.
     position_ids = torch.arange(length).expand_as(packed).clone()
     # The place of each token of a padded row in the packed rows, counted through all of them; 0 for padding.
     places = torch.zeros(len(lengths), length, dtype=torch.long)
-    end = torch.zeros(len(packed), dtype=torch.long)  # of the last prompt in each packed row
     for prompt, count in enumerate(lengths):
         span = slice(int(start[prompt]), int(start[prompt]) + count)
         packed[row[prompt], span] = input_ids[prompt, -1 - count : -1]
         position_ids[row[prompt], span] = torch.arange(count)
         places[prompt, length - count :] = row[prompt] * length + torch.arange(span.start, span.stop)
-        end[row[prompt]] = end[row[prompt]].clamp(min=span.stop)
-    # In the unused end of a row positions restart, which makes it a document of its own that sees no prompt.
-    behind = torch.arange(length) - end[:, None]
-    position_ids = torch.where(behind >= 0, behind, position_ids).to(packed.device)
     every_token = DynamicCache()  # no windows yet: they would keep the end of a packed row, not of each prompt
-    model.model(packed, position_ids=position_ids, past_key_values=every_token, use_cache=True)
+    model.model(packed, position_ids=position_ids.to(packed.device), past_key_values=every_token, use_cache=True)
     model.model.prepare_cache(cache)
     unpack(every_token, cache, places.to(packed.device))
 

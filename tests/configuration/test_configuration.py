@@ -151,6 +151,12 @@ def test_every_field_names_its_value_and_limit(family: str, field: str, value: A
         config_class.from_size("tiny", **{field: value})
 
 
+def test_rotary_fields_of_a_model_that_does_not_rotate_are_dropped() -> None:
+    config = DCFormerConfig(position_scheme="alibi", rope_theta=500.0, partial_rotary_factor=0.5)
+    assert config.rope_parameters is None
+    assert not {"rope_theta", "partial_rotary_factor"} & set(config.to_dict())
+
+
 @pytest.mark.parametrize("name", ["sliding_window", "rope_theta", "global_rope_theta"])
 def test_names_of_other_encoders_are_refused_with_the_fields_to_use(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.* are no fields: local_attention .* rope_parameters"):

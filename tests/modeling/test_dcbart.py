@@ -144,3 +144,19 @@ def test_each_dropout_of_the_configuration_is_in_its_place() -> None:
     for stack in (model.encoder, model.decoder):
         assert stack.dropout.p == 0.1
         assert {(layer.dropout.p, layer.mlp.dropout.p) for layer in stack.layers} == {(0.1, 0.2)}
+
+
+def test_the_padding_token_does_not_learn() -> None:
+    model = make_model(tie_word_embeddings=False)
+    ids = random_tokens(2, 6)
+    ids[:, -2:] = padding = model.config.pad_token_id
+    whole(model, ids, ids).square().sum().backward()
+    for stack in (model.model.encoder, model.model.decoder):
+        learned = stack.embed_tokens.weight.grad.abs().sum(-1) > 0
+        assert not learned[padding] and learned[ids[0, 0]]
+
+
+def test_positions_in_single_precision_do_not_widen_half_precision() -> None:
+    model = make_model().bfloat16()
+    model.model.encoder.embed_positions.float()  # as FSDP2 leaves it, which casts parameters but not buffers
+    assert model.model.encoder(random_tokens(1, 4)).last_hidden_state.dtype == torch.bfloat16

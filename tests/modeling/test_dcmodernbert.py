@@ -273,8 +273,10 @@ def test_a_loss_without_logits_counts_the_first_token_of_the_vocabulary() -> Non
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pad_token_id \(97\) must be at least 0 and smaller than vocab_size \(97\)"):
-        make_model(pad_token_id=97)
+    for padding in (97, -1):
+        message = rf"pad_token_id \({padding}\) must be at least 0 and smaller than vocab_size \(97\)"
+        with pytest.raises(ValueError, match=message):
+            make_model(pad_token_id=padding)
     model, (ids, mask) = make_model(), inputs(None)
     mask[1] = 0
     with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):

@@ -150,6 +150,13 @@ def test_an_empty_cache_is_refused() -> None:
         edit_cache(model, DynamicCache(config=model.config), 0, 0, torch.zeros(1, 1, dtype=torch.long))
 
 
+def test_the_cache_of_a_shallower_model_is_refused() -> None:
+    model, cache = make(layers=2), DynamicCache()
+    make()(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"a cache of 1 layers .*cannot be edited"):
+        edit_cache(model, cache, 2, 3, torch.zeros(1, 1, dtype=torch.long))
+
+
 def test_every_layer_has_to_keep_all_tokens() -> None:
     model = make()
     cache = StaticCache(config=model.config, max_cache_len=20)
