@@ -13,6 +13,7 @@ from dynattn import __version__
 from .common.commands import CommandTable
 from .common.errors import StoppedError, UserError, last_line
 from .common.launcher import is_first_process
+from .common.signals import signals_end_the_block
 
 JOBS = CommandTable(
     prog="dynattn",
@@ -87,7 +88,8 @@ def _run(argv: list[str]) -> int:
         return 0
     try:
         argv = import_modules(argv)
-        return JOBS.run(argv)
+        with signals_end_the_block():
+            return JOBS.run(argv)
     except UserError as error:
         prog = f"dynattn {argv[0]}" if argv and argv[0] in JOBS.commands else "dynattn"
         # One line, even if the message quotes a text of several lines.

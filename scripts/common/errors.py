@@ -19,16 +19,16 @@ class StoppedError(KeyboardInterrupt):
 
     Attributes:
         number: the number of the signal; 0 for the time limit.
-        left: the part of the message that says what was saved.
+        left: the part of the message that says what was saved; empty where the job saves nothing before its end.
     """
 
-    def __init__(self, number: int, left: str) -> None:
+    def __init__(self, number: int, left: str = "") -> None:
         super().__init__(number, left)
         self.number, self.left = number, left
 
     def __str__(self) -> str:
         cause = signal.Signals(self.number).name if self.number else "max_seconds"
-        return f"stopped by {cause}; {self.left}"
+        return f"stopped by {cause}{self.left and f'; {self.left}'}"
 
     @property
     def status(self) -> int:

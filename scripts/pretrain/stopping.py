@@ -3,16 +3,13 @@
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from ..common.errors import StoppedError
+from ..common.signals import SIGNALS, heard_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A terminal sends its signal to all processes, and torchrun then passes it on to them once more.
 SAME_REQUEST_SECONDS = 1.0
 
@@ -93,33 +90,6 @@ class StopSignals:
 def deadline_after(seconds: float | None) -> float:
     """The reading of `time.monotonic` in so many seconds; infinity for None, which is no limit."""
     return math.inf if seconds is None else time.monotonic() + seconds
-
-
-def heard_signals() -> list[int]:
-    """Those of `SIGNALS` that this process does not ignore; none outside the main thread, which alone has handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-
-
-@contextmanager
-def signals_received(receive: Callable[[int], object]) -> Iterator[list[int]]:
-    """Calls `receive` with the number of each signal that arrives during the block, and yields the list of numbers.
-
-    Signals that this process ignores, as under nohup, stay ignored, and outside the main thread all are left alone.
-    """
-    requested: list[int] = []
-
-    def handle(number: int, _: object) -> None:
-        requested.append(number)
-        receive(number)
-
-    earlier = {number: signal.signal(number, handle) for number in heard_signals()}
-    try:
-        yield requested
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 def ignore_signals(worker: int) -> None:

@@ -6,7 +6,6 @@ begun, and does not repeat those that have ended or diverged.
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..common.atomic_file import write_json
 from ..common.errors import UserError
-from ..common.launcher import is_first_process
+from ..common.launcher import is_first_process, is_only_process
 from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
@@ -86,7 +85,7 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
     if arguments.sweep_workers == 1:
         yield from (run() for run in runs.values())
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not is_only_process():
         raise UserError(
             f"sweep_workers={arguments.sweep_workers} starts processes of its own, and torchrun has started others; "
             "leave one of them out"

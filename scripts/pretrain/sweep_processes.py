@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..common.errors import StoppedError, UserError
-from .stopping import SIGNALS, signals_received
+from ..common.signals import SIGNALS, signals_received
 
 Answer = TypeVar("Answer")
 

@@ -19,7 +19,7 @@ from ...configuration.mixers import NO_COMPOSITION
 from ..common.arguments import parse_arguments
 from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
-from ..pretrain.stopping import signals_received
+from ..common.signals import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
 # The MLP is wider, so that the plain Transformer has about as many parameters as the DCFormer with its composition.

@@ -6,7 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,8 +19,10 @@ from transformers import HfArgumentParser
 from dynattn import __version__
 from dynattn.scripts import cli
 from dynattn.scripts.common.arguments import command_line, make_parser, parse_arguments
+from dynattn.scripts.common.atomic_folder import staged_folder
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import StoppedError, UserError
+from dynattn.scripts.common.signals import signals_end_the_block
 from dynattn.scripts.reproduce import quickstart
 from dynattn.scripts.reproduce.plots import draw_losses
 
@@ -87,6 +91,62 @@ def test_what_a_signal_ends_is_one_line_of_any_job(
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["doctor"]) == status
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_that_a_signal_ends_removes_what_it_has_begun(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(argv: list[str]) -> int:
+        with staged_folder(tmp_path / "model") as staging:
+            (staging / "config.json").write_text("{}")
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return 0
+
+    monkeypatch.setattr("dynattn.scripts.doctor.main.main", main)
+    earlier = signal.signal(number, signal.SIG_DFL)
+    assert cli.main(["doctor"]) == 128 + number
+    assert signal.signal(number, earlier) == signal.SIG_DFL
+    assert capsys.readouterr().err == f"\nstopped by {signal.Signals(number).name}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_signals_end_forked_workers_and_processes_of_a_torchrun_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = (forks := get_context("fork")).Event()
+
+    def work() -> None:
+        ready.set()
+        time.sleep(60)
+
+    with signals_end_the_block():
+        worker = forks.Process(target=work)
+        worker.start()
+        ready.wait()
+        worker.terminate()
+        worker.join()
+    assert worker.exitcode == -signal.SIGTERM
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = signal.getsignal(signal.SIGTERM)
+    with signals_end_the_block():
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_job_that_loses_the_exception_of_a_signal_ends_all_the_same() -> None:
+    program = """
+import os, signal, time, weakref
+from dynattn.scripts.common import signals
+signals.GRACE_SECONDS = 0.2
+class Something: pass
+thing = Something()
+ref = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+with signals.signals_end_the_block():
+    del thing
+    print("went on", flush=True)
+    time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "went on\n")
 
 
 def test_a_job_whose_reader_is_gone_ends_without_a_word(
