@@ -11,12 +11,13 @@ from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
 from ..pretrain.options.mappings import parse_mapping
 
-# Arguments that all variants must have in common, because losses on other data or tokens cannot be compared. The length
-# of sequences is also how much of a held-out text a token is predicted from.
+# Arguments that all variants must have in common, because losses on other data or tokens cannot be compared. A streamed
+# data set holds out other documents than one that is read whole. The length of sequences, and whether documents are kept
+# apart, decide from how much of a held-out text a token is predicted.
 SAME = (
     *("objective", "dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
-    "sequence_length",
+    *("streaming", "sequence_length", "mask_documents"),
 )
 # The comparison sets these for each run.
 ITS_OWN = ("output", "seed", "resume", "overwrite", "dry_run")
@@ -51,6 +52,8 @@ def _options(file: str, common: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"variant {file!r} must be a .yaml file of arguments of dynattn pretrain")
     argv = [*find_shipped([file]), "--output", "unused"]
     arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare", common=common)
+    if arguments.sweep is not None:
+        raise UserError(f"{file} has sweep={arguments.sweep!r}; a variant is one run for each seed, so leave sweep out")
     options = {}
     for argument in fields(PretrainArguments):
         default = argument.default_factory() if argument.default_factory is not MISSING else argument.default

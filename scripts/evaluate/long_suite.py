@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
@@ -62,7 +64,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
         "trained_length": trained,
         "rope_parameters": getattr(model.config, "rope_parameters", None),
         "position_scheme": getattr(model.config, "position_scheme", None),
-        "by_position": loss_by_position(score_windows(model, windows), trained),
+        "by_position": with_checksums(loss_by_position(score_windows(model, windows), trained), windows),
         "pass_key": find_keys(model, tokenizer, lengths, arguments.limit or PROMPTS, arguments.seed),
         **describe_environment(model.device),
     }
@@ -79,14 +81,21 @@ def longest_windows(
     return next(filter(None, cuts), [])
 
 
+def with_checksums(ranges: Sequence[dict[str, Any]], windows: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Adds to each range of positions `tokens_crc32`, which tells what was read up to its end in all `windows`."""
+    tokens = np.array(windows)
+    return [{**one, "tokens_crc32": crc32(tokens[:, : one["to"] + 1].tobytes())} for one in ranges]
+
+
 def compare(one: Mapping[str, Any], first: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Losses by position minus the first checkpoint's, paired by window.
 
-    Ranges of positions for which the two did not read the same number of windows are left out.
+    Ranges of positions are left out up to whose end the two did not read the same tokens: texts are cut into windows of
+    what a model can read, and tokenizers differ.
     """
     differences = []
     for ours, theirs in zip(one["by_position"], first["by_position"], strict=False):
-        if (ours["from"], ours["to"], len(ours["windows"])) == (theirs["from"], theirs["to"], len(theirs["windows"])):
+        if all(ours[name] == theirs[name] for name in ("from", "to", "tokens_crc32")):
             difference = paired_difference(ours["windows"], theirs["windows"])
             del difference["values"]
             differences.append({"from": ours["from"], "to": ours["to"], **difference})

@@ -71,8 +71,8 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
     * `rate_factor`: their learning rate as a multiple of the schedule's (see `width_transfer.rate_factors`).
     * `orthogonalize`: whether Muon updates them.
 
-    Matrices decay, while embeddings (and a head tied to them), biases and norms do not: a row of an embedding gets a
-    gradient only when its token occurs, but would be decayed at every step. The decay is divided by `rate_factor`, with
+    Matrices decay, while embeddings (and a head tied to them), tables of positions, biases and norms do not: a row of an
+    embedding gets a gradient only when its token occurs, but would be decayed at every step. The decay is divided by `rate_factor`, with
     which the optimizer multiplies it again as a part of the learning rate.
     """
     embeddings = {
@@ -82,9 +82,10 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
     orthogonal = set(hidden_matrices(model)) if arguments.optimizer == "muon" else set()
     factors = rate_factors(model, arguments.base_width, orthogonal)
     groups: defaultdict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         if weight.requires_grad:
-            decays = weight.ndim >= 2 and weight not in embeddings
+            is_matrix = weight.ndim >= 2 and not name.endswith(("bias", "position_embeddings"))
+            decays = is_matrix and weight not in embeddings
             groups[weight in apart, not decays, weight in orthogonal, factors.get(weight, 1.0)].append(weight)
     # The order matters: checkpoints of the earliest versions number the weights in it.
     return [

@@ -250,8 +250,10 @@ class Trainer:
     def _log_health(self) -> None:
         """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
         model = self.accelerator.unwrap_model(self.model)
+        model.eval()  # dropout would change what is measured, and the random numbers of the updates after it
         health = measure_health(model, self._forward, self._held_out()[0, 0])
         self.engine.end_scoring(model)
+        model.train()
         if health:
             self.metrics.write({"step": self.progress.step, "split": "composition", **health})
 

@@ -32,7 +32,7 @@ def train_steps(model: nn.Module, learning_rate: float, steps: int, loss_of: Cal
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW, which decays matrices and neither embeddings, tables, norms nor biases."""
+    """AdamW, which decays all weights of two or more dimensions but `nn.Embedding`s, so also the tables of RCMHA."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for weight in model.parameters():

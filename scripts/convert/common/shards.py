@@ -77,7 +77,8 @@ def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         UserError: a finite value became infinite.
     """
     result = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    if dtype.itemsize < tensor.dtype.itemsize and not torch.equal(result.isfinite(), tensor.isfinite()):
+    is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if is_narrower and not torch.equal(result.isfinite(), tensor.isfinite()):
         raise UserError(f"{key} has numbers that are too large for {dtype}; choose another --dtype")
     return result
 

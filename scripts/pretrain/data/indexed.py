@@ -165,13 +165,10 @@ class IndexedSamples(Sequences):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index`: `input_ids`, `labels`, `shift_labels` and perhaps `position_ids`, each `[T]`."""
-        sample = self._read(index)
-        input_ids, targets = sample[:-1], sample[1:].copy()
+        input_ids, targets = self._read(index)
         item = {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
         if self.mask_documents:
-            ends = np.flatnonzero(input_ids == self.tokenizer.eos_token_id)
-            targets[ends] = IGNORE_INDEX
-            starts = ends + 1
+            starts = self._ends(input_ids) + 1
             item["position_ids"] = restarting_positions(starts[starts < self.length], self.length)
         return as_item(item)
 
@@ -184,9 +181,18 @@ class IndexedSamples(Sequences):
     @cached_property
     def text_bytes(self) -> int:
         """Length in UTF-8 of the targets of all samples, which are decoded once."""
-        return sum(decoded_bytes(self.tokenizer, self._read(index)[1:]) for index in range(len(self)))
+        targets = (self._read(index)[1] for index in range(len(self)))
+        return sum(decoded_bytes(self.tokenizer, one[one != IGNORE_INDEX]) for one in targets)
 
-    def _read(self, index: int) -> NDArray[np.int64]:
-        """The `length + 1` tokens of sample `index`."""
+    def _read(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The inputs of sample `index` and the tokens that are predicted from them, each `[T]`."""
         begin = int(self.data.begins[self.span[index]])
-        return np.asarray(self.data.tokens[begin : begin + self.length + 1], dtype=np.int64)
+        sample = np.asarray(self.data.tokens[begin : begin + self.length + 1], dtype=np.int64)
+        input_ids, targets = sample[:-1], sample[1:].copy()
+        if self.mask_documents:
+            targets[self._ends(input_ids)] = IGNORE_INDEX
+        return input_ids, targets
+
+    def _ends(self, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where documents end among `input_ids` `[T]`; what is predicted from there is of the next document."""
+        return np.flatnonzero(input_ids == self.tokenizer.eos_token_id)

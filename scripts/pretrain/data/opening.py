@@ -120,7 +120,8 @@ def _as_sequences(
         )
     stream = data.as_stream(span)
     if score_all:
-        text_bytes = sum(decoded_bytes(tokenizer, part) for part in np.split(stream.tokens, stream.starts[1:]))
+        # The first token of a document is no target.
+        text_bytes = sum(decoded_bytes(tokenizer, part[1:]) for part in np.split(stream.tokens, stream.starts[1:]))
         stream = TokenStream(stream.tokens, stream.starts, text_bytes)
     return _pack(stream, str(data.path), arguments, tokenizer, score_all=score_all)
 

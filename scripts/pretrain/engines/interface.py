@@ -67,7 +67,12 @@ class Engine:
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Scales the gradient down to the norm `limit`; returns its norm `[]` before, over all weights."""
-        return self.accelerator.clip_grad_norm_(model.parameters(), limit)
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        # A norm that is not finite would make every gradient NaN, and the guard could not find where the fault began.
+        # With a norm of zero nothing is scaled.
+        nn.utils.clip_grads_with_norm_(weights, limit, norm.nan_to_num(nan=0.0, posinf=0.0))
+        return norm
 
     def gradient(self, weight: nn.Parameter) -> Tensor | None:
         """The gradient of a weight after the last backward pass of an update, whole or a shard; None if it has none."""

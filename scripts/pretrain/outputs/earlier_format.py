@@ -28,6 +28,7 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
 
     Raises:
         UnpicklingError, SafetensorError: a file holds something else than tensors and plain values.
+        ValueError: the optimizer had numbered the weights differently.
     """
     saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     states = _read_random_states(folder / f"random_states_{process}.pkl")
@@ -61,7 +62,9 @@ def _read_random_states(file: Path) -> dict[str, Any]:
 
 
 def _placed_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Shards `tensor` as `weight` is sharded, if they have the same shape; otherwise returns it as it is."""
+    """Shards a moment of a weight as the weight is sharded; a count of updates `[]` is returned as it is."""
+    if tensor.ndim and tensor.shape != weight.shape:
+        raise ValueError(f"it has a moment {list(tensor.shape)} for a weight {list(weight.shape)}")
     if isinstance(weight, DTensor) and tensor.shape == weight.shape:
         whole = tensor.to(weight.device)
         return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -62,7 +62,7 @@ def format_protocol(record: Record, group: str) -> str:
         length = (
             f"Updates of {settings['streams']} streams of {settings['segment']} characters, until {patience} passes in "
             f"a row had not lowered the validation loss; validation scores are of the best pass "
-            f"({_best_passes(record, group)});"
+            f"({_best_passes(record, group)}), training scores of the last one;"
         )
     else:
         length = (

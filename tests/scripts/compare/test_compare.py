@@ -179,6 +179,8 @@ def text(tmp_path: Path) -> Path:
         ({"validation_share": 0.5}, "losses on different data or tokens do not compare"),
         ({"vocab_size": 400}, "plain has vocab_size=400 and dcformer 300"),
         ({"sequence_length": 64}, "plain has sequence_length=64 and dcformer 32; .* nor with other contexts"),
+        ({"mask_documents": False}, "plain has mask_documents=False and dcformer True"),
+        ({"sweep": "lr=1e-4:1e-2:3"}, "a variant is one run for each seed, so leave sweep out"),
         ({"learning_rat": 1}, "unknown arguments"),
         ({"learning_rate": -1}, "learning_rate=-1.0 must be positive"),
     ],

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dynattn import DCFormerConfig
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.planning import meta_model, shapes_of
+from dynattn.scripts.convert.common.shards import cast
 from dynattn.scripts.convert.common.tensor_source import find_weight_files
 from dynattn.scripts.convert.common.weight_map import plan_export, written_shapes
 from dynattn.scripts.convert.official.export import to_json, to_official
@@ -77,3 +79,12 @@ def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
     print(f"shard {shard / 1e6:.0f} MB, peak above import {peak / 1e6:.0f} MB, checkpoint {total / 1e6:.0f} MB")
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 6
     assert peak < 2 * shard < total / 3
+
+
+@pytest.mark.parametrize(("large", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_a_number_that_a_dtype_cannot_hold_is_refused(large: torch.dtype, dtype: torch.dtype) -> None:
+    most = torch.full((2,), torch.finfo(large).max, dtype=large)
+    with pytest.raises(UserError, match=f"w has numbers that are too large for {dtype}"):
+        cast("w", most, dtype)
+    assert cast("w", torch.full((2,), torch.inf, dtype=large), dtype).isinf().all()
+    assert torch.equal(cast("w", torch.ones(2, dtype=dtype), large), torch.ones(2, dtype=large))

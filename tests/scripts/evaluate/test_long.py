@@ -175,13 +175,25 @@ def test_scaling_is_refused_where_positions_rotate_nothing(scheme: str) -> None:
 
 def test_checkpoints_are_compared_at_the_positions_that_both_read(checkpoints: list[str], tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
-    text.write_text("One or two words of it. " * 10)  # of 240 bytes: two windows of 96
+    text.write_text("One or two words of it. " * 5)  # of 120 bytes: one window of 96
     options = ["--suite", "long", "--dataset", str(text), "--others", checkpoints[1], "--output", str(tmp_path / "out")]
-    assert main(["evaluate", checkpoints[1], *options]) == 0
+    assert main(["evaluate", checkpoints[0], *options]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [cell["length"] for cell in results["checkpoints"][0]["pass_key"]] == [96] * 5
+    first, other = results["checkpoints"]
+    assert [cell["length"] for cell in other["pass_key"]] == [96] * 5
     (difference,) = results["comparison"][0]
-    assert (difference["from"], difference["to"], difference["mean"]) == (1, 96, 0.0)
+    assert (difference["from"], difference["to"]) == (1, 96)
+    assert difference["mean"] == pytest.approx(other["by_position"][0]["loss"] - first["by_position"][0]["loss"])
+    assert difference["mean"] != 0
+
+
+def test_windows_that_begin_elsewhere_are_not_paired(checkpoints: list[str], tmp_path: Path) -> None:
+    """The model with rotary positions reads windows of 768 tokens, and the one with learned positions of 96."""
+    options = ["--suite", "long", "--limit", "2", "--others", checkpoints[1], "--output", str(tmp_path / "out")]
+    assert main(["evaluate", checkpoints[0], *options]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [len(one["by_position"][0]["windows"]) for one in results["checkpoints"]] == [2, 2]
+    assert results["comparison"] == [[]]
 
 
 @pytest.mark.parametrize(

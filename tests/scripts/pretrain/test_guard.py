@@ -73,6 +73,22 @@ def test_by_default_the_run_stops_and_says_what_was_wrong(corpus: Path, tmp_path
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_gradient_where_a_fault_began_is_named(
+    value: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usual, name = Trainer._accumulate, "model.layers.0.mlp.up_proj.weight"
+
+    def accumulate(trainer: Trainer, batches: Any) -> torch.Tensor:
+        loss = usual(trainer, batches)
+        trainer.accelerator.unwrap_model(trainer.model).get_parameter(name).grad[0, 0] = value
+        return loss
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    with pytest.raises(UserError, match=rf"gradient norm {value}, first in the gradient of {name};"):
+        run(tmp_path / "run", corpus)
+
+
 def test_a_skipped_update_changes_nothing(corpus: Path, tmp_path: Path, seen: list[list[int]]):
     result = run(tmp_path / "run", corpus, on_bad_update="skip")
     check_kept(tmp_path / "run")

@@ -26,6 +26,15 @@ def test_only_matrices_that_are_no_embeddings_decay(tied: bool):
     assert ("lm_head.weight" in decayed) == (not tied)
 
 
+def test_tables_of_positions_and_biases_of_heads_do_not_decay():
+    model = RCMHAForCausalLM(RCMHAConfig.from_size("tiny"))
+    decayed, rest = build_optimizer(model, PretrainArguments(output="x", weight_decay=0.3)).param_groups
+    kept = {id(weight) for weight in rest["params"]}
+    attention = model.model.layers[0].self_attn
+    assert kept >= {id(w) for w in (attention.position_embeddings, attention.position_bias, attention.content_bias)}
+    assert id(attention.q_proj.weight) in {id(weight) for weight in decayed["params"]}
+
+
 MODELS = {
     "dcformer": lambda: DCFormerForCausalLM(DCFormerConfig.from_size("tiny", compose_static=True, attention_bias=True)),
     "rcmha": lambda: RCMHAForCausalLM(RCMHAConfig.from_size("tiny")),

@@ -11,7 +11,9 @@ from cases.training import curve, killed_run, run
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
+from dynattn.scripts.pretrain.arguments import PretrainArguments
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
+from dynattn.scripts.pretrain.data.opening import _as_sequences
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 LENGTH = 32
@@ -59,6 +61,25 @@ def test_documents_in_a_sample_are_kept_apart_if_asked(tmp_path: Path):
     assert first["shift_labels"].tolist() == [8, end, IGNORE_INDEX, 10, 11]
     assert second["position_ids"].tolist() == [0, 1, 2, 3, 4]
     assert second["shift_labels"].tolist() == [2, 3, 4, 5, end]
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_bytes_are_those_of_the_targets(is_cut: bool, mask_documents: bool, tmp_path: Path):
+    """Every token but the end of a document is one byte here."""
+    tokenizer = train_bpe([["x"]], vocab_size=257)
+    letters, end = tokenizer.encode("one two three", add_special_tokens=False), tokenizer.eos_token_id
+    documents = [[*letters[:size], end] for size in (4, 9, 7, 12)]
+    length = 5
+    if is_cut:
+        stream = [token for document in documents for token in document]
+        documents = [stream[at : at + length + 1] for at in range(0, len(stream), length + 1)]
+    arguments = PretrainArguments(output="x", sequence_length=length, mask_documents=mask_documents)
+    data = IndexedTokens.open(write_indexed(tmp_path / "data", documents))
+    sequences = _as_sequences(data, range(4), arguments, tokenizer, score_all=True)
+    shift = 0 if is_cut else 1  # labels of packed sequences are shifted by the model
+    targets = [token for item in sequences for token in item["labels"][shift:].tolist()]
+    assert sequences.text_bytes == sum(token not in (end, IGNORE_INDEX) for token in targets)
 
 
 def options(samples: Path, tokenizer: Path, **changes: Any) -> dict[str, Any]:

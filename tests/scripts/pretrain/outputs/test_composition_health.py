@@ -32,7 +32,7 @@ def test_every_layer_of_a_model_is_measured():
 def test_a_composition_that_begins_as_the_identity_has_no_size():
     model, item = make(compose_init_scale=0.0)
     found = measure_health(model, lambda batch: model(**batch, use_cache=False), item)
-    assert all(found[name] == 0 for name in found if name.endswith(("mix", "query_gate", "key_gate", "share")))
+    assert all(found[name] == 0 for name in found if name.endswith(("low_rank", "query_gate", "key_gate", "share")))
     before, after = ([v for n, v in sorted(found.items()) if n.endswith(when)] for when in ("before", "after"))
     assert before == after
 
@@ -55,6 +55,15 @@ def test_maps_are_those_that_the_model_itself_attends_with(fields: dict[str, Any
         for stage, measured in measure_layer(layer).items():
             for when, expected in zip(("before", "after"), measured["similarity"], strict=True):
                 assert found[f"{index:02}.{stage}.similarity_{when}"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_documents_of_a_packed_sequence_are_measured_apart():
+    """Two copies of a document have the same maps, so the similarity of heads is that of one copy."""
+    model, item = make(compose_init_scale=3.0)
+    run, twice = (lambda batch: model(**batch, use_cache=False)), item["input_ids"].repeat(2)
+    packed = measure_health(model, run, {"input_ids": twice, "position_ids": torch.arange(40).repeat(2)})
+    assert packed == pytest.approx(measure_health(model, run, item), rel=1e-4)
+    assert packed != pytest.approx(measure_health(model, run, {"input_ids": twice}), rel=1e-2)
 
 
 def test_an_encoder_is_measured_with_what_its_tokens_see():
