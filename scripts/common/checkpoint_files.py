@@ -3,6 +3,7 @@
 A folder may come from anywhere, so nothing in it is trusted: not its links, its JSON, or its sizes.
 """
 
+import hashlib
 import json
 import os
 import reprlib
@@ -180,6 +181,16 @@ def _forget_path(path: Path) -> None:
         return
     if not may_be_on_the_hub(str(content.pop("name_or_path"))):
         write_json(path, content)
+
+
+def weights_sha256(folder: Path) -> str | None:
+    """A digest of the weights in a folder; None where there are none, as for the name of a model on the Hub."""
+    whole = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest() if files else None
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

@@ -17,12 +17,14 @@ METRICS = {"acc": "accuracy", "acc_norm": "accuracy"}
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
 
 
-def read_evaluation(path: Path, *, model_type: str, parameters: int) -> list[EvalResult]:
+def read_evaluation(path: Path, *, model_type: str, parameters: int, weights: str | None) -> list[EvalResult]:
     """The scores of an evaluation, one for each task, number of examples and metric.
 
     Args:
         path: `results.json`, or the folder that holds it.
         model_type, parameters: the type and size of the model that the scores must belong to.
+        weights: the digest of its weights. Scores that name another are refused; those of earlier versions, and of a
+            model that was loaded from the Hub, name none.
 
     Raises:
         UserError: there is no such file, it holds something else, or its scores are another model's.
@@ -31,12 +33,15 @@ def read_evaluation(path: Path, *, model_type: str, parameters: int) -> list[Eva
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
         scored = results["model"]["model_type"], results["model"]["parameters"]
+        scored_weights = results["model"].get("weights_sha256")
         found = [entry for task in results["tasks"] for entry in _entries(task, results)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} holds no results of dynattn evaluate ({error!r})") from error
     if scored != (model_type, parameters):
         theirs, ours = (f"a {kind} of {count:,} parameters" for kind, count in (scored, (model_type, parameters)))
         raise UserError(f"the scores in {file} are of {theirs}, and the checkpoint is {ours}; evaluate it")
+    if scored_weights not in (None, weights):
+        raise UserError(f"the scores in {file} are of other weights than those of the checkpoint; evaluate it")
     return found
 
 

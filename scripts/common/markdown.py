@@ -24,4 +24,4 @@ def aligned_table(head: Cells, rows: Iterable[Cells]) -> list[str]:
 
 
 def _line(cells: Cells) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -17,6 +17,7 @@ from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
 from ..common.atomic_file import write_json, write_whole
+from ..common.checkpoint_files import weights_sha256
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.markdown import aligned_table
@@ -118,7 +119,10 @@ def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) ->
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Where the model came from, its size, and a hash of its configuration without path and library version."""
+    """Where the model came from, its size, and hashes of its weights and of its configuration.
+
+    The hash of a configuration is without path and library version.
+    """
     config = model.config.to_dict()
     path = config.pop("_name_or_path", None) or model.config._name_or_path
     config.pop("transformers_version", None)
@@ -129,6 +133,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_sha256": weights_sha256(Path(path)),
         "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
 

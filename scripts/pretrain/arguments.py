@@ -120,6 +120,11 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
         if not sources:
             raise UserError("the mixture is empty; name a source, or leave it out")
+        if self.validation_split is not None and self.validation_dataset is None and self.dataset == "builtin":
+            raise UserError(
+                f"validation_split={self.validation_split} is a split of dataset or of validation_dataset; name one of "
+                "them, or leave it out"
+            )
         if len({source.weight is None for source in sources.values()}) > 1:
             raise UserError("some sources of the mixture have weights and others epochs; choose one for all")
         for option in ("mixture", "streaming", "skip_sequences", "chat_column", "length_warmup_steps"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..common import markdown
 from ..common.folder_names import may_be_on_the_hub
 from .arguments import PretrainArguments
 from .data.documents import is_hub_name
@@ -178,7 +179,7 @@ def utilization(result: Result) -> str:
 
 def table(rows: Mapping[str, Any]) -> str:
     """A two-column Markdown table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return markdown.table(["", ""], [[name, str(value)] for name, value in rows.items()])
 
 
 def _evaluations(result: Result) -> list[EvalResult]:

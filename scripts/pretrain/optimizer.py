@@ -71,9 +71,9 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
     * `rate_factor`: their learning rate as a multiple of the schedule's (see `width_transfer.rate_factors`).
     * `orthogonalize`: whether Muon updates them.
 
-    Matrices decay, while embeddings (and a head tied to them), tables of positions, biases and norms do not: a row of an
-    embedding gets a gradient only when its token occurs, but would be decayed at every step. The decay is divided by `rate_factor`, with
-    which the optimizer multiplies it again as a part of the learning rate.
+    Matrices decay, while embeddings (and a head tied to them), tables of positions, biases and norms do not: a row of
+    an embedding gets a gradient only when its token occurs, but would be decayed at every step. The decay is divided by
+    `rate_factor`, with which the optimizer multiplies it again as a part of the learning rate.
     """
     embeddings = {
         weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()

@@ -194,6 +194,7 @@ class Trainer:
         self.progress = self.guard.rolled_back(
             self.model, self.optimizer, self.plan.memory, self.progress, self.average
         )
+        self.plan.memory.forget()  # the next batch does not follow the text in it
         self.metrics.rewind(self.progress.step)
         bar.update(self.progress.step - before)
         return iter(self._loader())

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig
 
-from ..common.checkpoint_files import require_inside
+from ..common.checkpoint_files import require_inside, weights_sha256
 from ..common.errors import UserError, last_line
 from ..common.evaluation_metadata import merge_evaluation, read_evaluation
 from ..common.folder_names import may_be_on_the_hub
@@ -161,7 +161,8 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
 
 def _add_scores(data: Any, checkpoint: Checkpoint, name: str, evaluation: str) -> None:
     kind, parameters = checkpoint.config.model_type, checkpoint.weights.total
-    scores = read_evaluation(Path(evaluation), model_type=kind, parameters=parameters)
+    weights = weights_sha256(checkpoint.folder)
+    scores = read_evaluation(Path(evaluation), model_type=kind, parameters=parameters, weights=weights)
     data.model_name = data.model_name or name.rpartition("/")[2]
     data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
 

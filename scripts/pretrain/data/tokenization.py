@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -62,9 +62,9 @@ def write_stream(
         identity: what the stream is made from; it is stored in the stream's description.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = _read_note(folder)
-    started, before = time.perf_counter(), written.tokens
     names = [TOKENS, LENGTHS, *([TARGETS] if encoder.marks_targets else [])]
+    written = _read_note(folder, names)
+    started, before = time.perf_counter(), written.tokens
     with ExitStack() as stack:
         files = {name: stack.enter_context(_open_at(folder / name, _bytes_of(name, written))) for name in names}
         bar = stack.enter_context(tqdm(initial=written.tokens, unit=" tokens", unit_scale=True, desc="tokenizing"))
@@ -152,13 +152,17 @@ def _note(folder: Path, files: Any, written: Written) -> None:
     write_json(folder / NOTE, asdict(written))
 
 
-def _read_note(folder: Path) -> Written:
-    """How much an interrupted call has written to disk; nothing if its note or a file is missing or too short."""
+def _read_note(folder: Path, names: Sequence[str]) -> Written:
+    """How much an interrupted call has written to disk; nothing if its note or a file is missing or too short.
+
+    Args:
+        names: the files.
+    """
     try:
         written = Written(**json.loads((folder / NOTE).read_text()))
     except (OSError, ValueError, TypeError):
         return Written()
-    sizes = {name: _bytes_of(name, written) for name in (TOKENS, LENGTHS)}
+    sizes = {name: _bytes_of(name, written) for name in names}
     whole = all((folder / name).exists() and (folder / name).stat().st_size >= sizes[name] for name in sizes)
     return written if whole else Written()
 

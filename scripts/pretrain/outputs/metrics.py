@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm import tqdm
 
-from ...common.atomic_file import write_whole
+from ...common.atomic_file import without_nan, write_whole
 from ...common.errors import UserError, first_line
 from ...common.metric_records import Record, read_metrics
 
@@ -47,7 +47,7 @@ class MetricsLog:
         """Stores one record: its `step`, its `split` and what was measured."""
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(without_nan(record)) + "\n")
             if record["split"] not in UNSHOWN:
                 tqdm.write(format_record(record))
         split, step = record["split"], record["step"]

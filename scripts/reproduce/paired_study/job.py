@@ -41,7 +41,7 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        purpose = "-tuning" if self.tuning else ""  # the two are scored on different data
+        purpose = "-tuning" if self.tuning else ""  # a task may score the two on different data
         return f"{self.task}/{self.arm}-seed-{self.seed}-rate-{self.learning_rate:g}{purpose}.json"
 
 
@@ -109,12 +109,13 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     output = Path(arguments.output)
     tasks = chosen("task", arguments.tasks, study.tasks)
     arms = chosen("arm", arguments.arms, study.arms)
+    if not arguments.redraw or output.exists():
+        sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
+        claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
     name_older_runs(output / "runs")
     runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
     plan = Plan(study, arguments, tasks, arms, runs)
     if not arguments.redraw:
-        sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
-        claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
         if not runs.make(plan.tuning()):
             runs.make(plan.measured())
     results, missing = runs.results(plan.measured()), plan.missing()

@@ -33,7 +33,7 @@ class Setting:
         warmup: updates until the learning rate is at its peak.
         evaluation_tokens: the most tokens of either split that are scored; None scores the whole validation split.
         patience: training ends earlier when so many passes over the text in a row have not lowered the validation loss,
-            and the scores are those after the best pass; None trains for all `steps`.
+            and the validation scores are those after the best pass; None trains for all `steps`.
     """
 
     segment: int

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.atomic_file import partial_path, put_in_place
+
 
 @dataclass
 class Tally:
@@ -29,9 +31,9 @@ class Tally:
         self.nats += float(mean_loss.detach()) * targets.numel()
 
     def scores(self) -> dict[str, float]:
-        """Accuracy, bits per character and the number of targets."""
+        """Accuracy, bits per character and the number of targets; a model that diverged has no accuracy."""
         return {
-            "accuracy": self.correct / self.tokens,
+            "accuracy": self.correct / self.tokens if math.isfinite(self.nats) else math.nan,
             "bits_per_character": self.nats / self.tokens / math.log(2),
             "tokens": self.tokens,
         }
@@ -71,10 +73,10 @@ class StudyProgress:
     def save(self, path: Path, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes everything that a run needs to resume; `identity` is what it is recognized by, in JSON types."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_path(path)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({"identity": identity, "progress": asdict(self), **state}, partial)
-        partial.replace(path)
+        put_in_place(partial, path)
 
     @classmethod
     def resume(

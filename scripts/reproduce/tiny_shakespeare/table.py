@@ -1,8 +1,9 @@
 """The record of the study as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ...common.markdown import table
 from ...common.paired import diverged
 from .plan import GROUPS
 from .record import PAPER_ORDER
@@ -48,9 +49,9 @@ def format_group(record: Record, group: str) -> str:
     cells = [cell for cell in record["cells"] if cell["group"] == group]
     comparisons = [one for one in record["comparisons"] if one["group"] == group and one["seeds"]]
     lines = [f"### {GROUPS[group].corpus}: {GROUPS[group].title}", "", format_protocol(record, group), ""]
-    lines += markdown([HEAD, *(_cells(cell) for cell in cells)])
+    lines += [table(HEAD, [_cells(cell) for cell in cells])]
     if comparisons:
-        lines += ["", *markdown([DIFFERENCES, *(_difference(one) for one in comparisons)])]
+        lines += ["", table(DIFFERENCES, [_difference(one) for one in comparisons])]
     return "\n".join(lines)
 
 
@@ -109,16 +110,14 @@ def format_order(order: Mapping[str, Any]) -> str:
 def format_quoted(record: Record) -> str:
     """The figures that the paper reports, and what they mean."""
     quoted = record["quoted"]
-    rows = [
-        ["quoted, not measured", *quoted["accuracy"]],
-        ["accuracy", *(f"{figure:.3f}" for figure in quoted["accuracy"].values())],
-    ]
-    return "\n".join([*markdown(rows), "", f"{quoted['source']} {quoted['meaning']} {quoted['memory']}"])
+    head = ["quoted, not measured", *quoted["accuracy"]]
+    figures = ["accuracy", *(f"{figure:.3f}" for figure in quoted["accuracy"].values())]
+    return "\n".join([table(head, [figures]), "", f"{quoted['source']} {quoted['meaning']} {quoted['memory']}"])
 
 
 def format_probe(probe: Mapping[str, Any]) -> str:
     """Time and memory of an update."""
-    rows = [["an update", "", "ms", "tokens/s", "time / MHA", "peak MiB", "in all MiB"]]
+    head, rows = ["an update", "", "ms", "tokens/s", "time / MHA", "peak MiB", "in all MiB"], []
     for setting, types in probe["settings"].items():
         for kind, one in types.items():
             cells = [f"{one['seconds'] * 1e3:.1f}", f"{one['tokens_per_second']:,.0f}", f"{one['times_mha']:.2f}"]
@@ -129,7 +128,7 @@ def format_probe(probe: Mapping[str, Any]) -> str:
         [
             "### Time and memory",
             "",
-            *markdown(rows),
+            table(head, rows),
             "",
             f"Medians of {probe['rounds']} rounds, one update of each type by turns in one process, {probe['threads']} "
             "thread(s). Peak: the most that an update allocates above weights and optimizer state, by PyTorch's "
@@ -147,12 +146,6 @@ def format_cost(record: Record) -> str:
         f"{', '.join(sorted({versions['torch'] for versions in record['versions']}))}, transformers "
         f"{', '.join(sorted({versions['transformers'] for versions in record['versions']}))}."
     )
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table; the first row is the head."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def _cells(cell: Mapping[str, Any]) -> list[str]:

@@ -160,11 +160,11 @@ def fit(model: DCViTForImageClassification, images: Images, schedule: Schedule, 
 
 @torch.no_grad()
 def losses_and_hits(model: DCViTForImageClassification, images: Images) -> tuple[Tensor, Tensor]:
-    """Cross-entropy, and 1 where the most probable class is right, both `[N]`."""
+    """Cross-entropy, and 1 where the most probable class is right, both `[N]`; both NaN for a model that diverged."""
     model.eval()
     logits = torch.cat([model(pixels).logits for pixels in images.pixels.split(TEST_BATCH)])
     losses = F.cross_entropy(logits, images.labels, reduction="none")
-    return losses, (logits.argmax(dim=-1) == images.labels).float()
+    return losses, (logits.argmax(dim=-1) == images.labels).float().masked_fill(losses.isnan(), torch.nan)
 
 
 TASKS: dict[str, Callable[[Run, TaskSizes], Metrics]] = {

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from scipy import stats
 
 from dynattn.scripts.common.paired import diverged, paired_difference, spread
 
@@ -17,3 +18,10 @@ def test_a_run_that_diverged_leaves_no_mean_and_no_test(value: float | None):
     assert diverged(found, [0, 7, 9]) == "diverged on seed 7"
     assert diverged(spread([value] * 2), [3, 4]) == "diverged on seeds 3, 4"
     assert diverged(spread([1.0, 2.0]), [3, 4]) == ""
+
+
+def test_a_difference_has_the_interval_and_the_p_of_students_test():
+    ours, others = [2.9, 3.4, 3.1, 3.3], [3.0, 3.9, 3.2, 3.6]
+    found, test = paired_difference(ours, others), stats.ttest_rel(ours, others)
+    assert found["p"] == pytest.approx(float(test.pvalue))
+    assert found["interval_95"] == pytest.approx(list(test.confidence_interval(0.95)))

@@ -236,6 +236,7 @@ def test_command_line_writes_complete_results(
     assert main(["evaluate", str(checkpoint), "--tasks", f"builtin_heldout,{TASK}", *options]) == 0
     table = capsys.readouterr().out
     content = json.loads((output / "results.json").read_text())
+    assert len(content["model"].pop("weights_sha256")) == 64
     assert content["model"] | {"config_sha256": ""} == {
         "path": str(checkpoint), "model_type": "llama", "architecture": "LlamaForCausalLM", "config_sha256": "",
         "parameters": llama().num_parameters(), "dtype": "float32",

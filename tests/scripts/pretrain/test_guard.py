@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain.engines.interface import Engine
 from dynattn.scripts.pretrain.guard import ENOUGH, find_fault, find_layer
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.trainer import Trainer
@@ -87,6 +88,14 @@ def test_the_gradient_where_a_fault_began_is_named(
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
     with pytest.raises(UserError, match=rf"gradient norm {value}, first in the gradient of {name};"):
         run(tmp_path / "run", corpus)
+
+
+def test_metrics_of_an_update_that_was_not_made_are_json(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Engine, "clip", lambda *_: torch.tensor(math.inf))
+    options: dict[str, Any] = {"on_bad_update": "skip", "max_steps": 2, "warmup_steps": 0}
+    lines = (run(tmp_path / "run", corpus, **options).output / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    assert [line["grad_norm"] for line in found if line["split"] == "train"] == [None, None]
 
 
 def test_a_skipped_update_changes_nothing(corpus: Path, tmp_path: Path, seen: list[list[int]]):

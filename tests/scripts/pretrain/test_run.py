@@ -187,6 +187,16 @@ def test_dcformer_trains_resumes_generates_and_continues_elsewhere(corpus: Path,
     assert continued.validation_loss == pytest.approx(straight.validation_loss, abs=1e-3)
 
 
+def test_measuring_the_composition_changes_nothing(corpus: Path, tmp_path: Path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "compose_dropout": 0.5}
+    options: dict[str, Any] = {"model_type": None, "model_config": sizes, "max_steps": 4, "warmup_steps": 0}
+    curves = [
+        curve(run(tmp_path / str(every), corpus, eval_every=every, **options).output, "step", "loss", split="train")
+        for every in (1, 4)
+    ]
+    assert curves[0] == curves[1]
+
+
 def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: Path, tmp_path: Path):
     before = {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
     with pytest.raises(UserError, match="already holds a finished model"):
@@ -285,6 +295,7 @@ def test_a_checkpoint_of_the_last_update_becomes_the_same_model_elsewhere(
         ({"tokenizer": "missing/folder"}, "cannot load the tokenizer 'missing/folder'"),
         ({"init_from": "missing/folder", "model_type": None, "model_config": None}, "cannot load"),
         ({"text_column": "body"}, "has no column 'body'"),
+        ({"dataset": "builtin", "validation_split": "test"}, "validation_split=test is a split of dataset or"),
     ],
 )
 def test_foreseeable_mistakes_are_one_clear_error(changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path):

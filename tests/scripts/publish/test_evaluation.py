@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dynattn
 from dynattn.scripts.cli import main
+from dynattn.scripts.evaluate.results import describe_model
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,21 @@ def test_scores_that_a_card_has_are_kept_or_replaced(checkpoint: Path, tmp_path:
         (folder / "README.md").write_bytes(card)
     values = [one.metric_value for one in ModelCard(card.decode()).data.eval_results]
     assert sorted(values) == [0.375, 0.5, 0.625, 0.75]
+
+
+@pytest.mark.parametrize("is_trained_on", [False, True])
+def test_scores_are_of_the_weights_that_are_published(
+    is_trained_on: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = dynattn.DCFormerForCausalLM.from_pretrained(checkpoint)
+    described = {name: value for name, value in describe_model(model).items() if name != "path"}
+    if is_trained_on:
+        model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "tiny")
+    scores = write_scores(tmp_path / "results.json", **described)
+    words = ["publish", str(tmp_path / "tiny"), "--verify", "False", "--evaluation", str(scores)]
+    assert main([*words, "--output", str(tmp_path / "hub")]) == (2 if is_trained_on else 0)
+    assert ("are of other weights than those of the checkpoint" in capsys.readouterr().err) == is_trained_on
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,15 @@ def test_p_is_the_share_of_all_ways_to_deal_the_runs(strata: list[tuple[list[int
     assert found["p"] == pytest.approx(sum(abs(one) >= abs(actual) - 1e-9 for one in sums) / len(sums))
 
 
+def test_rounding_of_scores_never_makes_p_smaller():
+    """With twelve runs the scores are no whole numbers of parts."""
+    first, second = [20, 23, 27, 9, 3, 23], [10, 28, 23, 22, 16, 29]
+    sums = [deviation([*first, *second], chosen) for chosen in combinations(range(12), 6)]
+    exact = sum(abs(one) >= abs(sums[0]) - 1e-9 for one in sums) / len(sums)
+    found = log_rank([(first, second)])["p"]
+    assert found is not None and exact - 1e-12 <= found <= exact + 0.02
+
+
 def test_with_many_runs_p_is_that_of_the_normal_approximation():
     first, second = list(range(1, 21)), list(range(4, 24))
     found = log_rank([(first, second)])["p"]

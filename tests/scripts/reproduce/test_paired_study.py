@@ -174,6 +174,17 @@ def test_a_run_whose_file_was_cut_off_is_named(tmp_path: Path):
             run_study(STUDY, arguments(tmp_path, redraw=redraw))
 
 
+@pytest.mark.parametrize("redraw", [False, True])
+def test_the_folder_of_another_study_is_left_as_it_is(redraw: bool, tmp_path: Path):
+    run = tmp_path / "study" / "runs" / "mqar" / "plain-seed-1.json"
+    run.parent.mkdir(parents=True)
+    run.write_text(json.dumps({"run": {"task": "mqar", "layers": 2}}))
+    (tmp_path / "study" / "study.json").write_text(json.dumps({"study": "mechanisms"}))
+    with pytest.raises(UserError, match="holds a study with other study"):
+        run_study(STUDY, arguments(tmp_path, redraw=redraw))
+    assert run.exists()
+
+
 @pytest.mark.usefixtures("coarse_plots")
 def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path))

@@ -75,6 +75,13 @@ def test_bits_and_accuracy_of_known_predictions():
     assert tally.scores() == {"accuracy": 0.75, "bits_per_character": pytest.approx(1.5), "tokens": 4}
 
 
+def test_a_model_that_diverged_has_no_accuracy():
+    """The likeliest of NaN logits is the first character, which may well be right."""
+    tally, logits = Tally(), torch.full((1, 2, 4), math.nan)
+    tally.add(logits, torch.zeros(1, 2, dtype=torch.long), logits.mean())
+    assert math.isnan(tally.scores()["accuracy"])
+
+
 class Counter(nn.Module):
     """Predicts that the next token is one more, with probability 1/2; its memory is how many segments it read."""
 

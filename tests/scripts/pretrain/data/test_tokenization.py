@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,13 +61,26 @@ def test_interrupted_tokenizing_goes_on_to_the_same_stream(batches: int, encoder
     assert list(content(tmp_path / "resumed")) == list(content(tmp_path / "whole"))
 
 
-def test_what_was_lost_with_a_crash_is_made_again(encoder: TextEncoder, tmp_path: Path):
-    write_stream(DATASET, encoder, tmp_path / "whole")
+class Marking(TextEncoder):
+    """All tokens are targets, and it says so."""
+
+    marks_targets = True
+
+    def __call__(self, documents: list[str]) -> Encoded:
+        encoded = super().__call__(documents)
+        return replace(encoded, targets=np.ones(len(encoded.tokens), dtype=bool))
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "targets.bin"])
+def test_what_was_lost_with_a_crash_is_made_again(name: str, encoder: TextEncoder, tmp_path: Path):
+    marking, interrupted = Marking(encoder.tokenizer), Interrupted(Marking(encoder.tokenizer), 8)
+    interrupted.marks_targets = True
+    write_stream(DATASET, marking, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        write_stream(DATASET, Interrupted(encoder, 8), tmp_path / "resumed")
-    with (tmp_path / "resumed" / "tokens.bin").open("r+b") as file:
+        write_stream(DATASET, interrupted, tmp_path / "resumed")
+    with (tmp_path / "resumed" / name).open("r+b") as file:
         file.truncate(8)
-    write_stream(DATASET, encoder, tmp_path / "resumed")
+    write_stream(DATASET, marking, tmp_path / "resumed")
     assert list(content(tmp_path / "resumed")) == list(content(tmp_path / "whole"))
 
 
