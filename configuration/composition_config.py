@@ -150,9 +150,10 @@ class CompositionConfig(PortableConfig):
         if self.qk_norm_type not in QK_NORM_TYPES:
             raise ValueError(f"qk_norm_type ({self.qk_norm_type!r}) must be one of {QK_NORM_TYPES}")
         if self.attention_dropout and self.composes:
+            others = " or ".join(name for name in ("hidden_dropout", "compose_dropout") if hasattr(self, name))
             raise ValueError(
                 f"attention_dropout ({self.attention_dropout}) must be 0 where heads are composed: it drops entries of "
-                "maps that are never all in memory; use hidden_dropout or compose_dropout"
+                f"maps that are never all in memory; use {others}"
             )
 
     def validate_composition(self) -> None:

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from .composed_config import LAYER_TYPES
 from .composition_config import CompositionConfig
-from .field_rules import check_rope_parameters
+from .field_rules import check_rope_mapping, check_rope_parameters
 from .portable_config import model_size
 
 THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
@@ -80,7 +80,8 @@ class DCModernBertConfig(CompositionConfig):
     sep_token_id: int | None = 50282
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if derived := sorted({"sliding_window", "rope_theta", "global_rope_theta", "local_rope_theta"} & kwargs.keys()):
+        names = ("sliding_window", "rope_theta", "global_rope_theta", "local_rope_theta", "rope_scaling")
+        if derived := sorted({*names, "partial_rotary_factor"} & kwargs.keys()):
             raise ValueError(
                 f"{derived} are no fields: local_attention is twice the window, and rope_parameters has a rope_theta "
                 "for each layer type"
@@ -101,7 +102,8 @@ class DCModernBertConfig(CompositionConfig):
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fills in the rotary parameters of each layer type; called by `PreTrainedConfig`."""
-        given = self.rope_parameters or {}
+        given: Any = self.rope_parameters or {}
+        check_rope_mapping(given, tuple(THETAS))
         if unknown := sorted(given.keys() - THETAS.keys()):
             raise ValueError(f"rope_parameters has {unknown}; it must have parameters for each of {sorted(THETAS)}")
         self.rope_parameters = {

@@ -69,6 +69,8 @@ class RCMHAConfig(RelativeConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if derived := sorted({"sliding_window", "layer_types"} & kwargs.keys()):
             raise ValueError(f"{derived} follow from memory_type and mem_len; set those instead")
+        if rotary := sorted({"rope_parameters", "rope_scaling", "partial_rotary_factor"} & kwargs.keys()):
+            raise ValueError(f"{rotary} are no fields of this family, whose 'rope' turns whole heads; set rope_theta")
         super().__post_init__(**kwargs)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -40,10 +41,29 @@ class PortableConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as Transformers writes them, without `auto_map` if it is empty."""
-        fields = super().to_dict()
-        if not fields.get("auto_map"):
-            fields.pop("auto_map", None)
-        return fields
+        content = super().to_dict()
+        if not content.get("auto_map"):
+            content.pop("auto_map", None)
+        return content
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in Transformers, but fields that are given by keyword are checked as those of the dictionary are.
+
+        Transformers sets them on the finished configuration, after its checks. With fewer `num_hidden_layers` than the
+        dictionary has, the first of its `layer_types` are kept.
+        """
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name in cls._own_names()}
+        types = config_dict.get("layer_types")
+        if "num_hidden_layers" in own and "layer_types" not in own and isinstance(types, list):
+            own["layer_types"] = types[: own["num_hidden_layers"]]
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    @classmethod
+    def _own_names(cls) -> set[str]:
+        """The fields that are not those of every configuration, and the names that only follow from fields."""
+        names = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        return names | {name for name in ("sliding_window", "layer_types") if hasattr(cls, name)}
 
     @classmethod
     def from_size(cls, name: str, **overrides: Any) -> Self:

@@ -207,7 +207,7 @@ def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int |
         return None
     length = attention_mask.shape[-1] if length is None else length
     mask = attention_mask if attention_mask.ndim == 4 else None
-    return find_tokens(attention_mask, mask, length, length, None)
+    return find_tokens(attention_mask, mask, length, length, None, end=length)
 
 
 def refuse_packed_documents(position_ids: Tensor) -> None:

@@ -63,7 +63,8 @@ def describe_segment(
     check_relative_reach(config, length, keys, document_positions)
     query_offset = first_query_offset(cache, 0, length)
     read = keys if config.memory_type == "segment" else length
-    token_mask = find_tokens(given_mask, mask, length, read, query_offset) if config.convolves else None
+    end = length + (0 if cache is None else cache.get_seq_length())
+    token_mask = find_tokens(given_mask, mask, length, read, query_offset, end) if config.convolves else None
     rotary = None
     if rotary_emb is not None:
         if read != length:
@@ -74,16 +75,17 @@ def describe_segment(
 
 
 def find_tokens(
-    given_mask: Any, mask: Tensor | None, length: int, read: int, query_offset: Tensor | None
+    given_mask: Any, mask: Tensor | None, length: int, read: int, query_offset: Tensor | None, end: int | Tensor
 ) -> Tensor | None:
-    """Which of the last `read` positions hold a token and not padding, `[B, read]`; None where all do.
+    """Which of the `read` positions before `end` hold a token and not padding, `[B, read]`; None where all do.
 
     Convolutions read zeros in place of padding. Padding between tokens would still count as distance, so batches are
     padded on the left. Of a complete mask `[B, 1, T, S]` from the caller the diagonal is read: a padded token does not
     see even itself. A single new token is never padding.
     """
     if isinstance(given_mask, Tensor) and given_mask.ndim == 2:
-        tokens = given_mask[:, -read:].bool()
+        columns = torch.arange(-read, 0, device=given_mask.device) + end
+        tokens = given_mask.index_select(1, columns.clamp(max=given_mask.shape[1] - 1)).bool()
         return None if not is_tracing(tokens) and bool(tokens.all()) else tokens
     if not isinstance(given_mask, (Tensor, dict)) or mask is None or length == 1:
         return None

@@ -44,3 +44,9 @@ def keep_attention_outputs() -> tuple[Any, Any]:
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keep = getattr(op, "namespace", None) == "dynattn" or op in SDPA_OPS
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def check_keeps_cache(model: Any) -> None:
+    """Raises ValueError if the model drops caches, which layers that checkpointing runs twice would fill twice."""
+    if model.training and model.is_gradient_checkpointing:
+        raise ValueError("gradient checkpointing drops caches in training; call model.eval() first")

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..caches.composed_cache import ComposedDynamicLayer
 from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
+from .activation_checkpointing import check_keeps_cache
 
 # Cached keys and values of these schemes hold no positions, or keys that are rotated by theirs and can be rotated on.
 EDITABLE = ("rope", "carope", "none", "alibi", "t5")
@@ -34,8 +35,10 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
         `cache`.
 
     Raises:
-        ValueError: the tokens are not in the cache, or the positions or the cache of the model cannot be edited.
+        ValueError: the tokens are not in the cache, or the positions or the cache of the model cannot be edited, or the
+            model keeps no cache.
     """
+    check_keeps_cache(model)
     check_edit(model.config, cache, start, stop, input_ids)
     before = [state for layer in cache.layers for state in _states(layer)]
     try:

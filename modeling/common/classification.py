@@ -41,7 +41,9 @@ def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) 
     shown = attention_mask[:, prefix:, None].bool()
     # In at least float32, because a sum over thousands of tokens overflows float16.
     wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-    return (wide.masked_fill(~shown, 0).sum(dim=1) / shown.sum(dim=1)).to(hidden_states.dtype)
+    # The mean over no token is zero, and not NaN, which would spoil the gradients of the whole batch.
+    count = shown.sum(dim=1).clamp(min=1)
+    return (wide.masked_fill(~shown, 0).sum(dim=1) / count).to(hidden_states.dtype)
 
 
 def check_class_labels(labels: Tensor, logits: Tensor, config: PreTrainedConfig) -> None:

@@ -10,7 +10,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
-from .decoder_inputs import DecoderArguments, DecoderInputs, make_causal_masks, prepare_decoder_inputs
+from .decoder_inputs import (
+    DecoderArguments,
+    DecoderInputs,
+    make_causal_masks,
+    prepare_decoder_inputs,
+    refuse_later_tokens,
+)
 from .family_model import FamilyPreTrainedModel
 
 
@@ -61,6 +67,8 @@ class DecoderBody:
         """
         if kwargs.get("cache") is not None:
             check_paged_cache(self, raw=True)
+        elif kwargs.get("paged") is None:  # serving engines make masks of their own, and say so by `is_causal=False`
+            refuse_later_tokens(kwargs)
         given = DecoderArguments(
             input_ids,
             attention_mask,

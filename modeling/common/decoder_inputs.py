@@ -76,6 +76,10 @@ def prepare_decoder_inputs(
     """
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
+    check_position_ids(given.position_ids, inputs_embeds)
+    if not isinstance(given.past_key_values, (Cache, type(None))):
+        name = type(given.past_key_values).__name__
+        raise ValueError(f"past_key_values is a {name}; give a Cache, such as DynamicCache(config=config)")
     exact = given.past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
     check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values, exact)
     starts = packed_document_starts(given, inputs_embeds)
@@ -94,7 +98,18 @@ def prepare_decoder_inputs(
     masks = given.attention_mask
     if not isinstance(masks, dict):
         masks = make_masks(given, inputs_embeds, starts)
+    if missing := sorted(set(config.layer_types) - masks.keys()):
+        raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
     return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
+
+
+def refuse_later_tokens(options: dict[str, Any]) -> None:
+    """Raises ValueError if `is_causal`, a keyword of the call or a field of the configuration, is False."""
+    if options.get("is_causal") is False:
+        raise ValueError(
+            "is_causal=False is not supported: tokens of these decoders see no later ones; leave it out, or take an "
+            "encoder"
+        )
 
 
 def may_pack_documents(given: DecoderArguments) -> bool:
@@ -144,8 +159,13 @@ def new_token_mask(attention_mask: Any, cache: Cache | None, length: int) -> Ten
     """The part `[B, T]` of a mask `[B, S]` that is of the new tokens, False for padding; None without such a mask."""
     if attention_mask is None or is_complete_mask(attention_mask):
         return None
+    return attention_mask.bool().index_select(1, new_columns(attention_mask, cache, length))
+
+
+def new_columns(attention_mask: Tensor, cache: Cache | None, length: int) -> Tensor:
+    """The columns `[T]` of the new tokens in a mask `[B, S]`, which has more of them where it is of a whole cache."""
     new = torch.arange(length, device=attention_mask.device) + (0 if cache is None else cache.get_seq_length())
-    return attention_mask.bool().index_select(1, new.clamp(max=attention_mask.shape[1] - 1))
+    return new.clamp(max=attention_mask.shape[1] - 1)
 
 
 def mask_beside_borders(attention_mask: Any) -> Any:
@@ -176,7 +196,8 @@ def default_positions(
     length = inputs_embeds.shape[1]
     padded = isinstance(attention_mask, Tensor) and not is_complete_mask(attention_mask)
     if padded and getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES:
-        return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+        counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        return counted.index_select(1, new_columns(attention_mask, cache, length))
     indices = torch.arange(length, device=inputs_embeds.device)[None]
     if starts is not None:
         return indices - starts
@@ -216,6 +237,18 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
     if given.ndim != expected.count(",") + 1 or given.shape[1] == 0:  # type: ignore[union-attr]
         shape = tuple(given.shape)  # type: ignore[union-attr]
         raise ValueError(f"{name} must be {expected} with at least one token, not of shape {shape}")
+
+
+def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> None:
+    """Raises ValueError unless positions are `[B, T]` or `[1, T]` for embeddings `[B, T, E]`; not while tracing."""
+    if position_ids is None or is_tracing(inputs_embeds):
+        return
+    batch, length = inputs_embeds.shape[:2]
+    if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+        shape = tuple(position_ids.shape)
+        raise ValueError(
+            f"position_ids of shape {shape} must be [{batch}, {length}] or [1, {length}], one position for each token"
+        )
 
 
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool = False) -> None:

@@ -11,7 +11,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_tokens
+from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens
 from .packed_documents import packed_starts, same_document
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
@@ -136,6 +136,7 @@ class EncoderBody(EncoderLayers):
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        check_position_ids(position_ids, inputs_embeds)
         hidden_states = self.embed(inputs_embeds, position_ids)
         rotations = self.rotations(hidden_states, position_ids)
         hidden_states = self.run_layers(hidden_states, attention_mask, rotations, position_ids, **kwargs)

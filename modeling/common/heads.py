@@ -197,8 +197,8 @@ class TokenClassificationHead(GenericForTokenClassification):
         super(GenericForTokenClassification, self).__init__(config)  # type: ignore[call-arg]
         self.num_labels = config.num_labels
         self.model = self.base_class(config)
-        dropout = getattr(config, "classifier_dropout", None)
-        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        given = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
+        self.dropout = nn.Dropout(next((rate for rate in given if rate is not None), 0.1))
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -33,6 +33,10 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
     Raises:
         ValueError: the embeddings `[B, T, E]` have more than one row, or the borders do not rise from 0 to `T`.
     """
+    if cu_seq_lens.ndim != 1 or len(cu_seq_lens) < 2:
+        raise ValueError(
+            f"cu_seq_lens of shape {tuple(cu_seq_lens.shape)} must be [documents + 1], from 0 to the length of the row"
+        )
     batch, length = inputs_embeds.shape[:2]
     starts = cu_seq_lens.to(inputs_embeds.device)
     if batch != 1 or starts[0] != 0 or starts[-1] != length or (starts.diff() < 0).any():

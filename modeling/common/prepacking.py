@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import ComposedLayerMixin
 from ..positions.rotary import batch_dependent_rope
+from .activation_checkpointing import check_keeps_cache
 
 
 @torch.no_grad()
@@ -30,8 +31,10 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         `past_key_values`, which holds `T - 1` tokens of each row.
 
     Raises:
-        ValueError: a prompt is empty, the cache is not empty, or the rotary embedding depends on the longest prompt.
+        ValueError: a prompt is empty, the cache is not empty, the rotary embedding depends on the longest prompt, or
+            the model keeps no cache.
     """
+    check_keeps_cache(model)
     cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
     check_prepacking(model.config, prompts, cache)
     lengths = [len(prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..caches.key_places import key_count
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens
+from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
 
 
 class Seq2SeqDecoderBody:
@@ -60,6 +60,7 @@ class Seq2SeqDecoderBody:
             ValueError: the arguments do not fit each other or the model.
         """
         refuse_positions(kwargs)
+        refuse_later_tokens(kwargs)
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)

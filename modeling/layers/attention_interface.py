@@ -31,7 +31,7 @@ def chunked_mask(
 ) -> Tensor | None:
     """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
 
-    A model with composed heads gets the smallest mask that suffices, because its ops apply causality and the sliding
+    A model of a DCMHA family gets the smallest mask that suffices, because its ops apply causality and the sliding
     window by themselves, on the assumption that the last query is at the last key. Any other model gets SDPA's mask.
 
     Args:
@@ -133,10 +133,10 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
     """The attention implementation of a call: the configuration's, or `eager` if that one cannot return attention maps.
 
     Args:
-        options: the keywords of the call, of which `output_attentions` asks for maps.
+        options: the keywords of the call, of which `output_attentions` asks for maps; the configuration may ask, too.
     """
     name = config._attn_implementation
-    if not options.get("output_attentions") or name in MAY_MAKE_MAPS:
+    if not options.get("output_attentions", config.output_attentions) or name in MAY_MAKE_MAPS:
         return name
     logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")
     return "eager"

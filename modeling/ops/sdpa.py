@@ -74,6 +74,8 @@ def attend_with_mask(
     Returns:
         `[B, T, H, D]`.
     """
+    if bias is not None and bias.dtype != query.dtype:
+        bias = bias.to(query.dtype)  # SDPA takes no other dtype
     mask = join_mask(visible, bias)
     output = F.scaled_dot_product_attention(
         query,

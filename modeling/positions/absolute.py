@@ -87,7 +87,10 @@ def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: 
         return
     if length == 1 and past_tokens < limit:
         return
-    needed = int(position_ids.max()) + 1
+    least, most = torch.stack(position_ids.aminmax()).tolist()
+    if least < 0:
+        raise ValueError(f"position_ids has {least}; learned positions count from 0")
+    needed = most + 1
     if needed > limit:
         raise ValueError(
             f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "

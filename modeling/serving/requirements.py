@@ -7,6 +7,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from ..positions.rotary import rotating_types
+
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.24")
 
@@ -66,8 +68,7 @@ def check_model(config: Any) -> None:
             f"position_scheme={config.position_scheme!r} needs more of earlier tokens than a paged cache keeps, their "
             "phases; use generate() with a batch padded on the left"
         )
-    rotating = [layer_type for layer_type in set(config.layer_types) if config.scheme_of(layer_type) == "rope"]
-    if "longrope" in [config.rope_of(layer_type).get("rope_type") for layer_type in rotating]:
+    if "longrope" in [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]:
         raise ValueError(
             "rope_type 'longrope' rotates all tokens of a batch by angles that depend on its longest request, so that "
             "requests would change each other; use generate() with one of them at a time"

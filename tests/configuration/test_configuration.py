@@ -157,7 +157,7 @@ def test_rotary_fields_of_a_model_that_does_not_rotate_are_dropped() -> None:
     assert not {"rope_theta", "partial_rotary_factor"} & set(config.to_dict())
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "rope_theta", "global_rope_theta"])
+@pytest.mark.parametrize("name", ["sliding_window", "rope_theta", "global_rope_theta", "rope_scaling"])
 def test_names_of_other_encoders_are_refused_with_the_fields_to_use(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.* are no fields: local_attention .* rope_parameters"):
         DCModernBertConfig(**{name: 64})
@@ -257,3 +257,40 @@ def test_mistakes_of_other_kinds() -> None:
     config = DCFormerConfig.from_size("tiny")
     with pytest.raises(StrictDataclassError, match="expected int, got float"):
         config.hidden_size = 1.5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("dcformer", {"sliding_window": None}, "sliding_window is None"),
+        ("dcformer", {"compose_rank": 9}, r"compose_rank \(9\) must be from 1"),
+        ("dcformer", {"attention_dropout": 0.1}, "use compose_dropout"),
+        ("dcformer", {"hidden_act": "xx"}, "hidden_act"),
+        ("dcformer", {"num_hidden_layers": 5}, "must be equal to the number of `layer_types`"),
+        ("rcmha", {"mem_len": 600}, r"mem_len \(600\) must be smaller"),
+        ("rcmha", {"sliding_window": 4}, "follow from memory_type and mem_len"),
+    ],
+)
+def test_fields_given_when_a_checkpoint_is_loaded_are_checked(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    FAMILIES[family].from_size("tiny").save_pretrained(tmp_path)
+    for load in (AutoConfig, FAMILIES[family]):
+        with pytest.raises((StrictDataclassError, ValueError), match=message):
+            load.from_pretrained(tmp_path, **changes)
+
+
+def test_fields_given_when_a_checkpoint_is_loaded_count(tmp_path: Path) -> None:
+    DCFormerConfig.from_size("tiny").save_pretrained(tmp_path)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1, rope_parameters=rope, num_labels=7)
+    assert (config.num_hidden_layers, config.layer_types, config.num_labels) == (1, ["sliding_attention"], 7)
+    assert config.rope_parameters == rope
+    config, unused = DCFormerConfig.from_pretrained(tmp_path, compose_rank=1, foo=3, return_unused_kwargs=True)
+    assert config.compose_rank == 1 and unused == {"foo": 3}
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling", "partial_rotary_factor"])
+def test_rotary_fields_that_rcmha_does_not_have_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.* are no fields of this family, .* set rope_theta"):
+        RCMHAConfig(attention_type="mha", position_scheme="rope", **{name: {"rope_type": "linear", "factor": 2.0}})

@@ -210,6 +210,8 @@ def test_attention_maps_come_from_any_implementation() -> None:
             expected = make_model(attn_implementation="eager", **switches)(IDS, mask, output_attentions=True)
             model = make_model(**switches)
             output = model(IDS, mask, output_attentions=True)
+            from_config = make_model(**switches, output_attentions=True)(IDS, mask)
+        assert len(from_config.attentions) == model.config.num_hidden_layers
         assert model.config._attn_implementation in ("chunked", "sdpa")
         for weights, eager_weights in zip(output.attentions, expected.attentions, strict=True):
             torch.testing.assert_close(weights, eager_weights, atol=1e-5, rtol=0)

@@ -37,7 +37,7 @@ def relative_chunked(
 ) -> tuple[Tensor, None]:
     """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
 
-    Under `torch.compile` the op is one node of the graph. Additive masks get no gradient.
+    Under `torch.compile` the op is one node of the graph. An additive mask that needs a gradient is refused.
 
     Under causality, queries before the first key see nothing; they are left out, and their output is zero. A single
     query, and queries with an `offset`, use `relative_eager`: such calls come from decoding, where its memory is linear
@@ -61,6 +61,8 @@ def relative_chunked(
             later_rows=later_rows,
         )
         return output, None
+    if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("implementation='chunked' has no gradient for attention_mask; detach it, or use 'eager'")
     unseeing = max(structure.queries - structure.keys, 0) if is_causal else 0
     if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask[..., unseeing:, :]

@@ -115,9 +115,8 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     name_older_runs(output / "runs")
     runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
     plan = Plan(study, arguments, tasks, arms, runs)
-    if not arguments.redraw:
-        if not runs.make(plan.tuning()):
-            runs.make(plan.measured())
+    if not arguments.redraw and not runs.make(plan.tuning()):
+        runs.make(plan.measured())
     results, missing = runs.results(plan.measured()), plan.missing()
     if not results:
         raise UserError(f"{output} holds no measured run yet; run the study without --redraw, or longer")

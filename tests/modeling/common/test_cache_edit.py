@@ -8,7 +8,7 @@ import torch
 from cases.golden import read_case
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, edit_cache
+from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, edit_cache, prepack
 from dynattn.modeling.common.cache_edit import move_keys
 from dynattn.modeling.positions.carope import cached_phases
 
@@ -163,3 +163,19 @@ def test_every_layer_has_to_keep_all_tokens() -> None:
     model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
     with pytest.raises(ValueError, match=r"ComposedStaticLayer.*cannot be edited"):
         edit_cache(model, cache, 2, 3, torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_a_model_that_drops_its_cache_is_refused() -> None:
+    model, cache = make(), DynamicCache()
+    model(torch.arange(8)[None], past_key_values=cache)
+    model.gradient_checkpointing_enable()
+    model.train()
+    for call in (
+        lambda: edit_cache(model, cache, 3, 5, torch.ones(1, 2, dtype=torch.long)),
+        lambda: prepack(model, []),
+    ):
+        with pytest.raises(
+            ValueError, match=r"gradient checkpointing drops caches in training; call model.eval\(\) first"
+        ):
+            call()
+    assert cache.get_seq_length() == 8

@@ -28,6 +28,14 @@ def test_only_shown_tokens_count() -> None:
     assert first_token(hidden, None).tolist() == [[0.0], [5.0]]
 
 
+def test_the_mean_over_no_token_is_zero() -> None:
+    hidden = torch.ones(2, 3, 4, requires_grad=True)
+    mean = mean_of_tokens(hidden, torch.tensor([[1, 0, 0], [1, 1, 0]]), prefix=1)
+    assert mean.tolist() == [[0.0] * 4, [1.0] * 4]
+    mean.sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("mask", [torch.ones(2, 1, 5, 5), {"full_attention": None}], ids=["4-D", "prepared"])
 def test_a_mean_needs_to_know_the_real_tokens(mask: Any) -> None:
     with pytest.raises(

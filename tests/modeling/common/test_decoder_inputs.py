@@ -257,3 +257,60 @@ def test_a_mask_that_hides_nothing_changes_no_positions_of_packed_documents(sche
     borders = torch.tensor([0, 9, 16])
     logits = model(IDS, attention_mask=torch.ones_like(IDS), cu_seq_lens_q=borders).logits
     assert_same(logits, two_documents(model))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*FAMILIES, "dcformer-learned", "rcmha-segment"])
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_mask_may_go_on_after_the_new_tokens(family: str, cache_class: Any) -> None:
+    """As the mask of a whole static cache does: what it says of tokens that are yet to come is not read."""
+    extra = {"dcformer-learned": {"position_scheme": "learned"}, "rcmha-segment": {"memory_type": "segment"}}
+    if family in extra:
+        config_class, model_class, fields = FAMILIES[family.partition("-")[0]]
+        torch.manual_seed(1)
+        model = model_class(config_class(**{**fields, **extra[family]})).eval().double()
+    else:
+        model = make(family)
+    if family == "rcmha-segment" and cache_class is StaticCache:
+        pytest.skip("a memory of segments is kept in a DynamicCache only")
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :3] = 0
+    ids = IDS.reshape(2, 8)
+
+    def read(end: int) -> list[Tensor]:
+        cache = cache_class(config=model.config, **({"max_cache_len": 24} if cache_class is StaticCache else {}))
+        first = model(ids[:, :5], attention_mask=mask[:, : end + 5], past_key_values=cache).logits
+        return [first[1, 3:], model(ids[:, 5:], attention_mask=mask[:, : end + 8], past_key_values=cache).logits]
+
+    for logits, expected in zip(read(16), read(0), strict=True):
+        assert_same(logits, expected)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    model = make("dcformer")
+    with pytest.raises(
+        ValueError, match=r"position_ids of shape \(1, 7\) must be \[1, 16\] or \[1, 16\], one position"
+    ):
+        model(IDS, position_ids=torch.arange(7)[None])
+    with pytest.raises(ValueError, match=r"position_ids of shape \(16,\)"):
+        model(IDS, position_ids=torch.arange(16))
+    with pytest.raises(ValueError, match="past_key_values is a tuple; give a Cache"):
+        model(IDS, past_key_values=((IDS, IDS),))
+    with pytest.raises(ValueError, match=r"no mask for the layer types \['sliding_attention'\]"):
+        model(IDS, attention_mask={"full_attention": None})
+    for borders in (torch.tensor([], dtype=torch.long), torch.tensor([[0, 16]])):
+        with pytest.raises(ValueError, match=r"cu_seq_lens of shape .* must be \[documents \+ 1\]"):
+            model(IDS, cu_seq_lens_q=borders)
+    learned = make("mha-learned")
+    with pytest.raises(ValueError, match="position_ids has -3; learned positions count from 0"):
+        learned(IDS, position_ids=torch.arange(16)[None] - 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_that_should_see_later_tokens_is_refused(family: str) -> None:
+    model = make(family)
+    with pytest.raises(ValueError, match="is_causal=False is not supported"):
+        model(IDS, is_causal=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal=False is not supported"):
+        model(IDS)

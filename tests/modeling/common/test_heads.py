@@ -25,6 +25,8 @@ def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(opt
     assert found == sorted(tokens.tolist() for tokens in alone)
 
 
-@pytest.mark.parametrize(("fields", "share"), [({}, 0.1), ({"classifier_dropout": 0.0}, 0.0)])
+@pytest.mark.parametrize(
+    ("fields", "share"), [({}, 0.1), ({"classifier_dropout": 0.0}, 0.0), ({"hidden_dropout": 0.3}, 0.3)]
+)
 def test_classifiers_of_tokens_drop_what_the_configuration_says(fields: dict[str, float], share: float) -> None:
     assert DCFormerForTokenClassification(DCFormerConfig.from_size("tiny", **fields)).dropout.p == share

@@ -8,7 +8,7 @@ from cases.composed_op import ALL, DYNAMIC, Case, in_dtype, random_inputs, run
 from cases.triton_marks import interpreted, on_gpu
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING, dcmha_attention
 
 # Small, since kernels of a GPU are interpreted where there is none.
 CASES = [
@@ -78,3 +78,13 @@ def run_or_skip(tensors: list[Tensor], keywords: dict[str, Any], name: str) -> t
         assert "use '" in str(refusal)
         assert "runs on" not in str(refusal)  # every case is on a device of its implementation
         pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["eager", "chunked", "sdpa"])
+def test_additive_masks_may_be_of_any_floating_dtype(name: str, dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    bias = torch.randint(-3, 3, (1, 1, 5, 5)).float()
+    expected = dcmha_attention(query, key, value, attention_mask=bias, implementation="eager")
+    output = dcmha_attention(query, key, value, attention_mask=bias.to(dtype), implementation=name)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)

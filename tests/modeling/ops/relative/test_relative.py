@@ -119,6 +119,18 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(implementation: st
     assert all(grad.isfinite().all() for grad in grads.values())
 
 
+def test_a_gradient_that_an_additive_mask_would_not_get_is_refused() -> None:
+    mask = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
+    for implementation in ("eager", "sdpa"):
+        output = relative_attention(**inputs(6, 6), attention_mask=mask, implementation=implementation)  # type: ignore[arg-type]
+        (grad,) = torch.autograd.grad(output.square().sum(), mask)
+        assert grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="'chunked' has no gradient for attention_mask; detach it, or use 'eager'"):
+        relative_attention(**inputs(6, 6), attention_mask=mask, implementation="chunked")  # type: ignore[arg-type]
+    with torch.no_grad():
+        relative_attention(**inputs(6, 6), attention_mask=mask, implementation="chunked")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
 def test_nan_stays_in_its_row_of_the_batch(implementation: str) -> None:
     given = inputs(5, 5)
