@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     added: Tensor | None  # additive mask, broadcastable to [H, B, T, S]
 
 
-class QueryChunk(NamedTuple):
+class RelativeChunk(NamedTuple):
     """`c` consecutive queries and the `n` keys that any of them sees."""
 
     queries: slice
@@ -204,8 +204,8 @@ class QueryChunk(NamedTuple):
         return mask[..., self.keys] if mask.shape[3] > 1 else mask
 
 
-def query_chunks(structure: Structure, later_rows: int) -> list[QueryChunk]:
+def relative_chunks(structure: Structure, later_rows: int) -> list[RelativeChunk]:
     """Divides the queries, which end where the keys end, into chunks of `CHUNK`; those that see no key are left out."""
     spans = [slice(start, min(start + CHUNK, structure.queries)) for start in range(0, structure.queries, CHUNK)]
-    chunks = [QueryChunk(span, structure.reach(span), structure, later_rows) for span in spans]
+    chunks = [RelativeChunk(span, structure.reach(span), structure, later_rows) for span in spans]
     return [chunk for chunk in chunks if chunk.keys.stop > chunk.keys.start]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..masking import Structure, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
-from .chunk import Operands, query_chunks
+from .chunk import Operands, relative_chunks
 from .eager import relative_eager
 
 # Calls without causality that have at most this number of (query, key) pairs use the definition, which is faster: their
@@ -122,7 +122,7 @@ def _forward_op(
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
         output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
-        for chunk in query_chunks(structure, later_rows):
+        for chunk in relative_chunks(structure, later_rows):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             weights = (probs if kept is None else probs * kept).to(query.dtype)
@@ -156,7 +156,7 @@ def _backward_op(
         grads = Operands(*(None if t is None else torch.zeros_like(t) for t in operands[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
         structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
-        for chunk in query_chunks(structure, later_rows):
+        for chunk in relative_chunks(structure, later_rows):
             probs = chunk.probabilities(operands, scaling)
             kept = chunk.dropout_mask(probs, dropout, seed)
             grad_chunk = grad_output[:, :, chunk.queries]

@@ -28,7 +28,7 @@ MOST_ELEMENTS = 1 << 30
 
 def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
-    kind = choose_composer(inputs, settings)
+    kind = composer_class_for(inputs, settings)
     if kind is TensorCoreComposer and is_fused(inputs):
         return attend_fused(inputs, settings)
     work = Workspace(inputs, settings, ("scores", *kind.maps(inputs, backward=False)), kind.patch_of(inputs))
@@ -54,7 +54,7 @@ def attend_backward(
         lse: `[B, H, T]`, float32, of the forward pass.
         wanted: the tables by distance whose gradients are needed.
     """
-    kind = choose_composer(inputs, settings)
+    kind = composer_class_for(inputs, settings)
     maps = ["scores", "grad_composed", "result", *kind.maps(inputs, backward=True)]
     maps += ["pairs"] if sums_needed(inputs, wanted) - {"scores"} else []
     work = Workspace(inputs, settings, maps, kind.patch_of(inputs))
@@ -75,7 +75,7 @@ def attend_backward(
     return matmuls.gradients() | composer.gradients() | tables.gradients()
 
 
-def choose_composer(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
+def composer_class_for(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
     """Returns `TensorCoreComposer` where it serves and `composes_on_tensor_cores` says that it pays.
 
     It does not serve static matrices beside several groups, since these mix heads of different items, nor a composed

@@ -26,7 +26,7 @@ from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreC
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
 from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
 from dynattn.modeling.ops.dcmha.triton.matrices import make_matrices, padded_terms
-from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
+from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 
@@ -425,7 +425,7 @@ def test_tensor_cores_compose_what_they_can(
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     given = {part.split()[0]: torch.empty(2, 9, 1 if "gate" in part else 3, heads) for part in parts}
     inputs = inputs._replace(**given)
-    assert choose_composer(inputs, MapSettings(1.0, True, None, groups)) is expected
+    assert composer_class_for(inputs, MapSettings(1.0, True, None, groups)) is expected
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_no_kernel_takes_more_shared_memory_than_there_is(
     rows = torch.empty(2, heads, 9, 4, dtype=torch.bfloat16)
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     inputs = inputs._replace(pre_key=torch.empty(2, 9, 5, heads))
-    composer = choose_composer(inputs, MapSettings(1.0, True, None, 1))
+    composer = composer_class_for(inputs, MapSettings(1.0, True, None, 1))
     assert composer is expected
     tiles = (tensor_cores if expected is TensorCoreComposer else head_by_head)._tiles(inputs)
     assert next(tile[:2] for name, tile in tiles.items() if name.endswith("backward_post")) == queries_and_keys
@@ -489,7 +489,7 @@ def test_sequences_beyond_32_bits_compose_head_by_head(keys: int, expected: type
     query, key = (torch.empty(1, 32, length, 4, dtype=torch.bfloat16, device="meta") for length in (9, keys))
     inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
     inputs = inputs._replace(pre_key=torch.empty(1, keys, 3, 32, device="meta"))
-    assert choose_composer(inputs, MapSettings(1.0, True, None, 1)) is expected
+    assert composer_class_for(inputs, MapSettings(1.0, True, None, 1)) is expected
 
 
 @interpreted

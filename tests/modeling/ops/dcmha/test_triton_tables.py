@@ -21,7 +21,7 @@ from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadC
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op
 from dynattn.modeling.ops.dcmha.triton.fused import is_fused
 from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
-from dynattn.modeling.ops.dcmha.triton.passes import choose_composer
+from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 
 from .test_triton import family, poisoned, small
 from .test_triton_windows import record
@@ -121,7 +121,7 @@ def test_half_precision_does_not_round_a_composed_bias_to_that_of_scores(is_comp
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     bias = "composed_bias" if is_composed else "position_bias"
     inputs = inputs._replace(pre_key=torch.empty(1, 9, 3, 16), **{bias: torch.empty(9, 16)})
-    assert (choose_composer(inputs, MapSettings(1.0, True, None, 1)) is HeadByHeadComposer) == is_composed
+    assert (composer_class_for(inputs, MapSettings(1.0, True, None, 1)) is HeadByHeadComposer) == is_composed
 
 
 def test_fused_passes_leave_tables_to_passes_with_maps(monkeypatch: pytest.MonkeyPatch) -> None:
