@@ -1,5 +1,6 @@
 """`dynattn JOB ...`: the one command of the package. Each job is a folder here with a `main(argv) -> int`."""
 
+import io
 import os
 import select
 import signal
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Every job takes `--import MODULE`: a module of the user's, which registers models or attention functions and is
     imported before the job starts.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign must not cost the results of a job
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -87,7 +90,8 @@ def _run(argv: list[str]) -> int:
         print(f"dynattn {__version__}")
         return 0
     try:
-        argv = import_modules(argv)
+        if argv[:1] != ["completion"]:  # whose words are those of a command line that is not finished
+            argv = import_modules(argv)
         with signals_end_the_block():
             return JOBS.run(argv)
     except UserError as error:

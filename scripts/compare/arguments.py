@@ -6,6 +6,9 @@ from typing import Any
 
 from ..common.errors import UserError
 
+# More runs than anybody makes of a variant.
+MOST_SEEDS = 1000
+
 
 @dataclass
 class CompareArguments:
@@ -40,6 +43,8 @@ class CompareArguments:
     def __post_init__(self) -> None:
         if len(self.variants) < 2:
             raise UserError(f"variants={self.variants} must be two or more files of pretraining arguments")
+        if not 2 <= self.seeds <= MOST_SEEDS:
+            raise UserError(f"seeds={self.seeds} must be from 2 to {MOST_SEEDS}")
         check_seeds(list(range(self.seeds)), self.tuning_seed)
         if self.learning_rates is not None:
             check_rates(self.learning_rates)

@@ -16,13 +16,14 @@ ABSENT, TOLD = "absent", 3
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
-    """Reserves the folder for a study with these settings. To continue the study they must be the same.
+    """Reserves the folder for a study with these settings. Once it has made something, they must stay the same.
 
     Raises:
         UserError: the folder holds a study with other settings, or something else; the message calls it a `study`.
     """
     marker = output / SETTINGS
-    if marker.exists():
+    made = [path for path in output.iterdir() if path.name != SETTINGS] if output.is_dir() else []
+    if marker.exists() and made:
         stored = read_json(marker, "give another --output")
         given = json.loads(json.dumps(settings))
         if changed := [told for name in given for told in _differences(name, stored.get(name, ABSENT), given[name])]:
@@ -30,9 +31,12 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
             raise UserError(
                 f"{output} holds a study with other {', '.join(changed[:TOLD])}{rest}; give another --output"
             )
-    elif output.exists() and any(output.iterdir()):
+    elif made:
         raise UserError(f"{output} holds something that is no {study}; give a new or empty --output")
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {output}: {error.strerror}; give another --output") from error
     write_json(marker, settings, indent=1)
 
 

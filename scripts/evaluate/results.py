@@ -186,8 +186,9 @@ def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> lis
 def check_output(folder: str | Path, overwrite: bool) -> None:
     """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`."""
     folder = Path(folder)
-    if (folder / RESULTS).exists() and not overwrite:
-        raise UserError(f"{folder / RESULTS} exists; choose another --output or pass --overwrite")
+    taken = [name for name in (RESULTS, TABLE, SAMPLES, PLOT, FOLDER) if (folder / name).exists()]
+    if taken and not overwrite:
+        raise UserError(f"{folder / taken[0]} exists; choose another --output or pass --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -116,6 +116,8 @@ class PretrainArguments(RangedOptions):
     def _check_data(self) -> None:
         """Refuses options of the data that exclude each other."""
         sources = self.sources
+        if not self.dataset:
+            raise UserError("dataset is empty; name a file, a folder or a Hub dataset, or leave it out")
         if self.mixture is not None and self.dataset != "builtin":
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
         if not sources:

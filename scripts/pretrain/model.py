@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -93,7 +94,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         if not arguments.init_from:
             scale_initial_weights(model, arguments.base_width)
         save_activations(model, arguments)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         source = arguments.init_from or config.model_type
         raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
     if arguments.treats_composition_apart and not composition_weights(model):
@@ -181,7 +182,11 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
         options["attn_implementation"] = arguments.attn_implementation
     auto_class = AUTO_CLASSES[arguments.objective]
     if arguments.init_from and not on_meta:
-        return auto_class.from_pretrained(arguments.init_from, config=config, **options)
+        source = arguments.init_from
+        model, info = auto_class.from_pretrained(source, config=config, output_loading_info=True, **options)
+        if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+            raise UserError(f"init_from={source} lacks {len(lost)} weights of the model, such as {lost[0]}; check it")
+        return model
     with torch.device("meta") if on_meta else nullcontext():
         return auto_class.from_config(config, **options)
 

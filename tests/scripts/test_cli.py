@@ -217,6 +217,19 @@ def test_a_module_that_cannot_be_imported_is_one_line(
     assert line.startswith(f"dynattn convert: error: {message}")
 
 
+def test_completion_reads_unfinished_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "--words", "pretrain", "--import"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_signs_that_a_terminal_lacks_cost_nothing(tmp_path: Path) -> None:
+    (tmp_path / "arrow.py").write_text("print('\\u2191')")
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", cli.IMPORTS: "arrow"}
+    command = [sys.executable, "-m", "dynattn", "convert", "--help"]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, check=True)
+    assert done.stdout.startswith(b"?")
+
+
 def test_yaml_then_options(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("steps: 3\nrate: 1e-4\nnames: [a, b]\n")

@@ -72,7 +72,7 @@ def run_study(arguments: AblationsArguments) -> str:
 def variants(arguments: AblationsArguments) -> dict[str, Variant]:
     """What each variant trains, by name; the first is the baseline."""
     size = SIZES[arguments.size]
-    steps = arguments.max_steps or size.steps
+    steps = size.steps if arguments.max_steps is None else arguments.max_steps
     options = {
         **COMMON,
         **({"validation_dataset": arguments.validation_dataset} if arguments.validation_dataset else {}),

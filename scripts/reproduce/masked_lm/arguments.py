@@ -77,7 +77,9 @@ class MaskedLMArguments:
         if unknown := sorted(set(self.arms) - set(ARMS)):
             raise UserError(f"arms={unknown} must be some of {', '.join(ARMS)}")
         if self.arms[:1] != ["plain"] or len(set(self.arms)) < len(self.arms) or len(self.arms) < 2:
-            raise UserError(f"arms={self.arms} must begin with plain, which the others, each once, are compared with")
+            raise UserError(
+                f"arms={self.arms} must be plain and after it one or more others, each once, that are compared with it"
+            )
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
         if self.steps < 2 or not 1 <= self.validations <= self.steps:

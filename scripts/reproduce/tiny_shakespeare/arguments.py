@@ -1,5 +1,6 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
+import math
 from dataclasses import dataclass, field
 
 from ...common.errors import UserError
@@ -45,8 +46,8 @@ class StudyArguments:
             raise UserError(f"seeds={self.seeds} must be one or more different ones")
         for name in ("steps", "epochs", "streams"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name}={value} must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{name}={value} must be a positive number")
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one")
         if (self.wikitext_train is None) != (self.wikitext_validation is None):

@@ -30,7 +30,9 @@ def variants(**changed: Any) -> dict[str, Any]:
     ids=["value", "option", "variant", "setting", "many"],
 )
 def test_settings_that_differ_are_told_with_both_values(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    claim(tmp_path / "study", variants(), "comparison")
+    claim(tmp_path / "study", {"seeds": 1}, "comparison")
+    claim(tmp_path / "study", variants(), "comparison")  # nothing had been made with the settings before
+    (tmp_path / "study" / "runs").mkdir()
     claim(tmp_path / "study", variants(), "comparison")
     with pytest.raises(UserError) as refused:
         claim(tmp_path / "study", settings, "comparison")
@@ -67,3 +69,10 @@ def test_files_that_were_cut_off_are_named(content: str, tmp_path: Path) -> None
     (tmp_path / "result.json").unlink()
     with pytest.raises(UserError, match=rf"holds no result.json; remove {tmp_path} to repeat the run"):
         read_run(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study").write_text("mine")
+    with pytest.raises(UserError, match=r"cannot write into .*study: File exists; give another --output"):
+        claim(tmp_path / "study", variants(), "comparison")
+    assert (tmp_path / "study").read_text() == "mine"

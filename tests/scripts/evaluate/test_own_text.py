@@ -109,6 +109,14 @@ def test_checkpoints_are_compared_document_by_document(
     assert "results.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
 
 
+def test_files_of_the_user_are_not_replaced(checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "samples.jsonl").write_text("mine")
+    command = ["evaluate", checkpoints[0], "--dataset", "texts.jsonl", "--output", str(tmp_path), "--device", "cpu"]
+    assert cli.main(command) == 2
+    assert "samples.jsonl exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "samples.jsonl").read_text() == "mine"
+
+
 def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: list[str], tmp_path: Path):
     (tmp_path / "text.txt").write_text(DOCUMENTS[0])
     output = tmp_path / "results"

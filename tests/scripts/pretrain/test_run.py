@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases.training import LLAMA, arguments, curve, killed_run, run, without_timing
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynattn  # noqa: F401
@@ -312,6 +312,23 @@ def test_a_published_mixer_is_a_setting_of_the_model(corpus: Path, tmp_path: Pat
     assert "mixer" not in saved
     with pytest.raises(UserError, match="mixer='knocking_heads' mixes the features"):
         run(tmp_path / "other", corpus, model_type="dcformer", model_config={"mixer": "knocking_heads"})
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_parent_without_all_weights_is_refused(damage: str, finished: Result, corpus: Path, tmp_path: Path):
+    parent = Path(shutil.copytree(finished.model, tmp_path / "parent"))
+    if damage == "cut":
+        (parent / "model.safetensors").write_bytes((parent / "model.safetensors").read_bytes()[:-100])
+    else:
+        weights = load_file(parent / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, parent / "model.safetensors", metadata={"format": "pt"})
+    message = {
+        "missing": r"lacks 1 weights of the model, such as model.layers.1.mlp.up_proj",
+        "cut": "cannot build the",
+    }
+    with pytest.raises(UserError, match=message[damage]):
+        run(tmp_path / "run", corpus, init_from=str(parent), model_type=None, model_config=None)
 
 
 def test_a_given_tokenizer_must_fit_a_given_model(finished: Result, corpus: Path, tmp_path: Path):

@@ -471,7 +471,8 @@ def test_unusable_files_are_refused(content: bytes | None, message: str, tmp_pat
     [
         (["--groups", "large"], "there is no group 'large'; choose from sensible, longer, official"),
         (["--seeds", "1", "1"], "must be one or more different ones"),
-        (["--steps", "0"], "steps=0 must be positive"),
+        (["--steps", "0"], "steps=0 must be a positive number"),
+        (["--epochs", "nan"], "epochs=nan must be a positive number"),
         (["--steps", "1", "--epochs", "2"], "give one"),
         (["--wikitext_train", "a.txt"], "give both"),
         ([], "give --data"),
