@@ -42,7 +42,7 @@ def test_plain_is_the_baseline_and_every_term_is_a_variant():
     [
         (["--variants", "plain", "magic"], "variants ['magic'] do not exist; choose from plain"),
         (["--dataset", "text.txt"], "give both, or neither"),
-        (["--seeds", "1"], "two or more different ones"),
+        (["--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["--max_seconds", "1e-9"], "0 seeds are complete"),
     ],
 )
