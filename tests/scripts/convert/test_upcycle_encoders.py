@@ -66,3 +66,12 @@ def test_an_encoder_of_a_type_that_also_decodes_is_asked_as_its_class_is(
     for name, asked in {"encoder": "right-padded and left-padded", "decoder": "left-padded and cached"}.items():
         main(["convert", "check", str(tmp_path / name), str(tmp_path / name)])
         assert asked in capsys.readouterr().out
+
+
+def test_encoders_with_absolute_positions_are_told_apart(tmp_path: Path) -> None:
+    """Left padding changes their outputs, which is not rounding."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for name in ("one", "other"):
+        BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / name)
+    assert main(["convert", "check", str(tmp_path / "one"), str(tmp_path / "other")]) == 1
+    assert main(["convert", "check", str(tmp_path / "one"), str(tmp_path / "one")]) == 0
