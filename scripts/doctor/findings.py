@@ -26,6 +26,7 @@ from ..common.errors import first_line
 VARIABLES = (
     "DYNATTN_COMPILE",
     "DYNATTN_IMPORT",
+    "DYNATTN_COMMIT",
     "CC",
     "XDG_CACHE_HOME",
     "OMP_NUM_THREADS",

@@ -420,16 +420,16 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
 
 def test_nothing_is_overwritten_unasked(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = Results({}, {}, {})
-    (tmp_path / "samples.jsonl").write_text("old")
     path = write_results(results, tmp_path)
     before = path.read_bytes()
-    assert not (tmp_path / "samples.jsonl").exists()
+    (tmp_path / "samples.jsonl").write_text("old")
     assert main(["evaluate", str(checkpoint), "--output", str(tmp_path)]) == 2
     assert_one_line(capsys, "results.json exists; choose another --output or pass --overwrite")
     assert path.read_bytes() == before
     results.unavailable["sciq"] = "no network"
     write_results(results, tmp_path, overwrite=True)
     assert json.loads(path.read_text())["unavailable"] == {"sciq": "no network"}
+    assert not (tmp_path / "samples.jsonl").exists()
     with pytest.raises(UserError, match="cannot write into"):
         write_results(results, path / "below")
 

@@ -116,6 +116,7 @@ def test_quick_has_its_own_folder():
 
 def test_a_folder_belongs_to_one_study(tmp_path: Path):
     claim(tmp_path / "study", {"steps": 3, "model": TINY}, "upcycling study")
+    (tmp_path / "study" / "runs").mkdir()
     claim(tmp_path / "study", {"steps": 3, "model": TINY}, "upcycling study")
     with pytest.raises(UserError, match="holds a study with other steps"):
         claim(tmp_path / "study", {"steps": 4, "model": TINY}, "upcycling study")
