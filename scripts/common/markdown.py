@@ -24,4 +24,5 @@ def aligned_table(head: Cells, rows: Iterable[Cells]) -> list[str]:
 
 
 def _line(cells: Cells) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    escaped = (cell.replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"

@@ -133,7 +133,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_sha256": weights_sha256(Path(path)),
+        "weights_sha256": weights_sha256(Path(path)) if path else None,
         "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
 

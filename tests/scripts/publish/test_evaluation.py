@@ -104,3 +104,11 @@ def test_scores_of_something_else_are_refused(
     assert main([*words, "--output", str(tmp_path / "hub")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "hub").exists()
+
+
+def test_a_model_that_was_not_loaded_names_no_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its path is empty, which would otherwise stand for the current folder."""
+    monkeypatch.chdir(checkpoint)
+    model = dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig.from_pretrained(checkpoint))
+    model.config._name_or_path = model.name_or_path = ""
+    assert describe_model(model)["weights_sha256"] is None
