@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..common.errors import UserError
+from ..common.number_ranges import check_positive, check_seed
 from .harness.shapes import parse_shape
 
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -79,8 +80,8 @@ class BenchmarkArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
-        if self.budget is not None and self.budget <= 0:
-            raise UserError(f"budget must be more than 0 seconds, not {self.budget:g}")
+        check_seed("seed", self.seed)
+        check_positive(self, ["budget"])
         if self.resume and self.overwrite:
             raise UserError("--resume goes on with the record that --overwrite would replace; choose one of them")
         for shape in split_at_commas(self.shapes or []):

@@ -22,6 +22,7 @@ th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-ali
 figure { margin: 0 1rem 1rem 0; }
 figcaption { color: #555; font-size: .9rem; max-width: 40rem; }
 """
+DOCTYPE = "<!doctype html>"
 RESOLUTION = 110  # dots per inch of pictures
 
 
@@ -29,7 +30,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     """A whole page; `parts` are the HTML that the other functions of this module return."""
     head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>\n{STYLE}</style>'
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    return f'{DOCTYPE}\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
 def heading(text: str) -> str:

@@ -1,10 +1,10 @@
 """The arguments of a comparison. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.number_ranges import check_rates, check_seconds, check_seeds
 
 # More runs than anybody makes of a variant.
 MOST_SEEDS = 1000
@@ -49,23 +49,3 @@ class CompareArguments:
         if self.learning_rates is not None:
             check_rates(self.learning_rates)
         check_seconds(self.max_seconds)
-
-
-def check_seeds(seeds: list[int], tuning_seed: int) -> None:
-    """Raises UserError unless there are two or more different seeds, and the tuning seed is none of them."""
-    if len(seeds) < 2 or len(set(seeds)) < len(seeds):
-        raise UserError(f"seeds={seeds} must be two or more different ones; a single one shows no spread")
-    if tuning_seed in seeds:
-        raise UserError(f"tuning_seed={tuning_seed} is one of the measured seeds={seeds}; take another")
-
-
-def check_rates(learning_rates: list[float]) -> None:
-    """Raises UserError unless there is at least one rate, and all are positive and finite."""
-    if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
-        raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")
-
-
-def check_seconds(max_seconds: float | None) -> None:
-    """Raises UserError for a negative time. None is no limit, and 0 starts no run."""
-    if max_seconds is not None and not max_seconds >= 0:
-        raise UserError(f"max_seconds={max_seconds} must be 0 or more; leave it out for no limit")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ..common.errors import UserError
+from ..common.number_ranges import check_seed
 from .quoted import NEAREST, check_quoted
 from .suites import SUITES
 
@@ -108,6 +109,7 @@ class EvaluateArguments:
         for name, value, least in values:
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        check_seed("seed", self.seed)
         check_quoted(self.quoted or [])
         if self.dataset is not None and (self.tasks is not None or self.suite not in ("builtin", "long")):
             raise UserError(f"dataset={self.dataset} and tasks exclude each other; evaluate them one after the other")

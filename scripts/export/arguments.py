@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..common.errors import UserError
+from ..common.number_ranges import check_seed
 
 
 @dataclass
@@ -28,3 +29,4 @@ class ExportArguments:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens} would compare nothing; give 1 or more")
+        check_seed("seed", self.seed)

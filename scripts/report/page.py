@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.atomic_file import write_whole
-from ..common.html_page import gallery, heading, page, table
+from ..common.errors import UserError
+from ..common.html_page import DOCTYPE, gallery, heading, page, table
 from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 
@@ -32,12 +33,25 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
     """Reads the runs in `folders` and writes the page.
 
     Raises:
-        UserError: a folder holds no run.
+        UserError: a folder holds no run, or `output` is a file that is no page.
         OSError: the page cannot be written.
     """
+    check_is_page(output)
     runs = read_runs(folders)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, render(runs))
+
+
+def check_is_page(output: Path) -> None:
+    """Raises UserError if the page would replace something else, such as a file that was meant to be read."""
+    if output.is_dir() or not output.name:
+        raise UserError(f"--output {str(output)!r} is a folder; give the name of a file in it, such as report.html")
+    if not output.exists():
+        return
+    with output.open("rb") as file:
+        start = file.read(len(DOCTYPE)).decode("utf-8", "replace")
+    if start and start != DOCTYPE:
+        raise UserError(f"{output} is no page of this job, and would be replaced; give another file with --output")
 
 
 def render(runs: Sequence[Run]) -> str:

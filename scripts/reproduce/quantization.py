@@ -31,16 +31,22 @@ class QuantizationArguments:
     output: str = field(metadata={"help": "folder to write record.json and table.md into"})
     length: int = field(default=128, metadata={"help": "tokens of each window that is scored"})
 
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise UserError(f"length={self.length} must be 2 or more, so that a window has a token to predict")
+
 
 def main(argv: Sequence[str]) -> int:
     """Scores every variant, and writes and prints the table."""
     arguments = parse_arguments(QuantizationArguments, argv, prog="dynattn reproduce quantization", description=__doc__)
-    from .study_files import describe_run, held_out_windows, write_study
+    from .study_files import claim_folder, describe_run, held_out_windows, write_study
 
     windows = held_out_windows(arguments.run, arguments.length)
-    rows = list(score_variants(Path(arguments.run) / "model", windows))
     settings = {"run": describe_run(arguments.run), "length": arguments.length, "windows": len(windows)}
-    print(write_study(arguments.output, settings, rows))
+    settings["study"] = "quantization"
+    folder = claim_folder(arguments.output, settings)
+    rows = list(score_variants(Path(arguments.run) / "model", windows))
+    print(write_study(folder, settings, rows))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.arguments import parse_arguments
 from ..common.errors import UserError
+from ..common.number_ranges import check_positive
 
 if TYPE_CHECKING:  # --help waits for none of these
     from torch import Tensor
@@ -34,6 +35,9 @@ class SpeculationArguments:
     lookup: int = field(default=4, metadata={"help": "tokens that prompt lookup proposes at once"})
     rounds: int = field(default=3, metadata={"help": "interleaved rounds of timing"})
 
+    def __post_init__(self) -> None:
+        check_positive(self, ("prompts", "prompt_length", "tokens", "lookup", "rounds"))
+
 
 def main(argv: Sequence[str]) -> int:
     """Decodes in every way, and writes and prints the table.
@@ -42,15 +46,17 @@ def main(argv: Sequence[str]) -> int:
         UserError: a way generates other tokens than greedy decoding.
     """
     arguments = parse_arguments(SpeculationArguments, argv, prog="dynattn reproduce speculation", description=__doc__)
-    from .study_files import describe_run, held_out_windows, write_study
+    from .study_files import claim_folder, describe_run, held_out_windows, write_study
 
     prompts = held_out_windows(arguments.run, arguments.prompt_length)[: arguments.prompts]
+    settings = {name: value for name, value in asdict(arguments).items() if name != "output"}
+    described = {"run": describe_run(arguments.run), "drafts": [describe_run(draft) for draft in arguments.drafts]}
+    settings |= described | {"study": "speculation"}
+    folder = claim_folder(arguments.output, settings)
     model = load(arguments.run)
     ways = make_ways(arguments)
     rows = compare_ways(model, prompts, ways, arguments.tokens, arguments.rounds)
-    settings = {name: value for name, value in asdict(arguments).items() if name != "output"}
-    described = {"run": describe_run(arguments.run), "drafts": [describe_run(draft) for draft in arguments.drafts]}
-    print(write_study(arguments.output, settings | described, rows))
+    print(write_study(folder, settings, rows))
     return 0
 
 

@@ -13,6 +13,7 @@ from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.environment import hardware, provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination, resolve_folder
+from ..compare.study_folder import RECORD, TABLE, claim
 from ..pretrain.data.packing import TokenStream
 
 Row = dict[str, Any]
@@ -48,15 +49,24 @@ def describe_run(run: str) -> dict[str, Any]:
     return {"name": resolve_folder(run).name, "parameters": result["parameters"], "dataset": dataset, **trained}
 
 
-def write_study(output: str, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Writes `record.json` and `table.md`, whose columns are the keys of a row; returns the table."""
+def claim_folder(output: str, settings: Mapping[str, Any]) -> Path:
+    """Reserves the folder of a study with these settings, before anything is measured, and returns it.
+
+    Raises:
+        UserError: the folder cannot be written, or holds something else.
+    """
     folder = resolve_destination(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, settings, f"study of {settings['study']}")
+    return folder
+
+
+def write_study(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Writes `record.json` and `table.md`, whose columns are the keys of a row; returns the table."""
     measured = {"hardware": hardware(torch.device("cpu")), "threads": torch.get_num_threads(), "versions": versions()}
-    write_json(folder / "record.json", {"settings": dict(settings), **measured, **provenance(), "rows": list(rows)})
+    write_json(folder / RECORD, {"settings": dict(settings), **measured, **provenance(), "rows": list(rows)})
     head = [name.replace("_", " ") for name in rows[0]]
     table = markdown.table(head, [[_cell(value) for value in row.values()] for row in rows])
-    write_whole(folder / "table.md", table + "\n")
+    write_whole(folder / TABLE, table + "\n")
     return table
 
 

@@ -84,7 +84,7 @@ class Interruptions:
         self.record["running"] = running | {"attempts": 1 if before is None else before["attempts"] + 1}
         self.save(self.record)
         if name is not None:
-            self.timer = end_when_hanging(self.budget, self.blame)
+            self.timer = end_when_hanging(self.budget, self._blame_for_hanging)
 
     def end(self) -> None:
         """Notes that a case is done; the record is saved with its rows."""
@@ -100,6 +100,11 @@ class Interruptions:
         """Leaves what is running out of its case from now on."""
         self._leave_out(self.record["running"], failure)
         self.stop()
+
+    def _blame_for_hanging(self, failure: str) -> None:
+        name = self.record["running"]["name"]
+        self.blame(failure)
+        print(f"\n{name}: {failure}; --resume goes on without it")
 
     def _leave_out(self, running: Record, failure: str) -> None:
         self.record.setdefault("interrupted", []).append(running | {"failure": failure})

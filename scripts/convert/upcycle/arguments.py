@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...common.errors import UserError
+from ...common.number_ranges import check_seed
 from ..common.arguments import ConversionArguments
 
 FORWARD_ONLY = ("init", "rank", "only", "static", "layer_types", "sliding_window", "qk_norm", "train_from_here", "seed")
@@ -51,8 +52,7 @@ class UpcycleArguments(ConversionArguments):
             raise UserError(f"{given} only matter for making our model; leave out --reverse or them")
         if self.rank < 1:
             raise UserError(f"rank must be at least 1, not {self.rank}")
-        if self.seed < 0:
-            raise UserError(f"seed must not be negative, but is {self.seed}")
+        check_seed("seed", self.seed)
         if self.qk_norm and not self.train_from_here:
             raise UserError(
                 "--qk-norm makes another model of the parent, useless until it is trained; add --train-from-here if "

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import get_args
 
+from ...common.number_ranges import LARGEST_SEED
 from .data import DataOptions, Packing, PositionSampling
 from .mappings import require
 from .model import ModelOptions, ObjectiveName
@@ -53,8 +54,6 @@ BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
 LARGEST_INTEGER = 2**31 - 1
-# NumPy takes seeds below 2**32, and each process adds its number.
-LARGEST_SEED = 2**32 - 2**16
 MOST_WORKERS = 1024
 CHOICES = {
     "objective": ObjectiveName,

@@ -5,7 +5,7 @@ from typing import Any
 
 from ....configuration.mixers import NO_COMPOSITION
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seeds
+from ...common.number_ranges import check_rates, check_seeds
 
 # Fields of the configuration of every arm, by the size of the study.
 MODEL: dict[str, Any] = {

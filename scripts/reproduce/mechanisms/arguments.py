@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seconds, check_seeds
+from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seconds, check_seeds
+from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
 RATES = [1e-3, 3e-3, 9e-3]
 # Small models that are trained shortly learn best with larger ones.

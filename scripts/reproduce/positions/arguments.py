@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seconds, check_seeds
+from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
 TASKS = ("copy-one", "copy-many", "sort", "sum", "reverse", "parity", "addition", "addition-reversed")
 # What the configuration of each scheme's model has.

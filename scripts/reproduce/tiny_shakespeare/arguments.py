@@ -1,9 +1,9 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-import math
 from dataclasses import dataclass, field
 
 from ...common.errors import UserError
+from ...common.number_ranges import check_positive, check_seed
 from .plan import GROUPS
 
 
@@ -44,10 +44,9 @@ class StudyArguments:
             raise UserError(f"there is no group {unknown[0]!r}; choose from {', '.join(GROUPS)}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"seeds={self.seeds} must be one or more different ones")
-        for name in ("steps", "epochs", "streams"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name}={value} must be a positive number")
+        for seed in self.seeds:
+            check_seed("seeds", seed)
+        check_positive(self, ("steps", "epochs", "streams"))
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one")
         if (self.wikitext_train is None) != (self.wikitext_validation is None):

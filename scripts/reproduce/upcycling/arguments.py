@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import UserError
-from ...compare.arguments import check_rates, check_seeds
+from ...common.number_ranges import check_rates, check_seeds
 
 QUICK: dict[str, Any] = {"seeds": [0, 1], "parent_steps": 60, "steps": 24, "learning_rates": [2e-3]}
 

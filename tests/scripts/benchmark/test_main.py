@@ -27,7 +27,7 @@ from dynattn.scripts.common.errors import UserError
         (["--device", "cuda:77"], r"device 'cuda:77' is not there \(\d+ CUDA devices found\); use cpu"),
         (["--resume", "--overwrite"], "--resume goes on with the record that --overwrite would replace"),
         (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
-        (["--budget", "0"], "budget must be more than 0 seconds, not 0"),
+        (["--budget", "0"], "budget=0.0 must be a positive number"),
         (["--threads", "0"], "threads must be at least 1, not 0"),
         (["--rounds", "0"], "rounds must be at least 1, not 0"),
         (["--redraw", "nowhere.json"], "cannot read the record nowhere.json"),

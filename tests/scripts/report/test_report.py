@@ -75,9 +75,27 @@ def test_lines_that_are_no_text_are_left_out(tmp_path: Path):
     """A disk that failed can leave anything in a file that was being written."""
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b"\n\xff\xfe\x00damaged\n")
+        file.write(b"\n\xff\xfe\x00damaged\n7\n[]\nnull\n{}\n" + b'{"step": "3", "split": 1}\n')
     assert main(["report", str(run)]) == 0
     assert "run, validation" in Page((run / "report.html").read_text()).texts
+
+
+def test_names_of_runs_are_no_formulas_and_hide_no_curve(tmp_path: Path):
+    names = ("_hidden", "a$b$c", "$")
+    runs = [str(write_run(tmp_path / name)) for name in names]
+    assert main(["report", *runs, "--output", str(tmp_path / "page.html")]) == 0
+    assert {f"{name}, train" for name in names} <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_only_a_page_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run")
+    for _ in range(2):
+        assert main(["report", str(run)]) == 0
+    before = (run / "metrics.jsonl").read_text()
+    for output, message in {str(run / "metrics.jsonl"): "is no page of this job", "": "is a folder"}.items():
+        assert main(["report", str(run), "--output", output]) == 2
+        assert message in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path):

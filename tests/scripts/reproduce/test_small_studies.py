@@ -13,7 +13,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import speculation
 from dynattn.scripts.reproduce.quantization import SUMMED_AXES, quantize_composition, rounded, window_losses
 from dynattn.scripts.reproduce.speculation import compare_ways
-from dynattn.scripts.reproduce.study_files import TRAINED, describe_run, held_out_windows, write_study
+from dynattn.scripts.reproduce.study_files import TRAINED, claim_folder, describe_run, held_out_windows, write_study
 
 
 @pytest.fixture
@@ -78,11 +78,37 @@ def test_speculation_is_compared_on_its_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 def test_record_and_table_hold_the_same_rows(tmp_path: Path) -> None:
     rows = [{"way_of_it": "a", "bytes": 1234}, {"way_of_it": "b", "bytes": 5}]
-    table = write_study(str(tmp_path / "study"), {"length": 3}, rows)
+    settings = {"study": "lengths", "length": 3}
+    folder = claim_folder(str(tmp_path / "study"), settings)
+    table = write_study(folder, settings, rows)
     assert table.splitlines() == ["| way of it | bytes |", "| --- | --- |", "| a | 1,234 |", "| b | 5 |"]
-    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    record = json.loads((folder / "record.json").read_text())
     assert record["rows"] == rows
-    assert record["settings"] == {"length": 3}
+    assert record["settings"] == settings
+
+
+def test_a_study_replaces_no_record_of_another(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text("precious")
+    with pytest.raises(UserError, match="holds something that is no study of speculation"):
+        claim_folder(str(tmp_path), {"study": "speculation"})
+    folder = claim_folder(str(tmp_path / "study"), {"study": "lengths", "length": 3})
+    write_study(folder, {}, [{"bytes": 1}])
+    with pytest.raises(UserError, match=r"a study with other length \(3 there, 4 now\)"):
+        claim_folder(str(folder), {"study": "lengths", "length": 4})
+    assert (tmp_path / "record.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["speculation", "--drafts", "b", "--prompts", "0"], "prompts=0 must be a positive number"),
+        (["speculation", "--drafts", "b", "--rounds", "-1"], "rounds=-1 must be a positive number"),
+        (["quantization", "--length", "1"], "length=1 must be 2 or more"),
+    ],
+)
+def test_numbers_out_of_range_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *words, "--run", "a", "--output", "o"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_speculation_from_the_command_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,10 @@ def test_who_ends_two_processes_is_left_out(
 
 
 def test_a_candidate_that_hangs_ends_the_process_with_its_name_in_the_record(
-    tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    register: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -117,6 +120,7 @@ def test_a_candidate_that_hangs_ends_the_process_with_its_name_in_the_record(
     assert seen[0]["status"] == DEVICE_LOST
     assert seen[0]["interrupted"][0]["name"] == "brittle"
     assert seen[0]["interrupted"][0]["failure"] == "it did not end within 0.2 s"
+    assert "brittle: it did not end within 0.2 s; --resume goes on without it" in capsys.readouterr().out
 
 
 def test_what_was_printed_is_written_before_a_hanging_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
