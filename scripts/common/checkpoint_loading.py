@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .checkpoint_files import ADAPTER, check_has_config
+from .checkpoint_files import ADAPTER, check_has_config, refusal_of
 from .errors import UserError, first_line
 from .offline import offline_if_unreachable
 
@@ -120,13 +120,34 @@ def _load_model(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         model, info = loaded
-    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # damaged files and bad values in them raise errors of many types
         place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
         hint = "; a module of yours that registers it goes with --import" if _is_unknown(error) else ""
-        raise UserError(f"cannot load a causal language model from {place}: {first_line(error)}{hint}") from error
+        raise UserError(f"cannot load a causal language model from {place}: {_reason(error)}{hint}") from error
+    if reads_both_ways(model.config):
+        raise UserError(
+            f"{path} is a {config.model_type} that reads each token with those after it, so that predicting them means "
+            "nothing; if it was trained to read left to right, set is_decoder to true in its config.json"
+        )
     if absent := sorted(info["missing_keys"]):
         raise UserError(f"the checkpoint {path} lacks {len(absent)} of the model's weights, such as {absent[0]}")
     return model
+
+
+def reads_both_ways(config: PreTrainedConfig) -> bool:
+    """Whether a model reads each token with those after it, though Transformers has a causal class for its type.
+
+    BERT and its kin can read left to right, and do so only if their configuration says it.
+    """
+    learns_masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    return learns_masked and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+
+
+def _reason(error: Exception) -> str:
+    """Why a file does not load, in one line; Transformers' own messages begin with the cause."""
+    return first_line(error) if isinstance(error, OSError | ValueError) else refusal_of(error)
 
 
 def _is_unknown(error: Exception) -> bool:
@@ -137,5 +158,5 @@ def _is_unknown(error: Exception) -> bool:
 def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise errors of many types
         raise UserError(f"there is no usable tokenizer in {path}; save one there or give --tokenizer PATH") from error

@@ -1,4 +1,4 @@
-"""Ranges of numbers that several jobs take as options. Nothing here imports PyTorch, so that mistakes are told at once."""
+"""Ranges of numbers that several jobs take. Nothing here imports PyTorch, so that mistakes are told at once."""
 
 import math
 from collections.abc import Iterable

@@ -75,6 +75,8 @@ class PretrainArguments(RangedOptions):
         fresh = [name for name in ("model_type", "model_size", "model_config") if getattr(self, name)]
         if self.init_from and fresh:
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
+        if not self.resume:
+            raise UserError("resume is empty; give auto, intact, never or the folder of a checkpoint")
         self._check_data()
         self._check_objective()
         if self.carry_memory and self.mask_documents:
@@ -165,6 +167,8 @@ class PretrainArguments(RangedOptions):
         limit, length = self.position_limit, self.sequence_length
         if limit is not None and self.position_sampling is None:
             raise UserError(f"position_limit={limit} is for sampled positions; give position_sampling, too")
+        if limit is not None and limit < length:
+            raise UserError(f"position_limit={limit} is below sequence_length={length}, whose tokens need as many")
         if self.position_sampling == "subset" and (limit is None or limit <= length):
             raise UserError(
                 f"position_sampling=subset chooses sequence_length={length} of position_limit={limit} positions; give "

@@ -38,7 +38,7 @@ from .data.preparation import prepare
 from .engines.choice import LAUNCHED_DEEPSPEED, LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
 from .engines.interface import Engine
 from .guard import Guard
-from .model import choose_attention
+from .model import check_attention, choose_attention
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
@@ -154,6 +154,7 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     processes = accelerator.num_processes
     plan = on_all(run.path, lambda: build_plan(arguments, run, source, processes, resume_from, on_meta=on_meta))
     on_all(run.path, lambda: check_precision(engine, arguments))
+    on_all(run.path, lambda: check_attention(arguments, accelerator.device))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan

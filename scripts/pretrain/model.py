@@ -31,8 +31,10 @@ from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
+from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 
 from ..common.carried_memory import check_memory
+from ..common.checkpoint_loading import reads_both_ways
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
@@ -127,6 +129,16 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
     if not given:
         transfer_config(config, arguments.base_width)
     return config
+
+
+def check_attention(arguments: PretrainArguments, device: torch.device) -> None:
+    """Raises UserError, before the run begins, if the Triton kernels that were asked for do not run on the device."""
+    if arguments.attn_implementation != "triton":
+        return
+    try:
+        load_kernels(device)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"attn_implementation=triton cannot be used: {_one_line(error)}") from error
 
 
 def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, device: torch.device) -> str:
@@ -273,6 +285,11 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer
         raise UserError(
             f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
             "raise it in model_config or give a smaller tokenizer"
+        )
+    if arguments.objective == "causal_lm" and reads_both_ways(config):
+        raise UserError(
+            f"a {config.model_type} reads each token with those after it, so that predicting them teaches nothing; "
+            "give objective: masked_lm, or is_decoder: true in model_config"
         )
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and arguments.sequence_length > limit:

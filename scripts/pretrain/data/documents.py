@@ -57,6 +57,23 @@ def load_documents(arguments: PretrainArguments) -> Documents:
     return Documents(train, validation, describe_sources(arguments))
 
 
+def check_splits(arguments: PretrainArguments) -> None:
+    """Refuses splits of files, which have none: a file named for two splits would be learned and then scored.
+
+    Raises:
+        UserError: a split is named, and none of the data that could have it is on the Hub.
+    """
+    trained = [source.dataset for source in arguments.sources.values()]
+    if arguments.train_split != "train" and not any(map(is_hub_name, trained)):
+        raise UserError(f"train_split={arguments.train_split} is a split of a Hub dataset, not of {', '.join(trained)}")
+    validated = arguments.validation_dataset or arguments.dataset
+    if arguments.validation_split is not None and not is_hub_name(validated):
+        raise UserError(
+            f"validation_split={arguments.validation_split} is a split of a Hub dataset, not of {validated}; name a "
+            "file in validation_dataset, or leave it out to hold out documents"
+        )
+
+
 def load_source(source: str, arguments: PretrainArguments) -> Dataset:
     """The training documents of one source."""
     if source == "builtin":
@@ -189,6 +206,10 @@ def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
         return load_dataset(LOADERS[suffix], data_files=patterns, split="train", streaming=streaming, **options)
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.filename and str(cause.filename) not in chosen:
+            raise UserError(
+                f"the cache of datasets cannot be written: {first_line(cause)}; set HF_HOME to a folder that can"
+            ) from error
         raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {first_line(cause)}") from error
 
 

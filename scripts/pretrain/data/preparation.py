@@ -150,6 +150,7 @@ def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
 
 
 def _load_splits(arguments: PretrainArguments) -> Splits:
+    documents.check_splits(arguments)
     return _load_stream(arguments) if arguments.streaming else _load(arguments)
 
 

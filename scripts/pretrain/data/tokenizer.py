@@ -12,6 +12,8 @@ from ...common.errors import UserError, first_line
 from ...common.special_tokens import start_token_id
 
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
+# The library reserves memory for all entries before it reads a text, and ends the process if there is not enough.
+LARGEST_VOCABULARY = 2**22
 
 
 def train_bpe(batches: Iterable[list[str]], vocab_size: int, *, masks: bool = False) -> PreTrainedTokenizerFast:
@@ -21,11 +23,13 @@ def train_bpe(batches: Iterable[list[str]], vocab_size: int, *, masks: bool = Fa
         masks: add a mask token, and a separate padding token, for encoders.
 
     Raises:
-        UserError: `vocab_size` cannot hold the 256 bytes and the special tokens.
+        UserError: `vocab_size` cannot hold the 256 bytes and the special tokens, or is far too large.
     """
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT, *([PADDING, MASK] if masks else [])]
     if vocab_size < (least := len(alphabet) + len(special)):
         raise UserError(f"vocab_size={vocab_size} is too small for a byte-level BPE; give {least} or more")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"vocab_size={vocab_size} is more than memory is made for; give {LARGEST_VOCABULARY} or less")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -41,6 +41,8 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
             f"engine={name}, but `accelerate launch` is configured for {launched}; leave one of them out, or let both "
             "say the same"
         )
+    if arguments.shard_processes is not None and name != "hsdp":
+        raise UserError(f"shard_processes={arguments.shard_processes} is for engine=hsdp, not {name}; leave it out")
     warn_of_missing_processes(accelerator, os.environ)
     if name == "ddp" or accelerator.num_processes == 1:
         return Engine(name, accelerator)

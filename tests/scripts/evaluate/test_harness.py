@@ -19,7 +19,14 @@ from lm_eval.utils import (
     make_table,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.cli import main
@@ -331,6 +338,18 @@ def damage(checkpoint: Path, how: str) -> None:
             (checkpoint / "tokenizer_config.json").unlink()
         case "broken tokenizer":
             (checkpoint / "tokenizer.json").write_text('{"version": ')
+        case "broken config":
+            (checkpoint / "config.json").write_text('{"model_type": ')
+        case "config of another kind":
+            (checkpoint / "config.json").write_text("[]")
+        case "field of another kind":
+            config = json.loads((checkpoint / "config.json").read_text())
+            (checkpoint / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+        case "tokenizer of another kind":
+            (checkpoint / "tokenizer.json").write_text("[]")
+        case "both ways":
+            sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+            BertLMHeadModel(BertConfig(vocab_size=384, **sizes)).save_pretrained(checkpoint)
         case "truncated weights":
             weights.write_bytes(weights.read_bytes()[:-1000])
         case "NaN weights":
@@ -350,6 +369,11 @@ def damage(checkpoint: Path, how: str) -> None:
     [
         ("no tokenizer", "there is no usable tokenizer in"),
         ("broken tokenizer", "there is no usable tokenizer in"),
+        ("broken config", "cannot load a causal language model from"),
+        ("config of another kind", "cannot load a causal language model from"),
+        ("field of another kind", "cannot load a causal language model from"),
+        ("tokenizer of another kind", "there is no usable tokenizer in"),
+        ("both ways", "is a bert that reads each token with those after it"),
         ("truncated weights", "cannot load a causal language model from"),
         ("NaN weights", "the model's logits are NaN"),
         ("small embedding", "the tokenizer has ids up to 383 but the model embeds 300 (0 ... 299)"),

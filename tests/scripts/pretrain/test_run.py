@@ -296,6 +296,12 @@ def test_a_checkpoint_of_the_last_update_becomes_the_same_model_elsewhere(
         ({"init_from": "missing/folder", "model_type": None, "model_config": None}, "cannot load"),
         ({"text_column": "body"}, "has no column 'body'"),
         ({"dataset": "builtin", "validation_split": "test"}, "validation_split=test is a split of dataset or"),
+        ({"validation_split": "test"}, "validation_split=test is a split of a Hub dataset, not of .*corpus"),
+        ({"train_split": "test"}, "train_split=test is a split of a Hub dataset, not of .*corpus"),
+        ({"shard_processes": 2}, "shard_processes=2 is for engine=hsdp, not ddp"),
+        ({"resume": ""}, "resume is empty"),
+        ({"vocab_size": 2**22 + 1}, "vocab_size=4194305 is more than memory is made for"),
+        ({"position_sampling": "jitter", "position_limit": 31}, "position_limit=31 is below sequence_length=32"),
     ],
 )
 def test_foreseeable_mistakes_are_one_clear_error(changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path):
