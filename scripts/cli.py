@@ -95,9 +95,8 @@ def _run(argv: list[str]) -> int:
         with signals_end_the_block():
             return JOBS.run(argv)
     except UserError as error:
-        prog = f"dynattn {argv[0]}" if argv and argv[0] in JOBS.commands else "dynattn"
         # One line, even if the message quotes a text of several lines.
-        _tell(f"{prog}: error: {' '.join(str(error).split())}")
+        _tell(f"{error.command or JOBS.prog}: error: {' '.join(str(error).split())}")
         return 2
     except StoppedError as stopped:
         _tell(f"\n{stopped}")

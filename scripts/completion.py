@@ -62,7 +62,7 @@ def following(words: Sequence[str]) -> list[str]:
         text = help_text(command[:length]) if length <= len(command) else None
         if text is not None:
             options = re.findall(r"^ {2}(?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
-            return options or re.findall(r"^ {2}([a-z][\w-]*) {2,}", text, re.MULTILINE)
+            return [*options, "--import"] if options else re.findall(r"^ {2}([a-z][\w-]*) {2,}", text, re.MULTILINE)
     return []
 
 

@@ -4,6 +4,7 @@ The options of a dataclass are those that `transformers.HfArgumentParser` makes 
 """
 
 import dataclasses
+import difflib
 import math
 import re
 from argparse import (
@@ -14,7 +15,7 @@ from argparse import (
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from shlex import join
@@ -75,9 +76,11 @@ class YamlLoader(yaml.SafeLoader):
             ConstructorError: a key occurs twice; one that a merge (`<<`) brings may be overridden.
         """
         if isinstance(node, yaml.MappingNode):
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := [name for place, name in enumerate(names) if name in names[:place]]:
-                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            names = [key.value for key in keys]
+            if twice := [key for place, key in enumerate(keys) if key.value in names[:place]]:
+                problem = f"{twice[0].value} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, twice[0].start_mark)
             self.flatten_mapping(node)
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
@@ -121,8 +124,15 @@ def parse_arguments(
     _use_as_defaults(parser, cls, common or {}, "common")
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise UserError(f"unknown options {' '.join(unknown)}; `{prog} --help` lists the known ones")
+        hint = suggest(_option_name(unknown[0]), vars(values), "--")
+        raise UserError(f"unknown options {' '.join(unknown)}; {hint}`{prog} --help` lists the known ones")
     return cls(**vars(values))
+
+
+def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """For a message, the known name that `word` is most like; empty if it is like none."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {prefix}{near[0]}? " if near else ""
 
 
 def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
@@ -298,7 +308,8 @@ def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str
     hints = get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(values.keys() - known):
-        raise UserError(f"{source} has unknown arguments {unknown}; known are {sorted(known)}")
+        hint = suggest(unknown[0], known)
+        raise UserError(f"{source} has unknown arguments {unknown}; {hint}known are {sorted(known)}")
     # `--NAME` and `--no_NAME` share a `dest`. The last entry of a key counts, and in reverse order that is `--NAME`.
     options = {action.dest: action for action in reversed(parser._actions)}
     for name, value in values.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic_file import write_json
-from .errors import UserError, last_line
+from .errors import UserError
 from .folder_names import may_be_on_the_hub
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -138,15 +138,6 @@ def read_json(path: Path) -> Any:
     if _depth(content) > DEEPEST:
         raise too_deep
     return content
-
-
-def refusal_of(error: Exception) -> str:
-    """Why a configuration or a model refused the fields of `config.json`, in one line.
-
-    An error whose message alone says nothing, such as a KeyError with its key, is preceded by its type.
-    """
-    is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
-    return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:

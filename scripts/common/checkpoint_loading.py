@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .checkpoint_files import ADAPTER, check_has_config, refusal_of
-from .errors import UserError, first_line
+from .checkpoint_files import ADAPTER, check_has_config
+from .errors import UserError, first_line, refusal_of
 from .offline import offline_if_unreachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")

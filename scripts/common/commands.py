@@ -29,7 +29,7 @@ class CommandTable:
         """Runs the command that the first word names with the other words, and returns its exit status.
 
         Raises:
-            UserError: there is no such command.
+            UserError: there is no such command, or it refuses its words; the error then names it.
         """
         if not argv or argv[0] in ("-h", "--help"):
             print(self.help())
@@ -38,7 +38,11 @@ class CommandTable:
         if name not in self.commands:
             raise UserError(f"unknown {self.noun} {name!r}; choose from {', '.join(self.commands)}")
         module, _ = self.commands[name]
-        return import_module(module).main(rest)
+        try:
+            return import_module(module).main(rest)
+        except UserError as error:
+            error.command = error.command or f"{self.prog} {name}"
+            raise
 
     def help(self) -> str:
         """The help text: every command with one line."""

@@ -9,7 +9,12 @@ class UserError(Exception):
     """A mistake in what the user gave: the message names the value, the limit and the fix.
 
     `dynattn` prints it as a single line and exits with status 2; everything else is a bug and keeps its traceback.
+
+    Attributes:
+        command: the words of the command that refused, such as `dynattn reproduce vision`; empty before one is chosen.
     """
+
+    command = ""
 
 
 class StoppedError(KeyboardInterrupt):
@@ -44,6 +49,15 @@ def first_line(error: BaseException | str) -> str:
 def last_line(error: BaseException | str) -> str:
     """The last line of an error's message, for errors whose message ends with the cause."""
     return _lines(error)[-1]
+
+
+def refusal_of(error: Exception) -> str:
+    """Why something refused what is in a file, such as a model its `config.json`, in one line.
+
+    An error whose message alone says nothing, such as a KeyError with its key, is preceded by its type.
+    """
+    is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
+    return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
 
 
 def _lines(error: BaseException | str) -> list[str]:

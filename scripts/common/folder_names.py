@@ -51,6 +51,19 @@ def resolve_destination(name: str) -> Path:
     return folder
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder for the results of a job, and those above it; one that exists is kept.
+
+    Raises:
+        UserError: there can be no such folder.
+    """
+    resolve_folder(str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror}; give another --output") from error
+
+
 def check_revision(revision: str | None) -> None:
     """Raises UserError where no branch, tag or commit can have such a name."""
     if revision is not None and not (REVISION.fullmatch(revision) and len(revision) <= LONGEST_NAME):

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..common.atomic_file import read_json, without_nan, write_json, write_whole
 from ..common.environment import NOT_STORED, source_commit
-from ..common.errors import UserError
+from ..common.errors import UserError, refusal_of
+from ..common.folder_names import make_folder, resolve_folder
 
 SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
 # In messages: what a setting is that one of two studies does not have, and how many settings they name.
@@ -21,6 +22,7 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
     Raises:
         UserError: the folder holds a study with other settings, or something else; the message calls it a `study`.
     """
+    resolve_folder(str(output))
     marker = output / SETTINGS
     made = [path for path in output.iterdir() if path.name != SETTINGS] if output.is_dir() else []
     if marker.exists() and made:
@@ -33,10 +35,7 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
             )
     elif made:
         raise UserError(f"{output} holds something that is no {study}; give a new or empty --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {output}: {error.strerror}; give another --output") from error
+    make_folder(output)
     write_json(marker, settings, indent=1)
 
 
@@ -68,13 +67,17 @@ def draw(
     A line tells if runs were made with another commit than this one.
 
     Raises:
-        UserError: there is no record, or it is damaged.
+        UserError: there is no record, or it is damaged or of another study.
     """
     try:
         record = read_json(output / RECORD, "remove it, and run the study without --redraw")
     except OSError as error:
         raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
-    text = table(record)
+    try:
+        text = table(record)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"is not of this study: {refusal_of(error)}"
+        raise UserError(f"{output / RECORD} {reason}; give another --output") from error
     write_whole(output / TABLE, text + "\n")
     plot(record, output / plot_name)
     return f"\n{text}\n\n{other_commits(record)}{output}: {RECORD}, {TABLE}, {plot_name}"

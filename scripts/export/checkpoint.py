@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dynattn.families import FAMILIES
 from dynattn.modeling.positions.rotary import batch_dependent_rope
 
-from ..common.checkpoint_files import read_config, refusal_of
-from ..common.errors import UserError
+from ..common.checkpoint_files import read_config
+from ..common.errors import UserError, refusal_of
 
 
 def load_checkpoint(folder: Path) -> PreTrainedModel:

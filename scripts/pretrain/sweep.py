@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.atomic_file import write_json
+from ..common.atomic_file import read_json, write_json
 from ..common.errors import UserError
 from ..common.launcher import is_first_process, is_only_process
 from .arguments import PretrainArguments
@@ -105,7 +105,7 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
     """
     output, limit = folder / f"{name}={value:g}", arguments.max_seconds
     if (result := output / "result.json").exists():
-        return Outcome(value, json.loads(result.read_text(encoding="utf-8"))["validation_loss"])
+        return Outcome(value, read_json(result, f"remove {output} to repeat the run")["validation_loss"])
     changes: dict[str, Any] = {
         "output": str(output),
         "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
@@ -123,11 +123,13 @@ def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome
     """The outcomes that an earlier command has recorded, by value.
 
     Raises:
-        UserError: the earlier command had other settings.
+        UserError: the earlier command had other settings, or its record is damaged.
     """
     if not record.exists():
         return {}
-    stored = json.loads(record.read_text(encoding="utf-8"))
+    stored = read_json(record, "remove it; runs that have ended are kept")
+    if not isinstance(stored.get("settings"), dict) or not isinstance(stored.get("runs"), list):
+        raise UserError(f"{record} is no record of a sweep; give another output")
     now = json.loads(json.dumps(settings, default=str))
     changed = sorted(name for name in now if stored["settings"].get(name) != now[name])
     if changed:

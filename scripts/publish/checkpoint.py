@@ -15,9 +15,8 @@ from ..common.checkpoint_files import (
     check_sizes,
     matching_files,
     read_config,
-    refusal_of,
 )
-from ..common.errors import UserError, last_line
+from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
 from .weights import Weights, read_weights
 

@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..common.checkpoint_files import refusal_of
-from ..common.errors import UserError, last_line
+from ..common.errors import UserError, last_line, refusal_of
 from . import probe
 from .checkpoint import Checkpoint
 

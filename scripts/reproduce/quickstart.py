@@ -19,6 +19,7 @@ from ...configuration.mixers import NO_COMPOSITION
 from ..common.arguments import parse_arguments
 from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
+from ..common.folder_names import make_folder
 from ..common.signals import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains and evaluates both models, prints the comparison, and reloads the DCFormer in a fresh process."""
     arguments = parse_arguments(QuickstartArguments, argv, prog="dynattn quickstart", description=__doc__)
     output = Path(arguments.output)
+    make_folder(output)
     check_finished(output, arguments)
     for name in MODELS:
         run_once(output / name / "result.json", pretrain_command(output, name, arguments))
@@ -155,8 +157,7 @@ def comparison(output: Path) -> str:
     ]
     rows = [head, ["---"] * len(head)]
     for name, label in MODELS.items():
-        result: dict[str, Any] = json.loads((output / name / "result.json").read_text())
-        scores = read_scores(output / name / "evaluation" / "results.json")
+        result, scores = read_result(output, name), read_scores(output, name)
         accuracy = scores["dynattn_synthetic"]
         rows.append(
             [
@@ -179,7 +180,7 @@ def placement(output: Path, arguments: QuickstartArguments) -> str:
     """How far the validation losses are from the recorded ones; nothing where other arguments were given."""
     if (arguments.max_steps, arguments.seed) != (QuickstartArguments.max_steps, QuickstartArguments.seed):
         return ""
-    losses = {name: json.loads((output / name / "result.json").read_text())["validation_loss"] for name in MODELS}
+    losses = {name: read_result(output, name)["validation_loss"] for name in MODELS}
     moved = {name: loss - RECORDED[name] for name, loss in losses.items()}
     distances = ", ".join(f"{MODELS[name]} {distance:+.4f}" for name, distance in moved.items())
     usual = max(map(abs, moved.values())) <= MOVED
@@ -191,8 +192,8 @@ def record(output: Path) -> dict[str, Any]:
     """Everything that the table and the plot are made from: settings, results, versions and hardware."""
     return {
         name: {
-            "training": json.loads((output / name / "result.json").read_text()),
-            "evaluation": json.loads((output / name / "evaluation" / "results.json").read_text()),
+            "training": read_result(output, name),
+            "evaluation": read_evaluation(output, name),
             "losses": [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()],
         }
         for name in MODELS
@@ -206,9 +207,19 @@ def draw_plot(output: Path) -> None:
     draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
 
 
-def read_scores(path: Path) -> dict[str, Any]:
-    """The results of each task, by name."""
-    return {task["task"]: task for task in json.loads(path.read_text())["tasks"]}
+def read_result(output: Path, name: str) -> dict[str, Any]:
+    """The result of the training of one of the models."""
+    return read_json(output / name / "result.json", "remove it to train anew")
+
+
+def read_evaluation(output: Path, name: str) -> dict[str, Any]:
+    """The results of the evaluation of one of the models."""
+    return read_json(output / name / "evaluation" / "results.json", "remove it to evaluate anew")
+
+
+def read_scores(output: Path, name: str) -> dict[str, Any]:
+    """The scores of one of the models on each task, by name."""
+    return {task["task"]: task for task in read_evaluation(output, name)["tasks"]}
 
 
 def generate(model: Path) -> None:

@@ -214,7 +214,18 @@ def test_a_module_that_cannot_be_imported_is_one_line(
 ) -> None:
     assert cli.main(argv) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"dynattn convert: error: {message}")
+    assert line.startswith(f"dynattn: error: {message}")
+
+
+def test_a_mistake_is_signed_by_the_command_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, name in {
+        ("reproduce", "vision", "--seeds", "0", "0"): "dynattn reproduce vision",
+        ("reproduce", "visions"): "dynattn reproduce",
+        ("evaluate", "vision", "--limit", "0"): "dynattn evaluate",
+        ("evaluates",): "dynattn",
+    }.items():
+        assert cli.main(argv) == 2
+        assert capsys.readouterr().err.startswith(f"{name}: error: ")
 
 
 def test_completion_reads_unfinished_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +252,7 @@ def test_yaml_then_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step: 3", r"unknown arguments \['step'\]; known are \['names', 'rate', 'steps'\]"),
+        ("step: 3", r"unknown arguments \['step'\]; did you mean steps\? known are \['names', 'rate', 'steps'\]"),
         ("- 3", "must hold a mapping"),
         ("[]", "must hold a mapping"),
         ("steps: [", "not valid YAML"),
@@ -296,7 +307,7 @@ def test_a_command_line_names_what_is_switched_on_and_nothing_that_is_not_given(
 def test_unknown_options() -> None:
     with pytest.raises(UserError, match="unknown options --stride 3; `x --help` lists"):
         parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
-    with pytest.raises(UserError, match="unknown options --rat 3"):  # not the beginning of --rate
+    with pytest.raises(UserError, match="unknown options --rat 3; did you mean --rate"):  # not the beginning of --rate
         parse_arguments(Arguments, ["--steps", "1", "--rat", "3"], prog="x")
 
 

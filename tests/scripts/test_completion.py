@@ -14,7 +14,7 @@ from dynattn.scripts.convert.main import CONVERSIONS
 def test_jobs_conversions_and_options_follow() -> None:
     assert following([]) == list(cli.JOBS.commands)
     assert following(["convert"]) == list(CONVERSIONS.commands)
-    assert {"--max_steps", "--output", "--help"} <= set(following(["pretrain", "tiny.yaml", "--seed", "3"]))
+    assert {"--max_steps", "--output", "--help", "--import"} <= set(following(["pretrain", "tiny.yaml", "--seed", "3"]))
     assert "--reverse" in following(["convert", "official", "source", "destination"])
     assert following(["lm-eval"]) == []
     assert following(["trian"]) == list(cli.JOBS.commands)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.atomic_file import write_json
-from ...common.errors import UserError
+from ...common.errors import UserError, refusal_of
+from ...common.folder_names import make_folder
 from ..arguments import BenchmarkArguments
 from .tables import format_record
 
@@ -19,6 +20,10 @@ def redraw(arguments: BenchmarkArguments) -> None:
         UserError: the record cannot be read, or the output folder holds one already.
     """
     record = read_record(str(arguments.redraw))
+    try:
+        format_record(record)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{arguments.redraw} is not the {RECORD} of a benchmark: {refusal_of(error)}") from error
     folder = Path(arguments.output)
     make_output(folder, folder / RECORD, arguments)
     write_record(record, folder)
@@ -32,10 +37,7 @@ def make_output(folder: Path, record: Path, arguments: BenchmarkArguments) -> No
     """
     if record.exists() and not (arguments.overwrite or arguments.resume):
         raise UserError(f"{record} exists; choose another --output, or pass --resume or --overwrite")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}") from error
+    make_folder(folder)
 
 
 def read_record(path: str) -> dict[str, Any]:

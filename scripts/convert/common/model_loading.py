@@ -11,8 +11,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ...common.checkpoint_files import read_config, refusal_of
-from ...common.errors import UserError, last_line
+from ...common.checkpoint_files import read_config
+from ...common.errors import UserError, last_line, refusal_of
 from .tensor_source import TensorSource, count_elements
 
 

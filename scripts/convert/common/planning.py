@@ -6,8 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...common.checkpoint_files import refusal_of
-from ...common.errors import UserError
+from ...common.errors import UserError, refusal_of
 from .tensor_source import TensorSource, common_dtype
 from .weight_map import Step, foreign_shapes
 

@@ -1,6 +1,5 @@
 """The whole study: its missing runs, then record, table and plots of all finished ones."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...common.atomic_file import read_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw, write_record
 from ..study_runs import Result, StudyRuns, chosen
@@ -83,7 +83,7 @@ class Study:
         if results:
             return make_record(results, self._settings())
         if self.arguments.redraw and record.exists() and not self.runs.folder.exists():
-            return with_tests(json.loads(record.read_text(encoding="utf-8")))
+            return with_tests(read_json(record, "give another --output"))
         raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
 
     def _settings(self) -> dict[str, Any]:

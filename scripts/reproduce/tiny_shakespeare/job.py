@@ -6,6 +6,7 @@ from pathlib import Path
 from ...common.atomic_file import read_json, without_nan, write_json, write_whole
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
+from ...common.folder_names import make_folder, resolve_folder
 from ...common.token_streams import TokenStreams
 from ...compare.study_folder import other_commits
 from ...pretrain.outputs.folder_lock import FolderLock
@@ -28,6 +29,7 @@ def run_study(arguments: StudyArguments) -> str:
         UserError: a text is missing, or the folder holds runs with other settings, or no run has finished.
     """
     output = Path(str(arguments.output))
+    resolve_folder(str(output))  # refuses names that no folder can have
     if not arguments.report_only:
         train_all(arguments, output)
     return f"\n{report(output)}{output}: {RECORD}, {TABLE}, {CURVES}, {BARS}"
@@ -51,6 +53,7 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     planned = [{"settings": run.settings(), "data": corpora[run.corpus].description} for run in runs]
     check_comparable([*finished, *planned])  # before the first run, and not when it is reported
     source_commit()  # for the files of runs, much later
+    make_folder(output)
     with FolderLock(output / ".lock"):
         for run in runs:
             make_once(run, corpora[run.corpus], output / run.file_name)

@@ -59,3 +59,7 @@ def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.Capt
     assert "record.json exists; choose another --output, or pass --resume or --overwrite" in capsys.readouterr().err
     assert cli.main(["benchmark", "--redraw", str(tmp_path / "record.json"), "--output", str(tmp_path / "o")]) == 2
     assert "is not the record.json of a benchmark" in capsys.readouterr().err
+    (tmp_path / "record.json").write_text('{"cases": [7]}')
+    assert cli.main(["benchmark", "--redraw", str(tmp_path / "record.json"), "--output", str(tmp_path / "o")]) == 2
+    assert "is not the record.json of a benchmark" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()

@@ -14,10 +14,9 @@ from dynattn.scripts.common.checkpoint_files import (
     file_sizes,
     matching_files,
     read_json,
-    refusal_of,
     require_inside,
 )
-from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.errors import UserError, refusal_of
 
 
 def link(path: Path, target: str) -> Path:

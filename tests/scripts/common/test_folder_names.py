@@ -8,6 +8,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_names import (
     LONGEST_NAME,
     check_revision,
+    make_folder,
     may_be_on_the_hub,
     resolve_destination,
     resolve_folder,
@@ -35,6 +36,15 @@ def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (".", "..", "/", longest + "x", "file/inside"):
         with pytest.raises(UserError, match=r"give (another|one)"):
             resolve_destination(name)
+
+
+def test_folders_that_cannot_be_made_are_told(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot"):
+            make_folder(place)
 
 
 def test_revisions() -> None:

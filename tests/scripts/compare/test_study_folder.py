@@ -71,6 +71,13 @@ def test_files_that_were_cut_off_are_named(content: str, tmp_path: Path) -> None
         read_run(tmp_path)
 
 
+def test_a_record_of_something_else_is_not_drawn(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"mine": 1}')
+    with pytest.raises(UserError, match=r"record.json is not of this study: KeyError: 'arms'; give another --output"):
+        draw(tmp_path, lambda record: str(record["arms"]), lambda *_: None, "plot.png")
+    assert not (tmp_path / "table.md").exists()
+
+
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "study").write_text("mine")
     with pytest.raises(UserError, match=r"cannot write into .*study: File exists; give another --output"):
