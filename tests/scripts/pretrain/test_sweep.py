@@ -79,6 +79,10 @@ def test_runs_survive_interruptions_and_end_in_a_plot_and_a_line(corpus: Path, t
     assert steps == [1, 2, 3, 4]
     with pytest.raises(UserError, match=r"other settings \(batch_size was 4, is 2\)"):
         run_sweep(replace(sweep, batch_size=2))
+    for content, message in (('{"settings"', "sweep.json is damaged"), ("{}", "is no record of a sweep")):
+        (output / "sweep.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            run_sweep(sweep)
 
 
 def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path):
