@@ -34,32 +34,16 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     and for each arm the ratio of FLOPs that the baseline needs for the same loss, beside a published ratio that the
     record may quote.
     """
-    arms = record["arms"]
-    runs = [run for arm in arms.values() for run in arm["runs"]]
+    runs = [run for arm in record["arms"].values() for run in arm["runs"]]
     has_costs = all(run.get("flops_per_token") for run in runs)
     size = (11, 5 + 8 * has_costs)
     figure, panels = plt.subplots(1 + 2 * has_costs, 2, figsize=size, dpi=150, squeeze=False, layout="constrained")
     for axes in panels.flat:
         axes.set_prop_cycle(STYLES)
     start = {parent["seed"]: parent["validation"][-1]["loss"] for parent in record["parents"]}
-    curves = {name: [_curve(run, start) for run in arm["runs"]] for name, arm in arms.items()}
-    baseline = next(iter(arms))
-    for name, arm in arms.items():
-        tokens, losses = (np.array(of_runs) for of_runs in zip(*curves[name], strict=True))
-        _band(panels[0, 0], tokens.mean(axis=0), losses, arm["label"])
-        _band(panels[0, 1], *_differences(arm["runs"], arms[baseline]["runs"], start), arm["label"])
-        if has_costs:
-            costs = np.array([[run["flops_per_token"]] for run in arm["runs"]])
-            speeds = np.array([[run["tokens_per_second"]] for run in arm["runs"]])
-            _band(panels[1, 0], (tokens * costs).mean(axis=0), losses, arm["label"])
-            _band(panels[1, 1], (tokens / speeds).mean(axis=0), losses, arm["label"])
-    after = "tokens after the parent's training" if start else "tokens"
-    loss = f"validation loss, {loss_unit(record)}"
-    _label(panels[0, 0], after, loss)
-    _label(panels[0, 1], after, f"difference from {arms[baseline]['label']}, {loss_unit(record)}")
+    _draw_over_tokens(panels[0], record, start)
     if has_costs:
-        _label(panels[1, 0], "floating point operations of training", loss)
-        _label(panels[1, 1], "seconds of training", loss)
+        _draw_over_costs(panels[1], record, start)
         for axes in panels[2]:
             axes.remove()
         _draw_ratios(figure.add_subplot(panels[2, 0].get_gridspec()[2, :]), record)
@@ -69,6 +53,37 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     figure.legend(lines, labels, loc="outside lower center", ncols=min(columns, len(labels)))
     figure.savefig(path)
     plt.close(figure)
+
+
+def _draw_over_tokens(panels: Sequence[Axes], record: Mapping[str, Any], start: Mapping[int, float]) -> None:
+    """Draws the losses of all arms, and in a second panel their differences from the first arm."""
+    baseline = next(iter(record["arms"].values()))
+    for arm in record["arms"].values():
+        tokens, losses = _curves(arm["runs"], start)
+        _band(panels[0], tokens.mean(axis=0), losses, arm["label"])
+        _band(panels[1], *_differences(arm["runs"], baseline["runs"], start), arm["label"])
+    after = "tokens after the parent's training" if start else "tokens"
+    _label(panels[0], after, f"validation loss, {loss_unit(record)}")
+    _label(panels[1], after, f"difference from {baseline['label']}, {loss_unit(record)}")
+
+
+def _draw_over_costs(panels: Sequence[Axes], record: Mapping[str, Any], start: Mapping[int, float]) -> None:
+    """Draws the losses of all arms over the operations of their training, and in a second panel over its seconds."""
+    for arm in record["arms"].values():
+        tokens, losses = _curves(arm["runs"], start)
+        costs = np.array([[run["flops_per_token"]] for run in arm["runs"]])
+        speeds = np.array([[run["tokens_per_second"]] for run in arm["runs"]])
+        _band(panels[0], (tokens * costs).mean(axis=0), losses, arm["label"])
+        _band(panels[1], (tokens / speeds).mean(axis=0), losses, arm["label"])
+    loss = f"validation loss, {loss_unit(record)}"
+    _label(panels[0], "floating point operations of training", loss)
+    _label(panels[1], "seconds of training", loss)
+
+
+def _curves(runs: Sequence[Run], start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens and losses `[runs, validations]`."""
+    tokens, losses = zip(*(_curve(run, start) for run in runs), strict=True)
+    return np.array(tokens), np.array(losses)
 
 
 def _curve(run: Run, start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -54,6 +54,13 @@ def run_case(
         one.name: {"name": one.name, "role": one.role, "function": one.function} for one in candidates
     }
     calls: dict[str, Call] = {}
+
+    def prepare(candidate: Candidate) -> Call:
+        begin(None)
+        references(candidate.function)  # the time that they take is not the candidate's
+        begin(candidate.name)
+        return qualify(candidate.prepare(case.problem), rows[candidate.name], references, settings)
+
     with fresh_compilation():
         for candidate in candidates:
             row = rows[candidate.name]
@@ -61,10 +68,7 @@ def run_case(
                 row["failure"] = left_out[candidate.name]
                 continue
             try:
-                begin(None)
-                references(candidate.function)  # the time that they take is not the candidate's
-                begin(candidate.name)
-                calls[candidate.name] = qualify(candidate.prepare(case.problem), row, references, settings)
+                calls[candidate.name] = prepare(candidate)
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type
