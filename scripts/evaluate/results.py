@@ -20,6 +20,7 @@ from ..common.atomic_file import write_json, write_whole
 from ..common.checkpoint_files import weights_sha256
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
+from ..common.folder_names import make_folder, resolve_folder
 from ..common.markdown import aligned_table
 from .lm_eval_files import FOLDER, write_lm_eval_files
 from .quoted import Quoted, quoted_source
@@ -185,12 +186,13 @@ def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> lis
 
 def check_output(folder: str | Path, overwrite: bool) -> None:
     """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`."""
+    resolve_folder(str(folder))  # refuses names that no folder can have
     folder = Path(folder)
     taken = [name for name in (RESULTS, TABLE, SAMPLES, PLOT, FOLDER) if (folder / name).exists()]
     if taken and not overwrite:
         raise UserError(f"{folder / taken[0]} exists; choose another --output or pass --overwrite")
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror}") from error

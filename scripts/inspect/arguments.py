@@ -15,6 +15,9 @@ class InspectArguments:
 
     model: str = field(metadata={"help": "folder of a checkpoint, or its name on the Hub"})
     output: str = field(metadata={"help": "folder for page.html, measures.json and the pictures"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "folder or Hub name of the tokenizer; by default that of the model"}
+    )
     text: str | None = field(default=None, metadata={"help": "the text; by default, a page of the built-in corpus"})
     file: str | None = field(default=None, metadata={"help": "a file with the text"})
     max_tokens: int = field(default=128, metadata={"help": f"tokens of the text that are read, at most {MOST_TOKENS}"})

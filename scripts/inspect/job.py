@@ -44,7 +44,7 @@ def inspect(arguments: InspectArguments) -> Path:
     recover(output)
     check_free = partial(check_output, output, arguments.overwrite)
     check_free()
-    model, tokenizer = load_checkpoint(arguments.model, dtype="float32", device="cpu")
+    model, tokenizer = load_checkpoint(arguments.model, tokenizer=arguments.tokenizer, dtype="float32", device="cpu")
     check_model(model, arguments)
     tokens, source = read_tokens(tokenizer, model, arguments)
     inspection = look(model, tokens, arguments.model, source)
@@ -119,7 +119,7 @@ def read_tokens(
     if int(tokens.max()) >= model.config.vocab_size:
         raise UserError(
             f"the tokenizer makes the token {int(tokens.max())}, but the model embeds "
-            f"{model.config.vocab_size}; give the folder that has the model's own tokenizer"
+            f"{model.config.vocab_size}; give the model's own tokenizer (--tokenizer)"
         )
     return tokens.to(torch.long), source
 

@@ -181,6 +181,14 @@ def test_what_a_killed_inspection_left_is_removed(checkpoint: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["seen"]
 
 
+def test_a_tokenizer_from_elsewhere(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(vocab_size=300).save_pretrained(tmp_path / "model")
+    command = ["inspect", str(tmp_path / "model"), "--output", str(tmp_path / "seen"), "--max_tokens", "8"]
+    assert main(command) == 2
+    assert "save one there or give --tokenizer PATH" in capsys.readouterr().err
+    assert main([*command, "--tokenizer", str(checkpoint)]) == 0
+
+
 def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(compose_pre=False, compose_post=False, vocab_size=300).save_pretrained(tmp_path / "plain")
     save_tokenizer(tmp_path / "plain")
