@@ -190,12 +190,23 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def file_of_index(index: Path, name: object) -> Path:
-    """The weight file `name` that an index lists.
+def read_weight_map(index: Path) -> dict[str, Path]:
+    """The file in which an index of shards places each tensor; the files need not exist.
 
     Raises:
-        UserError: `name` is no name of a file in the folder of the index, or a link to a file elsewhere.
+        UserError: it is no index, or names something else than files in its folder.
     """
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} is no index of shards; copy or save the checkpoint again")
+    if not weight_map:
+        raise UserError(f"{index} names no weights; copy or save the checkpoint again")
+    return {key: _file_of_index(index, name) for key, name in weight_map.items()}
+
+
+def _file_of_index(index: Path, name: object) -> Path:
+    """The weight file `name` that an index lists, which must be a file in its folder, and no link to one elsewhere."""
     is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name and bool(name.strip("."))
     if not is_name or len(os.fsencode(str(name))) > LONGEST_NAME:
         raise UserError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ..common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX, file_of_index, read_json, require_inside
+from ..common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX, read_weight_map, require_inside
 from ..common.errors import UserError
 
 
@@ -56,22 +56,12 @@ def _find_shards(folder: Path) -> dict[str, set[str]]:
         found = f" (there is {others[0]})" if others else ""
         raise UserError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{found}; write them with `save_pretrained`")
     shards: dict[str, set[str]] = {}
-    for key, name in _read_weight_map(index).items():
-        shards.setdefault(name, set()).add(key)
+    for key, path in read_weight_map(index).items():
+        shards.setdefault(path.name, set()).add(key)
     for name in sorted(shards):
-        if not file_of_index(index, name).is_file():
+        if not (folder / name).is_file():
             raise UserError(f"{index} names the shard {name}, which is not in that folder; copy it there")
     return dict(sorted(shards.items()))
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    content = read_json(path)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not (weight_map and isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
-        raise UserError(
-            f"{path} is not an index of shards, with weight_map from tensors to files; save the checkpoint again"
-        )
-    return weight_map
 
 
 def _read_header(path: Path) -> tuple[Counter[str], dict[str, Sequence[int]]]:

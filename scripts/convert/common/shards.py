@@ -84,10 +84,8 @@ def cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes tensors `[...]` by name to a file that appears when it is complete."""
-    unfinished = path.with_name(path.name + ".part")
+    """Writes tensors `[...]` by name to a file, in a folder that appears when it is complete."""
     try:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-        unfinished.replace(path)
+        save_file(tensors, path, metadata={"format": "pt"})
     except (SafetensorError, OSError) as error:
         raise UserError(f"cannot write {path.name}: {error}; is the disk full?") from error

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...common.checkpoint_files import file_of_index, read_json, require_inside
+from ...common.checkpoint_files import read_weight_map, require_inside
 from ...common.errors import UserError, first_line
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -120,7 +120,7 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         if (single := folder / f"{stem}{suffix}").is_file():
             return [require_inside(single)], {}
         if (index := folder / f"{stem}{suffix}.index.json").is_file():
-            placed = _read_index(index)
+            placed = read_weight_map(index)
             return _require_files(sorted(set(placed.values())), index.name), placed
         found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
         if found:
@@ -160,17 +160,6 @@ def _require_stored(path: Path, key: str, tensor: Tensor) -> None:
             f"{key} in {path} has shape {tuple(tensor.shape)}, but the file does not store all of its elements; "
             "save it again as a contiguous tensor"
         )
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    """The file in which an index of shards places each tensor."""
-    content = read_json(path)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{path} is no index of shards; copy or save the checkpoint again")
-    if not weight_map:
-        raise UserError(f"{path} names no weights; copy or save the checkpoint again")
-    return {key: file_of_index(path, name) for key, name in weight_map.items()}
 
 
 def _complete_numbering(found: list[Path]) -> list[Path]:

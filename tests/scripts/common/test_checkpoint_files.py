@@ -10,10 +10,10 @@ from dynattn.scripts.common.checkpoint_files import (
     TOKENIZER_CONFIG,
     check_sizes,
     copy_files,
-    file_of_index,
     file_sizes,
     matching_files,
     read_json,
+    read_weight_map,
     require_inside,
 )
 from dynattn.scripts.common.errors import UserError, refusal_of
@@ -102,10 +102,16 @@ def test_sizes_fit_the_tensors() -> None:
 
 def test_names_in_an_index(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
-    assert file_of_index(index, "model-é.safetensors") == tmp_path / "model-é.safetensors"
+    index.write_text(json.dumps({"weight_map": {"a": "model-é.safetensors"}}))
+    assert read_weight_map(index) == {"a": tmp_path / "model-é.safetensors"}
     for name in ("é" * 200, "..", "a/b", None):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(UserError, match="no file name in that folder"):
-            file_of_index(index, name)
+            read_weight_map(index)
+    for content, message in (([], "is no index"), ({"weight_map": 1}, "is no index"), ({"weight_map": {}}, "names no")):
+        index.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=message):
+            read_weight_map(index)
 
 
 def test_reasons_are_sentences_or_name_their_kind() -> None:

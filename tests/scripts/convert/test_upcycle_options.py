@@ -131,7 +131,7 @@ def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFi
         (("--layer-types", "LG"), "--sliding-window"),
         (("--sliding-window", "4"), "--layer-types"),
         (("--sliding-window", "0"), "at least 1"),
-        (("--seed", "-1"), "negative"),
+        (("--seed", "-1"), "seed=-1 must be between 0 and"),
         (("--reverse", "--rank", "3"), "leave out --reverse"),
         (("--reverse",), "holds a 'gpt_neox' model"),
         (("--revision", "main"), "is a folder"),

@@ -354,7 +354,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "wrong shard": (swap_shards, "which lacks it"),
     "bad index": (
         lambda folder: shard(folder) and (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
-        "is not an index",
+        "names no weights",
     ),
     "other shape": (lambda folder: set_config(folder, intermediate_size=64), "config.json|does not load"),
     "weight lost": (lose_weight, "lacks model.norm.weight"),
