@@ -25,12 +25,15 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         UserError: this version of Transformers is not supported, or it refuses the options or the model.
+        KeyboardInterrupt: a signal ended the server.
     """
     try:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         server.build_server = build_telling_server
         app(["serve", *argv], standalone_mode=False)
+    except click.Abort as stopped:  # Click's own name for what a signal raised
+        raise stopped.__cause__ or KeyboardInterrupt from None
     except click.ClickException as error:
         raise UserError(error.format_message()) from error
     except (ImportError, ValueError, OSError) as error:
@@ -52,13 +55,22 @@ def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
     """Transformers' application, changed so that clients learn which model it serves, and why a request failed.
 
     Otherwise a client would get an internal error without a message, which would only be in the log. The first argument
-    is Transformers' `ModelManager`.
+    is Transformers' `ModelManager`, which is shut down when the server ends. With it ends the thread of continuous
+    batching, which Transformers leaves running, so that the process would never end.
     """
-    args[0].get_gen_models = partial(list_models, args[0])
+    manager, state = args[0], kwargs["generation_state"]
+    manager.get_gen_models = partial(list_models, manager)
+    manager.shutdown = partial(shut_down, manager, state)
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
+
+
+def shut_down(manager: Any, state: Any) -> None:
+    """Ends the thread that computes requests together, and frees the models."""
+    state.shutdown()
+    type(manager).shutdown(manager)
 
 
 def list_models(manager: Any) -> list[dict[str, Any]]:

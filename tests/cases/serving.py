@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -45,15 +46,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(command: Sequence[str], port: int, folder: Path) -> Iterator[None]:
+def running_server(
+    command: Sequence[str], port: int, folder: Path, stderr: TextIO | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a command in a folder until the end of the block, which begins when its server answers."""
-    with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr) as server:
         try:
             wait_for(f"http://127.0.0.1:{port}/health", server)
-            yield
+            yield server
         finally:
             server.terminate()
-            server.wait(30)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                raise
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,7 @@
 """`dynattn serve` over loopback: chat completions, streamed and at once, are the tokens of `generate`."""
 
 import json
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -111,6 +112,26 @@ def test_rcmha_is_refused_with_our_message(port: int, tmp_path: Path) -> None:
         ask(port, folder, "hello")
     assert refused.value.code == 400
     assert "continuous batching keeps only keys and values of earlier tokens" in refused.value.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_has_answered(
+    number: int, composed: tuple[PreTrainedModel, str], tmp_path: Path
+) -> None:
+    """The thread of continuous batching starts with the first request."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    port, log = free_port(), tmp_path / "log"
+    words = ["serve", composed[1], "--continuous-batching", "--port", str(port), "--cb-num-blocks", "64"]
+    with log.open("w") as errors:
+        command = [sys.executable, "-m", "dynattn.scripts.cli", *words]
+        with running_server(command, port, tmp_path, stderr=errors) as server:
+            assert ask(port, composed[1], "hello")
+            server.send_signal(number)
+            assert server.wait(30) == 128 + number
+    lines = log.read_text().splitlines()
+    assert lines[-1] == ("stopped by SIGTERM" if number == signal.SIGTERM else "interrupted")
+    assert not any("Traceback" in line for line in lines)
 
 
 def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
