@@ -44,7 +44,7 @@ class DCBartConfig(CompositionConfig):
     """
 
     model_type = "dcbart"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 512

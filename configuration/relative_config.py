@@ -27,7 +27,7 @@ class RelativeConfig(PortableConfig):
             the attention probabilities.
     """
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     head_dim: int | None = None
     attention_type: str = "rcmha"

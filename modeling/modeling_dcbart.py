@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
+from .common.cache_name import NEW, OLD, takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import check_padding_token
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
@@ -66,6 +67,7 @@ class DCBartDecoderLayer(DCBartLayer):
         )
         self.cross_attn_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -98,7 +100,7 @@ class DCBartPreTrainedModel(ComposedPreTrainedModel):
 
     config: DCBartConfig
     _no_split_modules = ["DCBartEncoderLayer", "DCBartDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [OLD, NEW]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

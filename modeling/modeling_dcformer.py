@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
+from .common.cache_name import takes_either_name
 from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
@@ -49,6 +50,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,

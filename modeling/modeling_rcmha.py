@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
+from .common.cache_name import takes_either_name
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
@@ -39,6 +40,7 @@ class RCMHADecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,

@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
+from .common.cache_name import NEW, OLD, takes_either_name
 from .common.encoder import check_padding_token
 from .common.packed_documents import packed_starts
 from .common.relative_model import RelativePreTrainedModel
@@ -51,6 +52,7 @@ class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqEncoderLayer):
         self.cross_attn = RCMHACrossAttention(config, layer_idx)
         self.cross_attn_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
+    @takes_either_name
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -89,7 +91,7 @@ class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
 
     config: RCMHASeq2SeqConfig
     _no_split_modules = ["RCMHASeq2SeqEncoderLayer", "RCMHASeq2SeqDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [OLD, NEW]
 
 
 class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):

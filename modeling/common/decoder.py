@@ -10,6 +10,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
+from .cache_name import NEW, OLD, named_cache, takes_either_name
 from .decoder_inputs import (
     DecoderArguments,
     DecoderInputs,
@@ -23,7 +24,7 @@ from .family_model import FamilyPreTrainedModel
 class DecoderPreTrainedModel(FamilyPreTrainedModel):
     """Flags that hold for every decoder."""
 
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [OLD, NEW]
 
     @property
     def supports_paged_cache(self) -> bool:
@@ -48,6 +49,7 @@ class DecoderBody:
     layers: nn.ModuleList
     norm: nn.Module
 
+    @takes_either_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -88,14 +90,15 @@ class DecoderBody:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=inputs.masks[layer_type],
-                past_key_values=inputs.past_key_values,
                 use_cache=use_cache,
                 implementation=implementation,
+                **named_cache(inputs.past_key_values),
                 **layer_arguments[layer_type],
                 **kwargs,
             )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=inputs.past_key_values if use_cache else None
+            last_hidden_state=self.norm(hidden_states),
+            **named_cache(inputs.past_key_values if use_cache else None),
         )
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:

@@ -11,6 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
+from .cache_name import named_cache
 from .packed_documents import not_before_document, packed_starts, starts_by_borders
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
@@ -220,8 +221,8 @@ def make_causal_masks(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=given.attention_mask,
-            past_key_values=given.past_key_values,
             and_mask_function=apart,
+            **named_cache(given.past_key_values),
         )
         for layer_type in sorted(set(config.layer_types))
     }

@@ -21,6 +21,7 @@ from ..serving.requirements import (
     new_token_limit,
     with_defaults_of,
 )
+from .cache_name import cache_in, named_cache, takes_either_name
 
 
 class CausalLMHead:
@@ -97,13 +98,14 @@ class CausalLMHead:
         Raises:
             ValueError: the cache holds tokens.
         """
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if cache is not None and (held := int(cache.get_seq_length())):
             raise ValueError(
                 f"past_key_values holds {held} tokens, and assisted decoding would append them again; start without it"
             )
         return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
@@ -163,9 +165,9 @@ class CausalLMHead:
         return CausalLMOutputWithPast(
             loss=loss,
             logits=None if skip_logits else logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **named_cache(cache_in(outputs)),
         )
 
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..caches.composed_cache import ComposedLayerMixin
 from ..positions.rotary import batch_dependent_rope
 from .activation_checkpointing import check_keeps_cache
+from .cache_name import named_cache
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         attention_mask[row, -len(prompt) :] = 1
     if max(lengths) > 1:
         fill(model, cache, input_ids, [length - 1 for length in lengths])
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+    return {"input_ids": input_ids, "attention_mask": attention_mask, **named_cache(cache)}
 
 
 def fill(model: Any, cache: Cache, input_ids: Tensor, lengths: Sequence[int]) -> None:

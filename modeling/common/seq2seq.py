@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.import_utils import is_tracing
 
 from ..ops.chunked_loss import IGNORED
+from .cache_name import cache_in, named_cache, takes_either_name
 from .decoder_inputs import is_complete_mask
 from .encoder import EncoderBody
 from .encoder_heads import check_token_labels
@@ -66,6 +67,7 @@ class Seq2SeqBody:
         expanded = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
         return expanded if all_submodels else {**expanded, **self._tied_weights_keys}
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
@@ -123,13 +125,13 @@ class Seq2SeqBody:
         )
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
-            past_key_values=decoded.past_key_values,
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
             encoder_last_hidden_state=encoder_outputs.last_hidden_state,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
+            **named_cache(cache_in(decoded)),
         )
 
 
@@ -155,6 +157,7 @@ class Seq2SeqLMHead:
         self.loss_type = "ForMaskedLM"
         self.post_init()
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,

@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..caches.key_places import key_count
 from ..layers.attention_interface import implementation_for
+from .cache_name import named_cache, takes_either_name
 from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
 
 
@@ -34,6 +35,7 @@ class Seq2SeqDecoderBody:
     # would hide that of the family's class, which comes later among the bases.
     add_positions: Callable[[Tensor, Tensor], Tensor]
 
+    @takes_either_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -80,15 +82,15 @@ class Seq2SeqDecoderBody:
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,
-                past_key_values=cache,
                 use_cache=use_cache,
                 implementation=implementation,
+                **named_cache(cache),
                 **masks,
                 **arguments,
                 **kwargs,
             )
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.norm(hidden_states), past_key_values=cache if use_cache else None
+            last_hidden_state=self.norm(hidden_states), **named_cache(cache if use_cache else None)
         )
 
     def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
@@ -131,7 +133,7 @@ class Seq2SeqDecoderBody:
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=None if cache is None else cache.self_attention_cache,
+                **named_cache(None if cache is None else cache.self_attention_cache),
             ),
             "encoder_attention_mask": create_bidirectional_mask(
                 config=self.config,

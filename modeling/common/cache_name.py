@@ -1,0 +1,48 @@
+"""The two names of a model's cache: `past_key_values` in Transformers before 5.24, and `cache` from then on.
+
+The code of this package says `past_key_values`. What it passes to Transformers, and what models return, has the name of
+the installed version; models and layers take both.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Any
+
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+OLD, NEW = "past_key_values", "cache"
+CACHE_NAME = NEW if NEW in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
+
+
+def named_cache(cache: Any) -> dict[str, Any]:
+    """Keyword arguments with which a function or an output of Transformers gets a cache."""
+    return {CACHE_NAME: cache}
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache in the output of a model, or among arguments of Transformers; None if there is none."""
+    return arguments.get(CACHE_NAME)
+
+
+def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with the argument `past_key_values` that takes it as `cache`, too.
+
+    `cache` may also be the paged cache of a serving engine, which is no `Cache` and is left alone.
+
+    Raises:
+        ValueError: both are given.
+    """
+
+    @wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get(NEW), Cache | list | tuple):
+            if kwargs.get(OLD) is not None:
+                raise ValueError(f"{NEW} and {OLD} are two names of the same argument; give one of them")
+            kwargs[OLD] = kwargs.pop(NEW)
+        elif kwargs.get(NEW, self) is None:
+            del kwargs[NEW]
+        return forward(self, *args, **kwargs)
+
+    return renamed
