@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
-from .common.cache_name import NEW, OLD, takes_either_name
+from .caches.names import NEW, OLD, takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import check_padding_token
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias

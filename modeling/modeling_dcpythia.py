@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcpythia import DCPythiaConfig
-from .common.cache_name import takes_either_name
+from .caches.names import takes_either_name
 from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention

@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_rcmha import RCMHAConfig
+from .caches.names import takes_either_name
 from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
-from .common.cache_name import takes_either_name
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead

@@ -11,9 +11,9 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
+from .caches.names import NEW, OLD, takes_either_name
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
-from .common.cache_name import NEW, OLD, takes_either_name
 from .common.encoder import check_padding_token
 from .common.packed_documents import packed_starts
 from .common.relative_model import RelativePreTrainedModel

@@ -8,9 +8,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..caches.names import NEW, OLD, named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
-from .cache_name import NEW, OLD, named_cache, takes_either_name
 from .decoder_inputs import (
     DecoderArguments,
     DecoderInputs,
@@ -84,6 +84,7 @@ class DecoderBody:
         inputs = self.prepare_inputs(given)
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)
         implementation = implementation_for(self.config, kwargs)
+        passed = named_cache(inputs.past_key_values) | kwargs  # which may hold the paged cache of a serving engine
         # `generate(assistant_early_exit=n)` drafts with the first layers: it changes `num_hidden_layers` for a while.
         layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         for layer, layer_type in zip(self.layers, layer_types, strict=False):
@@ -92,9 +93,8 @@ class DecoderBody:
                 attention_mask=inputs.masks[layer_type],
                 use_cache=use_cache,
                 implementation=implementation,
-                **named_cache(inputs.past_key_values),
                 **layer_arguments[layer_type],
-                **kwargs,
+                **passed,
             )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),

@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
-from .cache_name import named_cache
+from ..caches.names import named_cache
 from .packed_documents import not_before_document, packed_starts, starts_by_borders
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {

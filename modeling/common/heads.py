@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import chunked_causal_loss
 from ..serving.requirements import (
     TRANSFORMERS,
@@ -21,7 +22,6 @@ from ..serving.requirements import (
     new_token_limit,
     with_defaults_of,
 )
-from .cache_name import cache_in, named_cache, takes_either_name
 
 
 class CausalLMHead:

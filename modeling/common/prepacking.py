@@ -9,9 +9,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import ComposedLayerMixin
+from ..caches.names import named_cache
 from ..positions.rotary import batch_dependent_rope
 from .activation_checkpointing import check_keeps_cache
-from .cache_name import named_cache
 
 
 @torch.no_grad()

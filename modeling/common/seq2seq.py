@@ -16,8 +16,8 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 from transformers.utils.import_utils import is_tracing
 
+from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
-from .cache_name import cache_in, named_cache, takes_either_name
 from .decoder_inputs import is_complete_mask
 from .encoder import EncoderBody
 from .encoder_heads import check_token_labels

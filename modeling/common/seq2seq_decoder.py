@@ -15,8 +15,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..caches.key_places import key_count
+from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
-from .cache_name import named_cache, takes_either_name
 from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
 
 

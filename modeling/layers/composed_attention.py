@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..caches.names import layers_write_paged_cache
 from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
 from ..ops.dcmha.composition import Composition
 from ..ops.modes import autocast
@@ -153,6 +154,8 @@ class ComposedAttention(nn.Module):
             query, key, phases = self._turn(query, key, hidden_states, cache, token_mask)
             key, value, factors = self._remember(key, value, factors, cache, phases)
             key = key[..., : self.head_dim]
+            if layers_write_paged_cache(kwargs):
+                key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
         stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
         output, weights = self._attention(implementation)(
             self,

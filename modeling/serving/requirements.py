@@ -10,7 +10,7 @@ from packaging.version import Version
 from ..positions.rotary import rotating_types
 
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
-TRANSFORMERS = ("5.23", "5.24")
+TRANSFORMERS = ("5.23", "5.25")
 
 # What `generate` does and continuous batching does not, and the value at which it does nothing, as it does with None.
 # Some are other ways of generating, others read all tokens of a request, of which the engine passes on those of a step.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from dynattn.modeling.caches.names import cache_in, named_cache
 from dynattn.modeling.caches.segment_memory import upgrade_to_memory_cache
 
 from .errors import UserError
@@ -98,8 +99,8 @@ class StreamMemory(CarriedMemory):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
         """The loss `[]` of segments `[B, T]` that continue those which `micro_batch` read in the update before."""
-        output = model(**batch, past_key_values=self.caches[micro_batch], use_cache=True)
-        self.caches[micro_batch] = output.past_key_values
+        output = model(**batch, use_cache=True, **named_cache(self.caches[micro_batch]))
+        self.caches[micro_batch] = cache_in(output)
         return output.loss
 
     def empty_copy(self) -> "StreamMemory":

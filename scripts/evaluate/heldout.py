@@ -14,6 +14,8 @@ import evaluate
 from datasets import Dataset, DatasetDict
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from dynattn.modeling.caches.names import named_cache
+
 from ..common.builtin_corpus import builtin_documents
 from .windows import encode_document, predict, segments, windows
 
@@ -43,7 +45,7 @@ def score_documents(
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
             tokens = encode_document(tokenizer, document)
-            memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
+            memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
             parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, max_length)
             for inputs, targets in parts:
                 predictions, log_probs = predict(model, inputs, targets, **memory)

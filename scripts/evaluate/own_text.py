@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from dynattn.modeling.caches.names import named_cache
+
 from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
@@ -102,7 +104,7 @@ def score_texts(
     nats, depths = [], []
     for document in documents:
         tokens = encode_document(tokenizer, document)
-        memory = {"past_key_values": DynamicCache(config=model.config)} if carry_memory else {}
+        memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
         stride = max(1, max_length // 2)
         parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
         scores: list[float] = []

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from dynattn.modeling.caches.names import named_cache
+
 from ..common.checkpoint_loading import refuse_nan
 from ..common.token_streams import IGNORE_INDEX, TokenStreams
 
@@ -41,7 +43,7 @@ def _roll_batch(model: PreTrainedModel, texts: Sequence[Tensor], segment: int) -
     memory = DynamicCache(config=model.config)
     total = torch.zeros(len(texts), dtype=torch.float64)
     for part, wanted in TokenStreams(inputs, targets, segment):
-        logits = model(part, past_key_values=memory).logits.float()
+        logits = model(part, **named_cache(memory)).logits.float()
         refuse_nan(logits)
         nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORE_INDEX, reduction="none")
         total -= nats.double().sum(1).cpu()

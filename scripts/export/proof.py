@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from dynattn.modeling.caches.names import cache_in
+
 from ..common.errors import UserError
 from ..common.rounding import NOISE_MULTIPLE, largest, rounding_error
 from .formats import Format
@@ -109,7 +111,7 @@ def generate_greedily(prefill: Call, decode: Call, prompt: Tensor, mask: Tensor,
         tokens.append(logits[-1].argmax(dim=-1, keepdim=True))
         mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
         if len(tokens) < count:
-            outputs = decode(**graph_inputs(tokens[-1], mask, outputs.past_key_values))
+            outputs = decode(**graph_inputs(tokens[-1], mask, cache_in(outputs)))
     return Generated(torch.cat(tokens, dim=1), torch.stack(logits, dim=1))
 
 

@@ -53,7 +53,7 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
     plain = model(tokens, **target, **cached)
     answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask, **target)[0], mask)}
-    if plain.get("past_key_values") is not None:
+    if _cache_of(plain) is not None:
         answers["cached"] = _decode(model, tokens)
     if model.can_generate():
         answers["generated"] = model.generate(
@@ -134,6 +134,11 @@ def main(job_file: str) -> None:
     save_file(copy_answers, job["copy_answers"])
 
 
+def _cache_of(output: Any) -> Any:
+    """The cache in a model's output, which Transformers calls `cache` since 5.24; None if there is none."""
+    return next((output[name] for name in ("cache", "past_key_values") if name in output), None)
+
+
 def _probe_tokens(model: Any) -> Tensor:
     """Random tokens `[B, T]`; one row if the model does not generate.
 
@@ -173,7 +178,7 @@ def _decode(model: Any, tokens: Tensor) -> Tensor:
     step = model(**source, **{name: sequence[:, :prompt]}, use_cache=True)
     outputs = [step[0]]
     for token in sequence[:, prompt:].split(1, dim=1):
-        step = model(**source, **{name: token}, past_key_values=step.past_key_values, use_cache=True)
+        step = model(**source, **{name: token}, past_key_values=_cache_of(step), use_cache=True)
         outputs.append(step[0])
     return torch.cat(outputs, dim=1)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dynattn.modeling.caches.names import named_cache
 from dynattn.modeling.ops.dcmha.attention import COMPOSING
 
 from ..harness.accuracy import Results
@@ -47,7 +48,7 @@ def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callabl
     length = tokens.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length)
     with torch.no_grad():
-        model(input_ids=tokens[:, :-1], past_key_values=cache)
+        model(input_ids=tokens[:, :-1], **named_cache(cache))
     forward = torch.compile(model.forward) if compiles else model.forward
     composed = [layer.factors for layer in cache.layers if hasattr(layer, "factors")]
     counts = [vars(layer)["cumulative_length"] for layer in (*cache.layers, *composed)]
@@ -56,7 +57,7 @@ def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callabl
         for count in counts:
             count.fill_(length - 1)
         with torch.no_grad():
-            return {"output": forward(input_ids=tokens[:, -1:], past_key_values=cache).logits}
+            return {"output": forward(input_ids=tokens[:, -1:], **named_cache(cache)).logits}
 
     return step
 
@@ -66,11 +67,11 @@ def growing_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
     model.eval()
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=tokens[:, :-1], past_key_values=cache)
+        model(input_ids=tokens[:, :-1], **named_cache(cache))
 
     def step() -> Results:
         with torch.no_grad():
-            logits = model(input_ids=tokens[:, -1:], past_key_values=cache).logits
+            logits = model(input_ids=tokens[:, -1:], **named_cache(cache)).logits
         cache.crop(-1)
         return {"output": logits}
 

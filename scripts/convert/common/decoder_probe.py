@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from dynattn.modeling.caches.names import NEW, OLD, cache_in, named_cache
+
 from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
 from .model_loading import quiet_loading
@@ -24,7 +26,7 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     Raises:
         UserError: it cannot run in one of them.
     """
-    if "past_key_values" not in signature(model.forward).parameters:
+    if not {OLD, NEW} & signature(model.forward).parameters.keys():
         raise UserError(f"{type(model).__name__} has no cache of keys and values; such models are not compared here")
     full = model(ids, use_cache=False).logits
     padded, decoded = _padded_logits(model, ids), _decoded_logits(model, ids)
@@ -54,7 +56,7 @@ def _decoded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     output = model(ids[:, : length - DECODED], use_cache=True)
     decoded = []
     for position in range(length - DECODED, length):
-        output = model(ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True)
+        output = model(ids[:, position : position + 1], use_cache=True, **named_cache(cache_in(output)))
         decoded.append(output.logits)
     return torch.cat(decoded, dim=1)
 

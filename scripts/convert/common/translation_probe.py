@@ -5,6 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from dynattn.modeling.caches.names import cache_in, named_cache
+
 from .decoder_probe import make_probe
 from .probe import Answers, Probe, rounding_between
 
@@ -54,8 +56,8 @@ def _decoded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> T
     """Logits `[2, T, V]` as `_logits`, decoded token by token from a cache."""
     cache, encoded, logits = None, model.get_encoder()(input_ids=source), []
     for token in target.split(1, dim=1):
-        output = model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(encoder_outputs=encoded, decoder_input_ids=token, use_cache=True, **named_cache(cache))
+        cache = cache_in(output)
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dynattn import RCMHAConfig
+from dynattn.modeling.caches.names import named_cache
 
 from ...common.rounding import largest
 from ..common.logits_check import LogitsCheck, compare
@@ -60,7 +61,7 @@ def by_segments(config: RCMHAConfig) -> RCMHAConfig:
 def segment_logits(model: PreTrainedModel, segments: Sequence[Tensor]) -> Tensor:
     """Logits `[sum of T, V]` of consecutive segments `[T]`."""
     memory = DynamicCache(config=model.config)
-    return torch.cat([model(ids[None], past_key_values=memory, use_cache=True).logits[0] for ids in segments])
+    return torch.cat([model(ids[None], use_cache=True, **named_cache(memory)).logits[0] for ids in segments])
 
 
 def probe(config: OfficialRCMHAConfig, reach: int, parameters: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ....configuration.configuration_rcmha import RCMHAConfig
+from ....modeling.caches.names import cache_in, named_cache
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.environment import hardware, versions
 from ...common.token_streams import TokenStreams
@@ -128,9 +129,9 @@ def read_segment(
     model: nn.Module, inputs: Tensor, targets: Tensor, memory: Cache | None
 ) -> tuple[Tensor, Tensor, Cache]:
     """Logits `[B, T, V]` of a segment `[B, T]`, their mean loss `[]`, and the memory for the next segment."""
-    output = model(input_ids=inputs, past_key_values=memory, use_cache=True)
+    output = model(input_ids=inputs, use_cache=True, **named_cache(memory))
     loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-    return output.logits, loss, output.past_key_values
+    return output.logits, loss, cache_in(output)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

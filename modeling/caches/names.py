@@ -26,6 +26,14 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return arguments.get(CACHE_NAME)
 
 
+def layers_write_paged_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a layer with these arguments has to write into the cache of Transformers' continuous batching.
+
+    Before 5.24 the attention functions of Transformers do that.
+    """
+    return CACHE_NAME == NEW and arguments.get(NEW) is not None
+
+
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A method with the argument `past_key_values` that takes it as `cache`, too.
 
