@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM, prepack
+from dynattn.modeling.caches.names import cache_in
 from dynattn.modeling.common.prepacking import first_fit
 
 LENGTHS = (31, 1, 17, 2, 12, 30, 7)
@@ -73,7 +74,7 @@ def test_every_kind_of_cache_can_be_filled(kind: str) -> None:
     model, prompts = make_model().double(), make_prompts()
     cache = StaticCache(model.config, max_cache_len=64) if kind == "static" else DynamicCache()
     inputs = prepack(model, prompts, cache)
-    assert inputs["past_key_values"] is cache
+    assert cache_in(inputs) is cache
     beams = {"num_beams": 3} if kind == "beams" else {}
     if beams:
         cache.batch_repeat_interleave(3)
@@ -91,7 +92,7 @@ def test_beams_need_rows_for_each_of_them(fields: dict[str, Any]) -> None:
 def test_prompts_of_one_token_need_no_pass() -> None:
     model = make_model().double()
     inputs = prepack(model, [torch.tensor([5]), torch.tensor([9])])
-    assert inputs["past_key_values"].get_seq_length() == 0
+    assert cache_in(inputs).get_seq_length() == 0
     assert torch.equal(generate(model, inputs)[0], generate(model, pad([torch.tensor([5]), torch.tensor([9])]))[0])
 
 

@@ -345,14 +345,14 @@ def test_quantised_caches_and_angles_that_depend_on_other_requests_are_refused()
         make_model(rope_parameters=rope).init_continuous_batching(GREEDY)
 
 
-@pytest.mark.parametrize("installed", ["5.17.0", "5.22.3", "5.24.0", "6.0.0"])
+@pytest.mark.parametrize("installed", ["5.17.0", "5.22.3", "5.25.0", "6.0.0"])
 def test_other_versions_of_transformers_are_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "version", lambda name: installed)
-    with pytest.raises(ImportError, match=rf"made for transformers>=5.23,<5.24, and {installed} is installed; pip"):
+    with pytest.raises(ImportError, match=rf"made for transformers>=5.23,<5.25, and {installed} is installed; pip"):
         make_model().generate_batch([[1]], GREEDY)
 
 
-@pytest.mark.parametrize("installed", ["5.23.0", "5.23.4", "5.23.0.dev0"])
+@pytest.mark.parametrize("installed", ["5.23.0", "5.24.4", "5.23.0.dev0"])
 def test_known_versions_of_transformers_pass(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "version", lambda name: installed)
     requirements.check_engine("transformers", *requirements.TRANSFORMERS)

@@ -6,13 +6,14 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dynattn.modeling.caches.names import cache_in, named_cache
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.paired import paired_difference
@@ -85,11 +86,12 @@ def test_a_model_that_diverged_has_no_accuracy():
 class Counter(nn.Module):
     """Predicts that the next token is one more, with probability 1/2; its memory is how many segments it read."""
 
-    def forward(self, input_ids: Tensor, past_key_values: int | None, use_cache: bool) -> SimpleNamespace:
-        self.memories = [*getattr(self, "memories", []), past_key_values]
+    def forward(self, input_ids: Tensor, use_cache: bool, **memory: int | None) -> CausalLMOutputWithPast:
+        count = cache_in(memory)
+        self.memories = [*getattr(self, "memories", []), count]
         one_more = nn.functional.one_hot((input_ids + 1) % 5, 5)
         probabilities = one_more * 0.5 + (1 - one_more) * 0.125
-        return SimpleNamespace(logits=probabilities.log(), past_key_values=(past_key_values or 0) + 1)
+        return CausalLMOutputWithPast(logits=probabilities.log(), **named_cache((count or 0) + 1))
 
 
 def test_scoring_carries_memory_and_counts_every_target_once():
