@@ -1,6 +1,6 @@
 """Which versions of Python, PyTorch and Transformers the package works with, each in an environment of its own.
 
-    python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.23
+    python -m tests.package.version_matrix --rows 3.11/2.11/5.17 3.13/2.13/5.24
 
 uv finds or downloads the Python of a row, and installs the newest patch releases. The package index has torch for CUDA
 alone, which brings several gigabytes of libraries along; they are shared by the rows. Rows that the record holds
@@ -25,7 +25,7 @@ from dynattn.scripts.common.environment import hardware
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "model_cards/records/compatibility"
-ROWS = ("3.11/2.11/5.17", "3.11/2.13/5.17", "3.12/2.15/5.23", "3.13/2.12/5.20", "3.13/2.13/5.23")
+ROWS = ("3.11/2.11/5.17", "3.11/2.13/5.17", "3.12/2.15/5.23", "3.13/2.12/5.20", "3.13/2.13/5.24")
 TOOLS = ("pytest>=9.0", "peft>=0.18", "hypothesis>=6.150", "setuptools>=77")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy", "triton")
 # What stands for each promise; the whole suite in each environment would take hours.
