@@ -7,11 +7,12 @@ the installed version; models and layers take both.
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 OLD, NEW = "past_key_values", "cache"
 CACHE_NAME = NEW if NEW in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
 
@@ -34,7 +35,7 @@ def layers_write_paged_cache(arguments: Mapping[str, Any]) -> bool:
     return CACHE_NAME == NEW and arguments.get(NEW) is not None
 
 
-def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+def takes_either_name(forward: Forward) -> Forward:
     """A method with the argument `past_key_values` that takes it as `cache`, too.
 
     `cache` may also be the paged cache of a serving engine, which is no `Cache` and is left alone.
@@ -53,4 +54,4 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
             del kwargs[NEW]
         return forward(self, *args, **kwargs)
 
-    return renamed
+    return cast(Forward, renamed)
