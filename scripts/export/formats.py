@@ -25,6 +25,7 @@ class Format:
         options: fields of the exporter's configuration.
         runtime_options: further arguments with which the proof loads the graphs.
         patches: a module of this folder whose patches the exporter needs.
+        is_pickled: whether files of the format can run code when they are loaded.
         most_rows: the largest batch size, for a format that plans memory for the largest inputs; None without a limit.
     """
 
@@ -34,6 +35,7 @@ class Format:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     runtime_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     patches: str | None = None
+    is_pickled: bool = False
     most_rows: int | None = None
 
     def make_exporter(self) -> "HfExporter":
@@ -59,7 +61,7 @@ class Format:
 
 FORMATS = MappingProxyType(
     {
-        "torch": Format("DynamoExporter", "DynamoConfig"),
+        "torch": Format("DynamoExporter", "DynamoConfig", is_pickled=True),
         "onnx": Format("OnnxExporter", "OnnxConfig", extra="export"),
         # Not stateful, so that the decoding graph can take the cache that the prefill graph returns.
         # On processors with bfloat16, OpenVINO computes in it by default, and the proof would reject its logits.

@@ -14,10 +14,12 @@ from cases.models import make_model
 from transformers import DynamicCache, PreTrainedModel
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.caches.names import cache_in
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.export.formats import FORMATS
 from dynattn.scripts.export.graphs import dynamic_shapes, exportable_attention, graph_inputs
-from dynattn.scripts.export.proof import Generated, compare, make_prompt
+from dynattn.scripts.export.proof import Generated, compare, load_written, make_prompt
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -68,7 +70,7 @@ def test_graphs_of_torch_take_any_batch_and_length(
         return load(*arguments, weights_only=weights_only, **options)
 
     monkeypatch.setattr(torch, "load", load_weights_only)
-    exporters = pytest.importorskip("transformers.exporters")
+    pytest.importorskip("transformers.exporters")
     destination = tmp_path / "graphs"
     assert export("torch", checkpoint, destination, "--tokens", 6) == 0
     report = capsys.readouterr().out
@@ -78,17 +80,17 @@ def test_graphs_of_torch_take_any_batch_and_length(
     }
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
     model = make("dcformer")
-    graphs = exporters.ExportedModel.from_pretrained(destination, device="cpu").runners
+    graphs = load_written(destination, FORMATS["torch"])
     for rows, length in ((1, 3), (3, 21)):
         ids = torch.randint(97, (rows, length + 1))
         mask = torch.ones_like(ids)
         mask[-1, :1] = 0
         first = graphs["prefill"](**graph_inputs(ids[:, :-1], mask[:, :-1], DynamicCache()))
-        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, first.past_key_values))
+        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, cache_in(first)))
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         expected = model(ids, attention_mask=mask, position_ids=positions).logits
         torch.testing.assert_close(second.logits[:, -1], expected[:, -1], atol=1e-3, rtol=1e-4)
-        assert second.past_key_values.get_seq_length() >= length
+        assert cache_in(second).get_seq_length() >= length
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def test_graphs_of_executorch_take_one_row_or_two_and_as_many_tokens_as_there_ar
         ids = torch.randint(97, (rows, length + 1))
         mask = torch.ones_like(ids)
         first = graphs["prefill"](**graph_inputs(ids[:, :-1], mask[:, :-1], DynamicCache()))
-        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, first.past_key_values))
+        second = graphs["decode"](**graph_inputs(ids[:, -1:], mask, cache_in(first)))
         expected = model(ids).logits
         torch.testing.assert_close(second.logits[:, -1], expected[:, -1], atol=1e-3, rtol=1e-4)
 
