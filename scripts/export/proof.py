@@ -1,6 +1,6 @@
 """The proof of an export: the runtime generates greedily from the written graphs, and PyTorch from the checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -76,7 +76,7 @@ def prove(folder: Path, target: Format, model: PreTrainedModel, prompt: Tensor, 
     return compare(observed, expected, exact_logits(model, prompt, mask, expected.tokens), prompt.shape[1])
 
 
-def load_written(folder: Path, target: Format) -> dict[str, Call]:
+def load_written(folder: Path, target: Format) -> Mapping[str, Any]:
     """The graphs that this process has written into `folder`, by name, ready to run."""
     from transformers.exporters import ExportedModel
 
