@@ -20,7 +20,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
 
     The prompts are packed side by side into rows as long as the longest of them. `generate` then runs the last token
     of each prompt first: `model.generate(**prepack(model, prompts))` gives what it gives for the prompts padded on the
-    left. For `n` beams or sequences of each prompt call `past_key_values.batch_repeat_interleave(n)` before.
+    left. For `n` beams or sequences of each prompt give a cache and call its `batch_repeat_interleave(n)` before.
 
     Args:
         model: a DCFormer or DCPythia with a head, composed or plain.
@@ -28,8 +28,8 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         past_key_values: an empty cache to fill, by default a `DynamicCache` with the model's windows.
 
     Returns:
-        Keywords of `generate`: `input_ids` and `attention_mask`, both `[B, T]` with padding on the left, and
-        `past_key_values`, which holds `T - 1` tokens of each row.
+        Keywords of `generate`: `input_ids` and `attention_mask`, both `[B, T]` with padding on the left, and under its
+        name in the installed Transformers the cache, which holds `T - 1` tokens of each row.
 
     Raises:
         ValueError: a prompt is empty, the cache is not empty, the rotary embedding depends on the longest prompt, or
