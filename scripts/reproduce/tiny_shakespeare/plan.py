@@ -75,7 +75,7 @@ class Group:
         setting: name of a setting.
         corpus: name of a text.
         variants: fields of the configuration, by name of the variant.
-        baseline: group and variant that every variant is compared with, seed by seed.
+        baseline: group and variant that variants are compared with, seed by seed; see `baseline_of`.
         longer: factor on the updates of the setting.
         patience: as in `Setting`; such a group runs for hours or days, and only when it is asked for by name.
         note: a remark for the readers of the table.
@@ -89,6 +89,12 @@ class Group:
     longer: int = 1
     patience: int | None = None
     note: str = ""
+
+    def baseline_of(self, variant: str) -> tuple[str, str]:
+        """What a variant is compared with: `rcmha, ReLU` with `rcmha` if the group has it, others with `baseline`."""
+        unchanged = variant.partition(",")[0]
+        is_change = unchanged != variant and unchanged in self.variants
+        return (self.baseline[0], unchanged) if is_change else self.baseline
 
 
 PATIENCE = 3

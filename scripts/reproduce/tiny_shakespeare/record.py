@@ -64,7 +64,7 @@ def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | N
         "comparisons": [
             compare(runs, cell, baseline)
             for cell in runs
-            if (baseline := GROUPS[cell[0]].baseline) != cell and baseline in runs
+            if (baseline := GROUPS[cell[0]].baseline_of(cell[1])) != cell and baseline in runs
         ],
         "orders": [order for group in GROUPS if (order := check_order(runs, group))],
         "probe": probe,

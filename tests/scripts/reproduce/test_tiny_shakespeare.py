@@ -103,6 +103,13 @@ def test_scoring_carries_memory_and_counts_every_target_once():
     assert scores == {"accuracy": 38 / 40, "bits_per_character": pytest.approx((38 * 1 + 2 * 3) / 40), "tokens": 40}
 
 
+def test_a_type_with_another_activation_is_compared_with_the_same_type():
+    assert plan.GROUPS["plateau"].baseline_of("rcmha, ReLU") == ("plateau", "rcmha")
+    assert plan.GROUPS["plateau"].baseline_of("rcmha") == ("plateau", "mha")
+    changed = plan.GROUPS["ablations"]
+    assert {changed.baseline_of(variant) for variant in changed.variants} == {changed.baseline}
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [3, 12, 40])
 def test_training_scores_are_of_text_that_was_trained_on(seed: int, steps: int):
