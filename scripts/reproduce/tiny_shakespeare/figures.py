@@ -38,10 +38,12 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
 def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     """Draws validation accuracy as bars with standard deviation and every seed, and the paper's figures beside them."""
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
-    figure, panels = plt.subplots(1, len(groups) + 1, figsize=(3.6 * (len(groups) + 1), 4.2), dpi=150, squeeze=False)
+    cells = {group: [cell for cell in record["cells"] if cell["group"] == group] for group in groups}
+    widths = [*(max(len(cells[group]), len(TYPES)) for group in groups), len(TYPES)]
+    size = (0.9 * sum(widths), 4.2)
+    figure, panels = plt.subplots(1, len(widths), figsize=size, dpi=150, squeeze=False, width_ratios=widths)
     for axes, group in zip(panels[0], groups, strict=False):
-        cells = [cell for cell in record["cells"] if cell["group"] == group]
-        _draw_bars(axes, cells)
+        _draw_bars(axes, cells[group])
         axes.set_title(_title(group), fontsize=9)
         axes.set_ylabel("validation accuracy")
     quoted = record["quoted"]["accuracy"]
