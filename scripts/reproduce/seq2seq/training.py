@@ -1,5 +1,6 @@
 """One run of the study: an encoder-decoder learns a task and is tested on what it has not seen."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -22,7 +22,8 @@ from .names import Names, Pair, edit_distance, load_names
 from .pairs import IGNORED, Batch
 
 # Each use of random numbers has a stream of its own, so that one does not change the others.
-TRAINING, TESTING = 0, 1
+# What is tested on to choose a learning rate is never what is measured.
+TRAINING, TESTING, TUNING = 0, 1, 2
 TEST_BATCH = 128
 
 Outcome = tuple[dict[str, float], dict[str, Any]]
@@ -73,7 +74,8 @@ def run_one(run: Run) -> dict[str, Any]:
         "sizes": asdict(sizes),
         "parameters": model.num_parameters(),
         "flops": forward_flops(model, sizes.longest),
-        "metrics": metrics,
+        # A model that diverged also answers, but says nothing about what it could have learned.
+        "metrics": dict.fromkeys(metrics, math.nan) if math.isnan(metrics["loss"]) else metrics,
         "details": details,
         "cpu_seconds": seconds,
         "hardware": hardware(torch.device("cpu")),
@@ -99,19 +101,23 @@ def run_sequences(run: Run, sizes: TaskSizes) -> tuple[PreTrainedModel, Outcome]
         return model(**draw_pairs(names, rng, sizes.batch // len(names), length)._asdict()).loss
 
     train_steps(model, run.learning_rate, sizes.steps, loss_of)
-    return model, score_sequences(model, sizes)
+    return model, score_sequences(model, sizes, TUNING if run.tuning else TESTING)
 
 
-def score_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
+def score_sequences(model: PreTrainedModel, sizes: TaskSizes, stream: int) -> Outcome:
     """Exact match of trained and of longer lengths, and the loss of the former; in detail by transformation, length.
 
     Every token is predicted from the correct tokens before it. All predictions are right exactly if greedy decoding is.
+    The random numbers of a `stream` and a length, and so its examples, are the same for all runs.
     """
     lengths = range(sizes.shortest, 2 * sizes.longest + 1)
     exact: dict[str, list[float]] = {}
     losses: list[float] = []
     for name in TRANSFORMATIONS:
-        rows = [read_answers(model, draw_pairs([name], scoring_rng(length), sizes.tests, length)) for length in lengths]
+        rows = [
+            read_answers(model, draw_pairs([name], np.random.default_rng([length, stream]), sizes.tests, length))
+            for length in lengths
+        ]
         exact[name] = [right.float().mean().item() for right, _ in rows]
         losses += [loss.item() for (_, loss), length in zip(rows, lengths, strict=True) if length <= sizes.longest]
     trained = sizes.longest - sizes.shortest + 1
@@ -121,11 +127,6 @@ def score_sequences(model: PreTrainedModel, sizes: TaskSizes) -> Outcome:
         "loss": statistics.mean(losses),
     }
     return metrics, {"lengths": list(lengths), "exact": exact}
-
-
-def scoring_rng(length: int) -> Generator:
-    """The random numbers of the tests of a length, the same for all runs."""
-    return np.random.default_rng([length, TESTING])
 
 
 @torch.no_grad()

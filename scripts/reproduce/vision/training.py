@@ -15,12 +15,13 @@ from ...common.environment import hardware, versions
 from ..model_training import count_flops, train_steps
 from ..paired_study.job import Run
 from .arms import PARENT, Shape, continue_parent, make_model
-from .digits import folds, load_digits
+from .digits import FOLDS, load_digits, splits
 from .glyphs import CHARACTERS, SEEN, UNSEEN, draw_glyphs
 from .images import Images
 
-# The seed of the drawings on which models are tested; no run trains with it.
-TEST_SEED = 2**31
+# The seeds of the drawings on which models are tested, by whether the run only chooses a learning rate; no run trains
+# with them. What chooses is never what is measured, or the choice would favor the arms that chance favors there.
+TEST_SEEDS = {False: 2**31, True: 2**31 + 1}
 # Added to a seed for the drawings with which the training of a parent continues.
 MORE_DRAWINGS = 2**30
 TEST_BATCH = 256
@@ -101,12 +102,11 @@ def forward_flops(model: DCViTForImageClassification, image: Tensor) -> int:
 
 
 def run_digits(run: Run, sizes: TaskSizes) -> Metrics:
-    """Cross-validation: every image is tested on once; to choose a learning rate, a single fold is enough."""
+    """Cross-validation; to choose a learning rate, a single model is tested on images apart from these."""
     digits = load_digits()
-    splits = list(folds(digits.labels, run.seed))[: 1 if run.tuning else None]
     tested = []
-    for fold, (train, test) in enumerate(splits):
-        seed = len(splits) * run.seed + fold
+    for fold, (train, test) in enumerate(splits(digits.labels, run.seed, run.tuning)):
+        seed = FOLDS * run.seed + fold
         model = make_model(run.arm, sizes.shape, seed)
         fit(model, digits.take(train), sizes.schedule, run.learning_rate, seed)
         tested.append(losses_and_hits(model, digits.take(test)))
@@ -118,7 +118,7 @@ def run_glyphs(run: Run, sizes: TaskSizes) -> Metrics:
     """Trains on some fonts and tests on others."""
     model = make_model(run.arm, sizes.shape, run.seed)
     fit(model, draw_glyphs(SEEN, sizes.schedule.images, run.seed), sizes.schedule, run.learning_rate, run.seed)
-    return score_glyphs(model, sizes)
+    return score_glyphs(model, sizes.schedule.tests, TEST_SEEDS[run.tuning])
 
 
 def run_upcycled(run: Run, sizes: TaskSizes) -> Metrics:
@@ -127,7 +127,7 @@ def run_upcycled(run: Run, sizes: TaskSizes) -> Metrics:
     model = continue_parent(run.arm, shape, run.seed, trained_parent(shape, schedule, run.seed))
     seed = run.seed + MORE_DRAWINGS
     fit(model, draw_glyphs(SEEN, schedule.images, seed), schedule, run.learning_rate, seed)
-    return score_glyphs(model, sizes)
+    return score_glyphs(model, sizes.schedule.tests, TEST_SEEDS[run.tuning])
 
 
 @functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
@@ -138,11 +138,10 @@ def trained_parent(shape: Shape, schedule: Schedule, seed: int) -> DCViTForImage
     return model
 
 
-def score_glyphs(model: DCViTForImageClassification, sizes: TaskSizes) -> Metrics:
-    """Accuracy and loss on fonts that were never seen, and accuracy on new drawings of the others."""
-    tests = sizes.schedule.tests
-    losses, hits = losses_and_hits(model, draw_glyphs(UNSEEN, tests, TEST_SEED))
-    _, seen = losses_and_hits(model, draw_glyphs(SEEN, tests, TEST_SEED))
+def score_glyphs(model: DCViTForImageClassification, number: int, seed: int) -> Metrics:
+    """Accuracy and loss on `number` drawings of fonts that were never seen, and accuracy on as many of the others."""
+    losses, hits = losses_and_hits(model, draw_glyphs(UNSEEN, number, seed))
+    _, seen = losses_and_hits(model, draw_glyphs(SEEN, number, seed))
     return {"accuracy": hits.mean().item(), "loss": losses.mean().item(), "seen_accuracy": seen.mean().item()}
 
 

@@ -1,5 +1,6 @@
 """The study of encoder-decoders: its arms, its pairs, and runs from end to end."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,29 @@ def test_a_run_tells_costs_and_metrics(task: str, monkeypatch: pytest.MonkeyPatc
         assert result["metrics"]["loss"] > 0
     assert results["cross"]["flops"] > results["plain"]["flops"]
     assert results["cross"]["parameters"] > results["plain"]["parameters"]
+
+
+def test_what_chooses_a_learning_rate_is_not_what_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SIZES[True], "sequences", replace(SIZES[True]["sequences"], shape=TINY, steps=2, tests=4))
+    tested: list[torch.Tensor] = []
+    whole = training.read_answers
+    monkeypatch.setattr(
+        training, "read_answers", lambda model, batch: (tested.append(batch.input_ids), whole(model, batch))[1]
+    )
+    for seed, tuning in ((0, True), (1, True), (2, False), (3, False)):
+        run_one(Run("sequences", "plain", seed, 1e-3, tuning=tuning, quick=True))
+    quarter = len(tested) // 4
+    first, again, measured, repeated = (tested[start * quarter : (start + 1) * quarter] for start in range(4))
+    assert all(map(torch.equal, first, again)) and all(map(torch.equal, measured, repeated))
+    assert not any(map(torch.equal, first, measured))
+
+
+@pytest.mark.parametrize("task", ["sequences", "names"])
+def test_a_run_that_diverged_has_no_metrics(task: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training, "load_names", lambda longest: some_names())
+    monkeypatch.setitem(SIZES[True], task, replace(SIZES[True][task], shape=TINY, steps=2, batch=8, tests=4))
+    metrics = run_one(Run(task, "plain", 0, math.inf, tuning=False, quick=True))["metrics"]
+    assert metrics and all(map(math.isnan, metrics.values()))
 
 
 def test_the_study_is_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path):

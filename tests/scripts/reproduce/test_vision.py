@@ -11,7 +11,7 @@ from dynattn.scripts import cli
 from dynattn.scripts.reproduce.paired_study.job import Run
 from dynattn.scripts.reproduce.vision import training
 from dynattn.scripts.reproduce.vision.arms import ARMS, CONTINUED, CONTRASTS, PARENT, continue_parent, make_model
-from dynattn.scripts.reproduce.vision.digits import FOLDS, folds, load_digits
+from dynattn.scripts.reproduce.vision.digits import FOLDS, load_digits, splits
 from dynattn.scripts.reproduce.vision.glyphs import CHARACTERS, SEEN, UNSEEN, Distortions, draw_glyphs, draw_one
 from dynattn.scripts.reproduce.vision.study import VISION
 from dynattn.scripts.reproduce.vision.training import SIZES, run_one
@@ -58,16 +58,36 @@ def test_arms_of_a_seed_begin_alike_and_the_wide_one_has_as_many_parameters():
 
 def test_folds_test_on_every_image_once_and_never_on_what_they_train_on():
     labels = load_digits().labels
+    [(trained, kept)] = splits(labels, seed=1, tuning=True)
+    assert sorted(torch.cat([trained, kept]).tolist()) == list(range(1797))
     tested = []
-    for train, test in folds(labels, seed=1):
-        assert not set(train.tolist()) & set(test.tolist())
-        assert len(train) + len(test) == len(labels) == 1797
-        assert labels[test].bincount().min() >= 34
+    for train, test in splits(labels, seed=1, tuning=False):
+        assert sorted(torch.cat([train, test]).tolist()) == sorted(trained.tolist()), "without what chooses rates"
+        assert labels[test].bincount().min() >= 27
         tested += test.tolist()
-    assert sorted(tested) == list(range(1797))
-    assert len(list(folds(labels, seed=2))) == FOLDS
+    assert sorted(tested) == sorted(trained.tolist())
+    others = splits(labels, seed=2, tuning=False)
+    assert len(others) == FOLDS and others[0][1].tolist() != tested[: len(others[0][1])]
+    assert torch.equal(splits(labels, seed=2, tuning=True)[0][1], kept), "the same images for all seeds"
     pixels = load_digits().pixels
     assert (pixels.min(), pixels.max()) == (-1, 1)
+
+
+@pytest.mark.parametrize("task", ["glyphs", "upcycled"])
+def test_what_chooses_a_learning_rate_is_not_what_is_measured(task: str, monkeypatch: pytest.MonkeyPatch):
+    sizes = SIZES[True][task]
+    schedule = replace(sizes.schedule, steps=2, batch=8, images=16, tests=62)
+    monkeypatch.setitem(SIZES[True], task, replace(sizes, schedule=schedule))
+    tested: list[torch.Tensor] = []
+    whole = training.losses_and_hits
+    monkeypatch.setattr(
+        training, "losses_and_hits", lambda model, images: (tested.append(images.pixels), whole(model, images))[1]
+    )
+    for seed, tuning in ((0, True), (1, True), (2, False), (3, False)):
+        run_one(Run(task, "norm", seed, 1e-3, tuning=tuning, quick=True))
+    chosen, measured = tested[:4], tested[4:]
+    assert all(torch.equal(a, b) for group in (chosen, measured) for a, b in zip(group[:2], group[2:], strict=True))
+    assert not any(torch.equal(a, b) for a in chosen for b in measured)
 
 
 def test_fonts_of_the_test_are_not_trained_on_and_all_have_all_characters():
