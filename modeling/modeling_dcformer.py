@@ -15,6 +15,7 @@ from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTraine
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.rms_norm import RMSNorm
+from .ops.dtypes import at_least_float32
 
 
 class DCFormerMLP(nn.Module):
@@ -34,7 +35,7 @@ class DCFormerMLP(nn.Module):
         activations = self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         if self.mgate is not None:
             logits = self.mgate(hidden_states)  # [B, T, mgate_dim]
-            gates = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+            gates = torch.softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
             gates = gates.to(activations.dtype)[..., None]
             activations = (activations.unflatten(-1, (gates.shape[-2], -1)) * gates).flatten(-2)
         return self.down_proj(activations)

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
-from .caches.names import NEW, OLD, takes_either_name
+from .caches.names import NEW_NAME, OLD_NAME, takes_either_name
 from .caches.segment import Segment, describe_segment, find_tokens
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_padding_token
@@ -91,7 +91,7 @@ class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
 
     config: RCMHASeq2SeqConfig
     _no_split_modules = ["RCMHASeq2SeqEncoderLayer", "RCMHASeq2SeqDecoderLayer"]
-    _skip_keys_device_placement = [OLD, NEW]
+    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
 
 
 class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):

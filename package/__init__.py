@@ -1,4 +1,4 @@
-"""The front door: `import dynattn` makes every model family known to the Auto classes of Transformers.
+"""The entry point: `import dynattn` makes every model family known to the Auto classes of Transformers.
 
 The import itself is light: what the package offers is imported when it is first asked for, and the families are
 registered when the Auto classes are imported.

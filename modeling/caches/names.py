@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
-OLD, NEW = "past_key_values", "cache"
-CACHE_NAME = NEW if NEW in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
+OLD_NAME, NEW_NAME = "past_key_values", "cache"
+CACHE_NAME = NEW_NAME if NEW_NAME in {field.name for field in fields(BaseModelOutputWithPast)} else OLD_NAME
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def layers_write_paged_cache(arguments: Mapping[str, Any]) -> bool:
 
     Before 5.24 the attention functions of Transformers do that.
     """
-    return CACHE_NAME == NEW and arguments.get(NEW) is not None
+    return CACHE_NAME == NEW_NAME and arguments.get(NEW_NAME) is not None
 
 
 def takes_either_name(forward: Forward) -> Forward:
@@ -46,12 +46,12 @@ def takes_either_name(forward: Forward) -> Forward:
 
     @wraps(forward)
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get(NEW), Cache | list | tuple):
-            if kwargs.get(OLD) is not None:
-                raise ValueError(f"{NEW} and {OLD} are two names of the same argument; give one of them")
-            kwargs[OLD] = kwargs.pop(NEW)
-        elif kwargs.get(NEW, self) is None:
-            del kwargs[NEW]
+        if isinstance(kwargs.get(NEW_NAME), Cache | list | tuple):
+            if kwargs.get(OLD_NAME) is not None:
+                raise ValueError(f"{NEW_NAME} and {OLD_NAME} are two names of the same argument; give one of them")
+            kwargs[OLD_NAME] = kwargs.pop(NEW_NAME)
+        elif kwargs.get(NEW_NAME, self) is None:
+            del kwargs[NEW_NAME]
         return forward(self, *args, **kwargs)
 
     return cast(Forward, renamed)

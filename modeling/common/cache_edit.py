@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
+from ..ops.dtypes import at_least_float32
 from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
 from .activation_checkpointing import check_keeps_cache
@@ -78,7 +79,7 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
 
 def _end_phases(config: Any, keys: Tensor) -> Tensor:
     """CARoPE's phases `[B, H_kv, 1, D / 2]` of the last of the cached `keys` `[B, H_kv, S, D + ...]`, 0 before any."""
-    phases = cached_phases(keys[:, :, -1:], config.head_dim, torch.promote_types(keys.dtype, torch.float32))
+    phases = cached_phases(keys[:, :, -1:], config.head_dim, at_least_float32(keys.dtype))
     return phases if keys.shape[2] else phases.new_zeros(*keys.shape[:2], 1, config.head_dim // 2)
 
 
@@ -95,7 +96,7 @@ def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
         inv_freq: the inverse frequencies `[rotary_dim / 2]` of their rotary embedding. Its `attention_scaling`, which
             some variants multiply cosines and sines by, is in the keys already and is left out here.
     """
-    dtype = torch.promote_types(key.dtype, torch.float32)
+    dtype = at_least_float32(key.dtype)
     angles = distance * inv_freq.to(key.device, dtype)
     angles = torch.cat((angles, angles))[None, None]
     return rotate(key, angles.cos(), angles.sin())

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.import_utils import is_tracing
 
 from ..ops.chunked_loss import IGNORED
+from ..ops.dtypes import at_least_float32
 from .decoder_inputs import is_complete_mask
 
 
@@ -40,7 +41,7 @@ def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) 
         )
     shown = attention_mask[:, prefix:, None].bool()
     # In at least float32, because a sum over thousands of tokens overflows float16.
-    wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    wide = hidden_states.to(at_least_float32(hidden_states.dtype))
     # The mean over no token is zero, and not NaN, which would spoil the gradients of the whole batch.
     count = shown.sum(dim=1).clamp(min=1)
     return (wide.masked_fill(~shown, 0).sum(dim=1) / count).to(hidden_states.dtype)
@@ -62,6 +63,15 @@ def check_class_labels(labels: Tensor, logits: Tensor, config: PreTrainedConfig)
         )
     if is_single:
         _check_range(labels, count)
+
+
+def check_token_labels(labels: Tensor, outputs: Tensor) -> None:
+    """Raises ValueError unless labels are `[B, T]` for outputs `[B, T, ...]`."""
+    if labels.shape != outputs.shape[:2]:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit {outputs.shape[0]} rows of {outputs.shape[1]} tokens; "
+            f"give one label for each token, {IGNORED} where none counts, and all logits (logits_to_keep=0)"
+        )
 
 
 def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:

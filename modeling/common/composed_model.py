@@ -11,7 +11,7 @@ from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
 from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import DynamicComposition, init_composition
-from ..ops.dcmha.attention import COMPOSING, resolve_implementation
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, resolve_implementation
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
 from ..positions.alibi import alibi_bias
@@ -51,21 +51,21 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.
 
-        A model that composes heads takes only the implementations of `COMPOSING`; any other would silently ignore the
+        A model that composes heads takes only `COMPOSING_IMPLEMENTATIONS`; any other would silently ignore the
         composition. A model without composition is plain attention: its default is `sdpa`, and it takes every
         implementation that Transformers knows. If it reads tables by distance, which those would silently ignore too,
-        it takes only `COMPOSING` as well.
+        it takes only `COMPOSING_IMPLEMENTATIONS` as well.
 
         Raises:
             ValueError: the implementation is unknown, or cannot compose heads or read tables.
         """
         if getattr(self.config, "has_distance_tables", False):
             name = attn_implementation or resolve_implementation(None, composed=True)
-            if name not in COMPOSING:
+            if name not in COMPOSING_IMPLEMENTATIONS:
                 raise ValueError(
                     f"attn_implementation={name!r} would ignore the tables of position_scheme="
                     f"{self.config.position_scheme!r} and position_gain={self.config.position_gain!r}; use one of "
-                    f"{sorted(COMPOSING)}"
+                    f"{sorted(COMPOSING_IMPLEMENTATIONS)}"
                 )
             return name
         if self.config.composes or attn_implementation in (None, "sdpa"):
@@ -85,14 +85,14 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
         return "carope" not in self.config.schemes
 
     @property
-    def attends_to_rows(self) -> bool:
+    def attends_to_paged_cache(self) -> bool:
         """Whether this package attends to a paged cache, or leaves that to Transformers.
 
         It does if heads are composed, if layers read tables by distance, or if the model runs with one of this
         package's implementations other than `eager`, a name that Transformers has too.
         """
         needs_ours = self.config.composes or self.config.has_distance_tables
-        return needs_ours or self.config._attn_implementation in COMPOSING.keys() - {"eager"}
+        return needs_ours or self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
 
 
 class ComposedDecoderBody(DecoderBody):

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..caches.names import NEW, OLD, named_cache, takes_either_name
+from ..caches.names import NEW_NAME, OLD_NAME, named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
 from .decoder_inputs import (
@@ -24,7 +24,7 @@ from .family_model import FamilyPreTrainedModel
 class DecoderPreTrainedModel(FamilyPreTrainedModel):
     """Flags that hold for every decoder."""
 
-    _skip_keys_device_placement = [OLD, NEW]
+    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
 
     @property
     def supports_paged_cache(self) -> bool:
@@ -32,7 +32,7 @@ class DecoderPreTrainedModel(FamilyPreTrainedModel):
         return False
 
     @property
-    def attends_to_rows(self) -> bool:
+    def attends_to_paged_cache(self) -> bool:
         """Whether this package attends to a paged cache, or leaves that to an implementation of Transformers."""
         return False
 

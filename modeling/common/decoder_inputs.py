@@ -232,12 +232,14 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
     """Raises ValueError unless exactly one input is given, `[B, T]` ids or `[B, T, E]` embeddings, with T >= 1."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
-    name, given, expected = ("input_ids", input_ids, "[batch, length]")
-    if given is None:
-        name, given, expected = ("inputs_embeds", inputs_embeds, "[batch, length, hidden_size]")
-    if given.ndim != expected.count(",") + 1 or given.shape[1] == 0:  # type: ignore[union-attr]
-        shape = tuple(given.shape)  # type: ignore[union-attr]
-        raise ValueError(f"{name} must be {expected} with at least one token, not of shape {shape}")
+    if input_ids is not None and (input_ids.ndim != 2 or input_ids.shape[1] == 0):
+        shape = tuple(input_ids.shape)
+        raise ValueError(f"input_ids must be [batch, length] with at least one token, not of shape {shape}")
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0):
+        shape = tuple(inputs_embeds.shape)
+        raise ValueError(
+            f"inputs_embeds must be [batch, length, hidden_size] with at least one token, not of shape {shape}"
+        )
 
 
 def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> None:

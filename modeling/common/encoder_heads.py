@@ -16,7 +16,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from ..ops.chunked_loss import IGNORED
-from .classification import check_class_labels, first_token, mean_of_tokens
+from .classification import check_class_labels, check_token_labels, first_token, mean_of_tokens
 
 
 class PredictionHead(nn.Module):
@@ -212,15 +212,6 @@ class QuestionAnsweringHead(EncoderHead):
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
-
-
-def check_token_labels(labels: Tensor, outputs: Tensor) -> None:
-    """Raises ValueError unless labels are `[B, T]` for outputs `[B, T, ...]`."""
-    if labels.shape != outputs.shape[:2]:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit {outputs.shape[0]} rows of {outputs.shape[1]} tokens; "
-            "give one label for each token, -100 where none counts"
-        )
 
 
 def _recorded(outputs: BaseModelOutput) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..serving.requirements import (
     new_token_limit,
     with_defaults_of,
 )
+from .classification import check_token_labels
 
 
 class CausalLMHead:
@@ -36,7 +37,7 @@ class CausalLMHead:
     config: Any
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
-    attends_to_rows: bool
+    attends_to_paged_cache: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Adds the class to Transformers' names of causal models.
@@ -62,7 +63,7 @@ class CausalLMHead:
             ImportError: this version of Transformers does not serve models with composed heads.
         """
         check_paged_cache(self)
-        if not self.attends_to_rows:
+        if not self.attends_to_paged_cache:
             return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
         check_engine("transformers", *TRANSFORMERS)
         # Imported only here, because it builds on parts of Transformers that differ between versions.
@@ -83,7 +84,7 @@ class CausalLMHead:
         Raises:
             ValueError: a request cannot be served, see `check_request` and `new_token_limit`.
         """
-        if self.attends_to_rows:
+        if self.attends_to_paged_cache:
             generation_config = with_defaults_of(self, generation_config)
             for input_ids in inputs:
                 limit = new_token_limit(generation_config, len(input_ids)) if max_new_tokens is None else max_new_tokens
@@ -157,7 +158,7 @@ class CausalLMHead:
         logits = None if in_chunks else self.lm_head(hidden_states)
         loss = None
         if labels is not None:
-            check_labels(labels, hidden_states)
+            check_token_labels(labels, hidden_states)
             if in_chunks:
                 loss = chunked_causal_loss(hidden_states, self.lm_head.weight, self.lm_head.bias, labels, **kwargs)
             else:
@@ -203,15 +204,6 @@ class TokenClassificationHead(GenericForTokenClassification):
         self.dropout = nn.Dropout(next((rate for rate in given if rate is not None), 0.1))
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-
-def check_labels(labels: Tensor, hidden_states: Tensor) -> None:
-    """Raises ValueError unless labels are `[B, T]` for hidden states `[B, T, E]`."""
-    if labels.shape != hidden_states.shape[:-1]:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits for {tuple(hidden_states.shape[:-1])} positions; "
-            "give one label for each input token, and logits_to_keep=0"
-        )
 
 
 def is_plain_linear(module: nn.Module) -> bool:

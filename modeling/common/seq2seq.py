@@ -18,9 +18,9 @@ from transformers.utils.import_utils import is_tracing
 
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
+from .classification import check_token_labels
 from .decoder_inputs import is_complete_mask
 from .encoder import EncoderBody
-from .encoder_heads import check_token_labels
 from .seq2seq_decoder import check_positions, refuse_positions
 
 
@@ -207,7 +207,8 @@ class Seq2SeqLMHead:
         if labels is not None:
             check_token_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **{key: outputs[key] for key in list(outputs)[1:]})
+        others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict `labels` `[B, T]`, same shape. Transformers' data collators call it."""

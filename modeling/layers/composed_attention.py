@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
-from ..ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention
 from ..ops.dcmha.composition import Composition
+from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
@@ -20,10 +20,17 @@ from .differential_heads import DifferentialHeads
 from .head_composition import make_generators
 from .rms_norm import RMSNorm
 
-# The name `eager` belongs to Transformers in its registers of attention functions and masks, so that ours cannot be
-# registered there; a layer uses it when the registers have no function for its implementation.
-eager_attention_forward = attention_function(COMPOSING["eager"])
-REGISTERED = tuple(name for name in COMPOSING if name != "eager")
+# Transformers registers its own function as `eager`, so ours cannot have that name there. A layer falls back to ours
+# when its implementation is not registered.
+eager_attention_forward = attention_function(COMPOSING_IMPLEMENTATIONS["eager"])
+
+
+def registered_implementations() -> tuple[str, ...]:
+    """The implementations that Transformers' attention interface knows by name: all but `eager`, which is its own."""
+    return tuple(name for name in COMPOSING_IMPLEMENTATIONS if name != "eager")
+
+
+BUILT_IN = registered_implementations()
 
 
 def register_implementation(name: str, attend: Attention) -> None:
@@ -31,7 +38,7 @@ def register_implementation(name: str, attend: Attention) -> None:
 
     Args:
         name: one that is not registered, or that this function registered, whose implementation is then replaced.
-        attend: takes the arguments of `dcmha_eager` but `hook`. Returns the output `[B, T, H, D]` and the composed
+        attend: takes the arguments of `dcmha_eager` except `hook`. Returns the output `[B, T, H, D]` and the composed
             probabilities `[B, H, T, S]`, or None instead of these.
 
     Raises:
@@ -40,16 +47,16 @@ def register_implementation(name: str, attend: Attention) -> None:
         TypeError: `attend` cannot be called.
     """
     check_new_implementation(name, attend)
-    COMPOSING[name] = IMPLEMENTATIONS[name] = attend
+    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = attend
     MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
 
 
 def check_new_implementation(name: str, attend: Attention) -> None:
-    """Raises what `register_implementation` says."""
+    """Raises the errors that `register_implementation` documents."""
     if not callable(attend):
         raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
-    if name in (*REGISTERED, "eager", "sdpa"):
+    if name in (*BUILT_IN, "eager", "sdpa"):
         raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
     if not name or set(name) & set("|/:"):
         raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
@@ -58,11 +65,11 @@ def check_new_implementation(name: str, attend: Attention) -> None:
 
 
 def _register_with_transformers(name: str) -> None:
-    AttentionInterface.register(name, attention_function(COMPOSING[name]))
+    AttentionInterface.register(name, attention_function(COMPOSING_IMPLEMENTATIONS[name]))
     AttentionMaskInterface.register(name, chunked_mask)
 
 
-for _name in REGISTERED:
+for _name in BUILT_IN:
     _register_with_transformers(_name)
 
 
@@ -149,14 +156,16 @@ class ComposedAttention(nn.Module):
             query = self._heads(self.q_proj, hidden_states, self.q_norm)
             key, value, factors = self._read_source(key_value_states, past_key_values, factors)
         else:
-            query, key, value = self._project(hidden_states, position_embeddings)
+            query, key, value = self.project(hidden_states, position_embeddings)
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-            query, key, phases = self._turn(query, key, hidden_states, cache, token_mask)
-            key, value, factors = self._remember(key, value, factors, cache, phases)
+            query, key, phases = self.rotate_by_content(query, key, hidden_states, cache, token_mask)
+            key, value, factors = self._update_cache(key, value, factors, cache, phases)
             key = key[..., : self.head_dim]
             if layers_write_paged_cache(kwargs):
                 key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
-        stages = {} if self.composition is None else dict(zip(("pre", "post"), self.assemble(factors), strict=True))
+        stages: dict[str, Composition | None] = {}
+        if self.composition is not None:
+            stages["pre"], stages["post"] = self.assemble(factors)
         output, weights = self._attention(implementation)(
             self,
             query,
@@ -194,7 +203,7 @@ class ComposedAttention(nn.Module):
         name = implementation or self.config._attn_implementation
         return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
-    def _project(
+    def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]` of a layer's own `hidden_states` `[B, T, E]`."""
@@ -202,7 +211,7 @@ class ComposedAttention(nn.Module):
         key = self._heads(self.k_proj, hidden_states, self.k_norm, position_embeddings)
         return query, key, self._heads(self.v_proj, hidden_states)
 
-    def _turn(
+    def rotate_by_content(
         self,
         query: Tensor,
         key: Tensor,
@@ -219,7 +228,7 @@ class ComposedAttention(nn.Module):
         """
         if self.content_rotary is None:
             return query, key, None
-        past = last_phases(cache, self.layer_idx, self.head_dim, torch.promote_types(key.dtype, torch.float32))
+        past = last_phases(cache, self.layer_idx, self.head_dim, at_least_float32(key.dtype))
         phases = self.content_rotary(hidden_states, past, token_mask)
         query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
         return query, rotate(key, *self.content_rotary.angles(phases)), phases
@@ -254,14 +263,15 @@ class ComposedAttention(nn.Module):
             if self.key_composition is not None:
                 factors = factors | self.key_composition(source)
             key, value = self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source)
-            key, value, factors = self._remember(key, value, factors, cache)
+            key, value, factors = self._update_cache(key, value, factors, cache)
             if past_key_values is not None:
                 past_key_values.is_updated[self.layer_idx] = True
         length = source.shape[1]
-        key, value = key[:, :, :length], value[:, :, :length]
-        return key, value, {side: f[:, :, :length] if side == "key" else f for side, f in factors.items()}
+        if "key" in factors:
+            factors = factors | {"key": factors["key"][:, :, :length]}
+        return key[:, :, :length], value[:, :, :length], factors
 
-    def _remember(
+    def _update_cache(
         self, key: Tensor, value: Tensor, factors: dict[str, Tensor], cache: Cache | None, phases: Tensor | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it.

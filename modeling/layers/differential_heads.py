@@ -10,6 +10,7 @@ from transformers import initialization as init
 
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.mixers import difference_of_pairs
+from ..ops.dtypes import at_least_float32
 from .rms_norm import RMSNorm
 
 LAMBDA_STD = 0.1
@@ -56,7 +57,7 @@ class DifferentialHeads(nn.Module):
 
     def _weight(self) -> Tensor:
         """Lambda (equation 2), a scalar in the dtype of the weights, computed in at least float32."""
-        dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        dtype = at_least_float32(self.lambda_q1.dtype)
         first = torch.sum(self.lambda_q1 * self.lambda_k1, dtype=dtype).exp()
         second = torch.sum(self.lambda_q2 * self.lambda_k2, dtype=dtype).exp()
         return (first - second + self.lambda_init).to(self.lambda_q1.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...configuration.multihead_config import make_config
 from ..ops.dcmha.attention import dcmha_attention
-from .composed_attention import COMPOSING  # imported from there, because that registers them with Transformers
+from .composed_attention import registered_implementations
 from .side_generators import SideGenerators
 
 
@@ -181,7 +181,7 @@ def plan_composition(adapter: Adapter, attention: Any, options: dict[str, Any]) 
         )
     across = compose.pop("cross_attention", adapter.cross_attention)
     implementation = compose.pop("implementation", None)
-    usable = tuple(name for name in COMPOSING if name != "eager")  # that name is Transformers' own function
+    usable = registered_implementations()
     if implementation not in (None, *usable):
         raise ValueError(f"implementation={implementation!r} cannot serve this module; use one of {usable}")
     hidden, heads = adapter.sizes(attention)

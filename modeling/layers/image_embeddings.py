@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..ops.dtypes import at_least_float32
+
 
 class ImageEmbeddings(nn.Module):
     """Patches and prefix tokens of an image, with positions.
@@ -80,7 +82,7 @@ class ImageEmbeddings(nn.Module):
             )
         placed, patches = self.position_embeddings.split([prefix, own[0] * own[1]], dim=1)
         # In at least float32, because bicubic resampling in half precision would shift the positions.
-        wide = patches.to(torch.promote_types(patches.dtype, torch.float32)).mT.unflatten(-1, own)
+        wide = patches.to(at_least_float32(patches.dtype)).mT.unflatten(-1, own)
         wide = nn.functional.interpolate(
             wide, size=(rows, columns), mode="bicubic", align_corners=False, antialias=self.config.interpolate_antialias
         )
@@ -110,7 +112,7 @@ def sincos_positions(rows: int, columns: int, like: Tensor) -> Tensor:
     1 down to 1/10000, as in the authors' code.
     """
     width = like.shape[-1] // 4
-    wide = torch.promote_types(like.dtype, torch.float32)
+    wide = at_least_float32(like.dtype)
     frequencies = 10000.0 ** (-torch.arange(width, device=like.device, dtype=wide) / (width - 1))
     y = torch.arange(rows, device=like.device, dtype=wide).repeat_interleave(columns)[:, None] * frequencies
     x = torch.arange(columns, device=like.device, dtype=wide).repeat(rows)[:, None] * frequencies

@@ -12,8 +12,14 @@ from .multihead_attention import ComposedMultiheadAttention
 # Options that would change a module's projections, or keep its composition from starting as the identity: differential
 # attention normalizes the outputs of its pairs, so that it never is the identity.
 FIXED_OPTIONS = (
-    *("num_key_value_heads", "q_norm", "k_norm", "compose_init_scale", "device", "dtype"),
-    *("differential_heads", "layer_idx"),
+    "num_key_value_heads",
+    "q_norm",
+    "k_norm",
+    "compose_init_scale",
+    "device",
+    "dtype",
+    "differential_heads",
+    "layer_idx",
 )
 HOOKS = (
     "_forward_hooks",

@@ -11,7 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ...configuration.relative_config import RelativeConfig
 from ..caches.segment import Segment
-from ..ops.relative.attention import RELATIVE
+from ..ops.dtypes import at_least_float32
+from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 from ..positions.rotary import rotate
 from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseConv
@@ -80,7 +81,7 @@ class ConvolvedHeads(nn.Module):
         """
         name = name or self.config._attn_implementation
         is_plain = not self.is_causal and getattr(self, "position_embeddings", None) is None
-        return RELATIVE["sdpa" if name == "chunked" and is_plain else name]
+        return RELATIVE_IMPLEMENTATIONS["sdpa" if name == "chunked" and is_plain else name]
 
 
 class RCMHAAttention(ConvolvedHeads):
@@ -128,7 +129,7 @@ class RCMHAAttention(ConvolvedHeads):
         position_bias = self.position_bias
         if segment.scheme_bias is not None:
             # The op scales the sum of all its terms, but this bias is added to scaled scores.
-            position_bias = segment.scheme_bias.to(torch.promote_types(query.dtype, torch.float32)) / self.scaling
+            position_bias = segment.scheme_bias.to(at_least_float32(query.dtype)) / self.scaling
         output, weights = self.implementation(implementation)(
             query,
             key,

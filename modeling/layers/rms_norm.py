@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor, nn
 
+from ..ops.dtypes import at_least_float32
+
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """Divides `x` `[..., n]` by the root mean square of its last dimension, in the dtype of `x`.
 
     `eps` is added to the mean square.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(at_least_float32(x.dtype))
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

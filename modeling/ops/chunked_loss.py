@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dtypes import at_least_float32
 from .modes import autocast, under_transforms
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
@@ -90,7 +91,7 @@ class LossGradients(NamedTuple):
     def zeros(cls, hidden: Tensor, weight: Tensor, needs_grad: list[bool]) -> "LossGradients":
         """Zeros for `hidden` `[N, E]` and `weight` `[V, E]`, those of weight and bias in at least float32."""
         shapes = (hidden.shape, weight.shape, weight.shape[:1])
-        dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
+        dtypes = (hidden.dtype, *[at_least_float32(weight.dtype)] * 2)
         given = zip(shapes, dtypes, needs_grad, strict=True)
         return cls(*(hidden.new_zeros(shape if needed else 0, dtype=dtype) for shape, dtype, needed in given))
 
@@ -121,7 +122,7 @@ def _loss_op(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         grads = LossGradients.zeros(hidden, weight, needs_grad)
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        loss_sum = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        loss_sum = hidden.new_zeros((), dtype=at_least_float32(hidden.dtype))
         for start in range(0, len(hidden), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
             loss_sum += _chunk_loss(chunk, hidden, weight, bias, targets, grads if any(needs_grad) else None, z_loss)
@@ -138,7 +139,7 @@ def _chunk_loss(
     z_loss: float,
 ) -> Tensor:
     """The summed loss `[]` of the tokens `hidden[chunk]` `[c, E]`, whose gradients are added to `grads`."""
-    dtype, targets = torch.promote_types(hidden.dtype, torch.float32), targets[chunk]
+    dtype, targets = at_least_float32(hidden.dtype), targets[chunk]
     ignored = (targets == IGNORED)[:, None]
     logits = F.linear(hidden[chunk], weight, bias)
     log_probs = F.log_softmax(logits, -1, dtype=dtype)  # [c, V]
@@ -164,7 +165,7 @@ def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool], z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes of `_loss_op`: `[]`, `[N, E]`, `[V, E]` and `[V]`."""
-    loss_sum = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    loss_sum = hidden.new_empty((), dtype=at_least_float32(hidden.dtype))
     return loss_sum, *LossGradients.zeros(hidden, weight, needs_grad)
 
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dtypes import at_least_float32
+
 
 class Structure(NamedTuple):
     """Causality and the sliding window: which of `keys` keys each of `queries` queries sees by its position.
@@ -160,7 +162,7 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Ten
         visible: broadcastable to the scores; None hides nothing.
         dim: the dimension of the keys.
     """
-    dtype = torch.promote_types(scores.dtype, torch.float32)
+    dtype = at_least_float32(scores.dtype)
     if visible is None:
         return torch.softmax(scores, dim=dim, dtype=dtype).to(scores.dtype)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer
 
+from ..ops.dtypes import at_least_float32
 from .rotary import rotate
 
 
@@ -55,7 +56,7 @@ class ContentRotary(nn.Module):
             token_mask: `[B, T]`, False for padding, which adds nothing to the phases of later tokens.
         """
         logits = self.frequency(hidden_states).transpose(1, 2)[..., None]
-        frequency = 1 / (F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))) + 1)
+        frequency = 1 / (F.softplus(logits.to(at_least_float32(logits.dtype))) + 1)
         steps = frequency ** torch.arange(self.head_dim // 2, device=logits.device)
         if token_mask is not None:
             steps = steps * token_mask[:, None, :, None]

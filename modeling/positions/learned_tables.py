@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ..ops.dtypes import at_least_float32
+
 
 def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
     """The bucket of each distance from 0 to `length - 1`, int64 `[length]`, in a decoder of T5 (arXiv 1910.10683).
@@ -56,7 +58,7 @@ class DistanceTable(nn.Embedding):
             index = torch.arange(length, device=device).clamp(max=rows - 1)
         else:
             index = t5_buckets(length, rows, self.max_distance, device)
-        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))[index]
+        return self.weight.to(at_least_float32(self.weight.dtype))[index]
 
 
 def refuse_reentrant_checkpointing(model: Any) -> None:

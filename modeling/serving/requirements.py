@@ -54,7 +54,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
             f"continuous batching keeps only keys and values of earlier tokens, and {type(model).__name__} with "
             "this configuration needs more; use generate() with a batch that is padded on the left"
         )
-    if raw and model.attends_to_rows:
+    if raw and model.attends_to_paged_cache:
         raise ValueError(
             f"this paged cache has no room for the composition factors of {type(model).__name__}; get the manager from "
             "init_continuous_batching(), or call generate_batch()"

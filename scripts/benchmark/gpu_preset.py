@@ -30,7 +30,7 @@ from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
 from .harness.tuning import TrialLog, Tuning, override_constants, read_tuning
 
-# No case begins after so many seconds, so that the last one ends before ten minutes are over.
+# No case begins after this many seconds, so that the last one ends before ten minutes are over.
 SECONDS, TUNING_SECONDS = 480.0, 170.0
 # Tokens of a batch, as in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): so many that the time of
 # kernels exceeds the time of their launches.

@@ -24,7 +24,7 @@ from dynattn.modeling.ops.dcmha.triton.arguments import (
     Visibility,
 )
 from dynattn.modeling.ops.dcmha.triton.decode import (
-    STAGES,
+    PIPELINE_STAGES,
     WARPS,
     CacheSizes,
     DecodeMask,
@@ -285,7 +285,7 @@ def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict
         "dcmha_decode_outputs": {(6,), *((8, row) for row in rows)},
         "dcmha_decode_sum": {(2,)},
     }
-    options = {"num_warps": WARPS, "num_stages": STAGES}
+    options = {"num_warps": WARPS, "num_stages": PIPELINE_STAGES}
     return {
         name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
         for name in kinds

@@ -111,7 +111,7 @@ def serve_alone(
 def serve_together(
     model: PreTrainedModel, generation: GenerationConfig, prompts: Sequence[list[int]], clients: int
 ) -> Session:
-    """Continuous batching of the requests of so many clients. No prompt profits from an earlier one."""
+    """Continuous batching of the requests of `clients` clients. No prompt profits from an earlier one."""
     settings = ContinuousBatchingConfig(allow_block_sharing=False, page_size=32, max_batch_tokens=2048)
     answers: dict[int, Answer] = {}
     places: dict[str, int] = {}
@@ -151,7 +151,7 @@ def start_vllm(model: PreTrainedModel, options: argparse.Namespace) -> Any:
 
 
 def serve_in_vllm(engine: Any, new: int, prompts: Sequence[list[int]], clients: int) -> Session:
-    """The requests of so many clients in vLLM's engine. No prompt profits from an earlier one."""
+    """The requests of `clients` clients in vLLM's engine. No prompt profits from an earlier one."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)

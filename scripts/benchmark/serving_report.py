@@ -97,11 +97,11 @@ def run_round(
 ) -> list[dict[str, Any]]:
     """Returns a run of each server on the same prompts."""
     runs: list[dict[str, Any]] = []
-    truth: list[Answer] = []
+    reference: list[Answer] = []
     for name, serve in servers.items():
         answers, seconds = serve(prompts, clients)
-        truth = answers if name.endswith(ALONE) else truth
-        same = sum(ours.tokens == theirs.tokens for ours, theirs in zip(answers, truth, strict=True))
+        reference = answers if name.endswith(ALONE) else reference
+        same = sum(ours.tokens == theirs.tokens for ours, theirs in zip(answers, reference, strict=True))
         run = {"clients": clients, "round": turn, "server": name, "processor_seconds": seconds}
         runs.append({**run, "requests": len(prompts), "same": same, **summarize(answers)})
         print(json.dumps(runs[-1]), flush=True)

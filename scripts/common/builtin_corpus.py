@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.1  # of the paragraphs of each page
-HELD_OUT_EVERY = 10  # one conversation in so many is held out
+HELD_OUT_EVERY = 10  # every 10th conversation is held out
 # A heading is a line with another below it that is made of one of these characters.
 UNDERLINES = "*=-~^"
 

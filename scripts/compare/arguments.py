@@ -36,7 +36,7 @@ class CompareArguments:
     )
     max_seconds: float | None = field(
         default=None,
-        metadata={"help": "start no run after so many seconds; seeds that all variants have finished are compared"},
+        metadata={"help": "start no run after this many seconds; seeds that all variants have finished are compared"},
     )
     redraw: bool = field(default=False, metadata={"help": "train nothing; make table and plot again from the record"})
 

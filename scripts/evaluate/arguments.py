@@ -72,7 +72,9 @@ class EvaluateArguments:
     )
     limit: int | None = field(
         default=None,
-        metadata={"help": "Score only the first so many documents of each task (--suite long: windows and pass keys)."},
+        metadata={
+            "help": "Score only this many documents of each task, from its start (--suite long: windows and pass keys)."
+        },
     )
     batch_size: int = field(default=8, metadata={"help": "Sequences in a forward pass; scores do not depend on it."})
     max_length: int | None = field(

@@ -117,7 +117,7 @@ def evaluate_model(
         tasks: names of lm-eval tasks, ours or lm-eval's.
         num_fewshot: examples in the prompt; with several numbers each task is scored with each of them; with None each
             task has its own number.
-        limit: score only the first so many documents of each task.
+        limit: score only the first `limit` documents of each task.
         batch_size: sequences in a forward pass; scores do not depend on it.
         max_length: tokens of context, at most and by default the model's `max_position_embeddings`.
         truncate: cut longer prompts from the left instead of refusing them.

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dynattn import keep_attention_outputs  # the front door registers the package's model types
+from dynattn import keep_attention_outputs  # importing dynattn registers its model types
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.families import family_of
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
@@ -95,7 +95,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         model = _load_or_initialize(arguments, config, on_meta)
         if not arguments.init_from:
             scale_initial_weights(model, arguments.base_width)
-        save_activations(model, arguments)
+        checkpoint_activations_if_asked(model, arguments)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         source = arguments.init_from or config.model_type
         raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
@@ -111,8 +111,8 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
     return model
 
 
-def save_activations(model: PreTrainedModel, arguments: PretrainArguments) -> None:
-    """Lets the model keep fewer activations for its backward pass, if the arguments ask for that."""
+def checkpoint_activations_if_asked(model: PreTrainedModel, arguments: PretrainArguments) -> None:
+    """Makes the backward pass compute activations again instead of keeping them, if the arguments ask for that."""
     if arguments.gradient_checkpointing:
         checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
 

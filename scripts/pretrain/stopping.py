@@ -88,7 +88,7 @@ class StopSignals:
 
 
 def deadline_after(seconds: float | None) -> float:
-    """The reading of `time.monotonic` in so many seconds; infinity for None, which is no limit."""
+    """What `time.monotonic` will return in `seconds`; infinity for None, which is no limit."""
     return math.inf if seconds is None else time.monotonic() + seconds
 
 

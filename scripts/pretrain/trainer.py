@@ -129,26 +129,27 @@ class Trainer:
 
         There is nothing to learn from batches without targets, for example of the first turns of long conversations.
         """
-        loss, targets, stops, writers = self._summed_over_processes(self._accumulate(batches))
+        sums = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, self._schedules, self.progress.step)
-        norm = self.engine.clip(self.model, self.arguments.max_grad_norm)
-        values = torch.stack([loss, norm.to(loss), stops, writers, targets]).tolist()
-        if values[3] == self.accelerator.num_processes:
+        clipped = self.engine.clip(self.model, self.arguments.max_grad_norm)
+        # One transfer for all of them, because each waits for the device.
+        loss, targets, stops, writers, norm = torch.cat([sums, clipped.to(sums)[None]]).tolist()
+        if writers == self.accelerator.num_processes:
             self.checkpoints.finish()
-        fault = find_fault(values[0], values[1], self.progress.recent_losses, self.arguments.spike_threshold)
-        if values[4] == 0:
-            values[0] = math.nan  # leaves this update out of all means
+        fault = find_fault(loss, norm, self.progress.recent_losses, self.arguments.spike_threshold)
+        if targets == 0:
+            loss = math.nan  # leaves this update out of all means
         elif fault is None:
             self.optimizer.step()
             if self.average is not None:
                 self.average.update(self.accelerator.unwrap_model(self.model), self.progress.step)
-            remember(self.progress.recent_losses, values[0])
+            remember(self.progress.recent_losses, loss)
         else:
             self._handle(fault, batches)
-            values[0] = math.nan
+            loss = math.nan
         self.optimizer.zero_grad()
-        self.stop_requested = values[2] > 0
-        return values[0], values[1]
+        self.stop_requested = stops > 0
+        return loss, norm
 
     def _summed_over_processes(self, shares: Tensor) -> Tensor:
         """Sums over processes, `[4]`: the loss, the targets, how many were asked to stop, how many have written a

@@ -49,7 +49,7 @@ class StudyRuns:
     Args:
         folder: holds the files; the folder above it is the study's, which is locked while runs are made.
         run_one: makes a run; a function of a module, so that other processes can call it.
-        told: returns the line to print for a result.
+        describe: returns the line to print for a result.
         workers: number of processes, each with one thread; with 1, runs are made in this process.
         max_seconds: no run starts after this many seconds; None for no limit.
         definition: what the names of a run stand for, in JSON types. It is stored with the result, so that a file is
@@ -60,12 +60,12 @@ class StudyRuns:
         self,
         folder: Path,
         run_one: Callable[[Any], Result],
-        told: Callable[[Result], str],
+        describe: Callable[[Result], str],
         workers: int,
         max_seconds: float | None,
         definition: Callable[[Any], Mapping[str, Any]] = lambda run: {},
     ) -> None:
-        self.folder, self.run_one, self.told, self.workers = folder, run_one, told, workers
+        self.folder, self.run_one, self.describe, self.workers = folder, run_one, describe, workers
         self.definition = definition
         self.deadline = deadline_after(max_seconds)
         source_commit()  # for the files of runs, much later
@@ -134,7 +134,7 @@ class StudyRuns:
         definition = self.definition(run)
         stored = {"definition": definition} if definition else {}
         write_json(self._file(run), without_nan({**result, **stored, **provenance()}))
-        print(f"{run.file_name.removesuffix('.json')}: {self.told(result)}", flush=True)
+        print(f"{run.file_name.removesuffix('.json')}: {self.describe(result)}", flush=True)
 
     def _file(self, run: AnyRun) -> Path:
         return self.folder / run.file_name

@@ -98,10 +98,6 @@ def random_composition(
     return Composition(**given, **other)
 
 
-def factors_of(composition: Composition | None) -> list[Tensor]:
-    return list(composition.tensors().values()) if composition else []
-
-
 def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
     heads, kv_heads = case.heads
@@ -111,7 +107,7 @@ def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     for stage in case.stages:
         shape = (case.batch, case.queries, case.keys, heads, case.rank)
         keywords[stage] = random_composition(case.terms, *shape, groups=case.groups)
-        tensors += factors_of(keywords[stage])
+        tensors += keywords[stage].tensors().values()
     if case.mask is not None:
         mask = keywords["attention_mask"] = MASKS[case.mask](case.batch, heads, case.queries, case.keys)
         tensors += [mask] if mask.requires_grad else []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases.text import commands_of, fenced_blocks
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.scripts.cli import JOBS
 from dynattn.scripts.completion import OTHERS, following
 
@@ -21,9 +21,9 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONT
 @pytest.fixture
 def implementations() -> Iterator[None]:
     """Those that a guide registers are gone afterwards."""
-    before = dict(COMPOSING), dict(IMPLEMENTATIONS)
+    before = dict(COMPOSING_IMPLEMENTATIONS), dict(IMPLEMENTATIONS)
     yield
-    for table, kept in zip((COMPOSING, IMPLEMENTATIONS), before, strict=True):
+    for table, kept in zip((COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS), before, strict=True):
         table.clear()
         table.update(kept)
 

@@ -26,7 +26,7 @@ from .harness import Kind, Outcome, as_line, check_apart, check_here
 from .kinds.every import KINDS
 from .known import KNOWN
 
-# Of findings that only differ in their numbers so many are shown, and the others counted.
+# Of findings that only differ in their numbers this many are shown, and the others counted.
 SHOWN = 2
 
 

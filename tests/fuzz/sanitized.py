@@ -8,7 +8,7 @@ from .kinds.composed_op import KIND
 
 
 def main(count: int) -> int:
-    """Checks so many cases; memory between guard pages is left out, which a sanitizer's own memory replaces."""
+    """Checks that many cases; memory between guard pages is left out, which a sanitizer's own memory replaces."""
     cases = []
     for seed in range(100 * count):
         case = KIND.case(seed)

@@ -48,7 +48,7 @@ def attention_and_inputs(mixer: str, **overrides: object) -> tuple[ComposedAtten
     """The second layer's attention in float64, hidden states, and its query, key and value with repeated heads."""
     model = make(mixer, **overrides).double()
     layer, hidden = model.model.layers[1].self_attn, torch.randn(2, 14, 64, dtype=torch.float64, requires_grad=True)
-    query, key, value = layer._project(hidden, rotary(model, hidden))
+    query, key, value = layer.project(hidden, rotary(model, hidden))
     return layer, hidden, [query, *(heads.repeat_interleave(2, dim=1) for heads in (key, value))]
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.segment_memory import SegmentMemoryLayer
-from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 from dynattn.modeling.ops.relative.eager import relative_eager
 from dynattn.modeling.positions.learned_tables import t5_buckets
 
@@ -82,7 +82,7 @@ def test_a_bias_by_distance_stays_in_single_precision(monkeypatch: pytest.Monkey
         biases.append(options["position_bias"].dtype)
         return relative_eager(*arguments, **options)
 
-    monkeypatch.setitem(RELATIVE, "chunked", attend)
+    monkeypatch.setitem(RELATIVE_IMPLEMENTATIONS, "chunked", attend)
     assert model(IDS).logits.dtype == torch.bfloat16
     assert biases == [torch.float32] * model.config.num_hidden_layers
 

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from dynattn import RCMHASeq2SeqConfig
 from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
-from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
@@ -122,8 +122,8 @@ def test_an_encoder_with_position_tables_runs_in_chunks_and_gives_what_the_defin
     noise = 1e-14 * max(float(truth.abs().max()) for truth in results["eager"])
     for ours, truth in zip(results["chunked"], results["eager"], strict=True):
         torch.testing.assert_close(ours, truth, atol=noise, rtol=0)
-    assert encoder.layers[0].self_attn.implementation(None) is RELATIVE["chunked"]
-    assert model.model.decoder.layers[0].cross_attn.implementation(None) is RELATIVE["sdpa"]
+    assert encoder.layers[0].self_attn.implementation(None) is RELATIVE_IMPLEMENTATIONS["chunked"]
+    assert model.model.decoder.layers[0].cross_attn.implementation(None) is RELATIVE_IMPLEMENTATIONS["sdpa"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ FLOORS = (
     ("modeling.common",),
     ("modeling",),
     ("package",),
-    ("modeling.serving.vllm",),  # a plugin of vLLM, which goes through the front door as users do
+    ("modeling.serving.vllm",),  # a plugin of vLLM, which imports dynattn as users do
     ("scripts.common",),
     (
         "scripts.pretrain",

@@ -6,8 +6,8 @@
     probs  = compose(probs, post)
     output = probs V                    [B, T, H, D]
 
-Dimension letters, here and in the whole package: `B` batch, `T` queries, `S` keys, `H` heads, `D` head width, `R` rank,
-`E` hidden size, `K` hidden width of the composition generator, `G` head groups, `P` stages (pre, post).
+Dimension letters: `B` batch, `T` queries, `S` keys, `H` heads, `H_kv` heads of keys and values, `D` head width, `R`
+rank, `L` rows of a table by distance. Those of the whole package are listed in `modeling/ops/README.md`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,12 @@ from .validation import check_composed_call
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
-COMPOSING: dict[str, Attention] = {"eager": dcmha_eager, "chunked": dcmha_chunked, "triton": dcmha_triton}
-IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING, "sdpa": plain_attention}
+COMPOSING_IMPLEMENTATIONS: dict[str, Attention] = {
+    "eager": dcmha_eager,
+    "chunked": dcmha_chunked,
+    "triton": dcmha_triton,
+}
+IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING_IMPLEMENTATIONS, "sdpa": plain_attention}
 # Compute capabilities of CUDA devices on which `triton` is the default: those of which a record in
 # `model_cards/records/benchmark-gpu` shows that it is the fastest, as in (9, 0).
 TRITON_CAPABILITIES: frozenset[tuple[int, int]] = frozenset()
@@ -163,16 +167,16 @@ def dcmha_attention(
         output, _ = dcmha_eager(query, key, value, **options, tables=tables, hook=maps.setdefault)
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     composed = pre is not None or post is not None
-    name = implementation_of_call(implementation, query, attention_mask, tables, composed=composed)
+    name = choose_implementation(implementation, query, attention_mask, tables, composed=composed)
     attend = IMPLEMENTATIONS[name]
     output, _ = attend(query, key, value, **options, **table_options(name, attend, tables))
     return output
 
 
-def implementation_of_call(
+def choose_implementation(
     name: str | None, query: Tensor, attention_mask: Tensor | None, tables: DistanceTables, *, composed: bool
 ) -> str:
-    """The name of the implementation that serves a call: `name` or, for None, the fastest one that supports it."""
+    """`name`, or for None the fastest implementation that supports the tables, the dtype and the mask of this call."""
     if name is not None:
         return resolve_implementation(name, composed=composed, device=query.device)
     if tables.has_any:
@@ -215,7 +219,7 @@ def default_implementation(device: torch.device) -> DefaultImplementation:
 
 
 def resolve_implementation(name: str | None, *, composed: bool, device: torch.device | None = None) -> str:
-    """Returns the implementation that serves a call: `name` or, for `None`, the fastest one that supports it.
+    """Returns `name` after checking it or, for None, the default of a device, whatever else the call has.
 
     Without composition the op is plain attention, and the default is PyTorch's SDPA, so that plain baselines run as
     fast as they can.
@@ -232,8 +236,8 @@ def resolve_implementation(name: str | None, *, composed: bool, device: torch.de
         if not composed:
             return "sdpa"
         return "chunked" if device is None else default_implementation(device).name
-    if composed and name not in COMPOSING:
-        usable = " or ".join(map(repr, COMPOSING))
+    if composed and name not in COMPOSING_IMPLEMENTATIONS:
+        usable = " or ".join(map(repr, COMPOSING_IMPLEMENTATIONS))
         raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")

@@ -42,7 +42,7 @@ def _checked(attend: Attention) -> Attention:
 
 
 # Layers call these directly and not through `relative_attention`, so their arguments are checked here.
-RELATIVE: dict[str, Attention] = {
+RELATIVE_IMPLEMENTATIONS: dict[str, Attention] = {
     "eager": _checked(relative_eager),
     "sdpa": _checked(relative_sdpa),
     "chunked": _checked(relative_chunked),
@@ -86,7 +86,8 @@ def relative_attention(
         dropout: probability of dropping an attention probability, from 0 to 1.
         later_rows: how many rows of the tables, from the first on, belong to later keys. Without causality tables need
             them.
-        implementation: a name in `RELATIVE`; by default `chunked`, or `sdpa` without any of the three terms.
+        implementation: a name in `RELATIVE_IMPLEMENTATIONS`; by default `chunked`, or `sdpa` without any of the three
+            terms.
 
     Returns:
         `[B, T, H, D]`. A row with no visible key gives zeros.
@@ -101,7 +102,7 @@ def relative_attention(
         tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
         check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
     relative = any(term is not None for term in (position_embeddings, position_bias, content_bias))
-    attend = RELATIVE[resolve_relative(implementation, relative=relative)]
+    attend = RELATIVE_IMPLEMENTATIONS[resolve_relative(implementation, relative=relative)]
     output, _ = attend(
         query,
         key,
@@ -124,7 +125,7 @@ def resolve_relative(name: str | None, *, relative: bool) -> str:
     """Returns the name of the implementation to use: `name` or, for None, the fastest one.
 
     Args:
-        name: one of `RELATIVE`, or None.
+        name: one of `RELATIVE_IMPLEMENTATIONS`, or None.
         relative: whether the call has any of the three position terms.
 
     Raises:
@@ -132,6 +133,9 @@ def resolve_relative(name: str | None, *, relative: bool) -> str:
     """
     if name is None:
         return "chunked" if relative else "sdpa"
-    if name not in RELATIVE:
-        raise ValueError(f"attn_implementation={name!r} does not exist for this family; choose from {sorted(RELATIVE)}")
+    if name not in RELATIVE_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={name!r} does not exist for this family; choose from "
+            f"{sorted(RELATIVE_IMPLEMENTATIONS)}"
+        )
     return name

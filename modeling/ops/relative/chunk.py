@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dtypes import at_least_float32
 from ..masking import Structure
 
 # How many queries a chunk has.
@@ -192,7 +193,7 @@ class RelativeChunk(NamedTuple):
         if operands.visible is not None:
             hidden = ~self._of_chunk(operands.visible)
             scores = scores.masked_fill_(hidden, -torch.inf)
-        dtype = torch.promote_types(scores.dtype, torch.float32)
+        dtype = at_least_float32(scores.dtype)
         probs = torch.softmax(scores, dim=-1, dtype=dtype)
         if hidden is None:
             return probs

@@ -18,7 +18,7 @@ from dynattn.modeling.layers.attention_interface import chunked_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
-from ..harness.inputs import OpInputs, factors_of
+from ..harness.inputs import OpInputs
 from ..harness.interface import COMPILED
 
 CHUNK = 128
@@ -71,7 +71,7 @@ def attend_in_chunks(inputs: OpInputs, *, compile_rows: bool = False) -> Tensor:
     length = inputs.query.shape[2]
     for start in range(0, length, CHUNK):
         rows = inputs.rows(start, min(start + CHUNK, length))
-        stages = [{} if stage is None else factors_of(stage) for stage in (rows.pre, rows.post)]
+        stages = [{} if stage is None else stage.tensors() for stage in (rows.pre, rows.post)]
         outputs.append(attend(rows.query, rows.key, rows.value, visible_pairs(rows), *stages))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

@@ -1,7 +1,7 @@
 """Random inputs of the attention op, and the results of the reference op for them in any dtype."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,12 +45,15 @@ class OpInputs:
         named = {"query": self.query, "key": self.key, "value": self.value}
         for stage, composition in (("pre", self.pre), ("post", self.post)):
             if composition is not None:
-                named |= {f"{stage}.{name}": factor for name, factor in factors_of(composition).items()}
+                named |= {f"{stage}.{name}": factor for name, factor in composition.tensors().items()}
         return named
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "OpInputs":
         """The same inputs with a `change` `[...]` to `[...]` applied to every leaf and to the cotangent."""
-        stages: dict[str, Any] = {"pre": change_factors(self.pre, change), "post": change_factors(self.post, change)}
+        stages: dict[str, Any] = {
+            "pre": None if self.pre is None else self.pre.map(change),
+            "post": None if self.post is None else self.post.map(change),
+        }
         tensors: dict[str, Any] = {name: change(getattr(self, name)) for name in ("query", "key", "value", "cotangent")}
         return replace(self, **stages, **tensors)
 
@@ -65,37 +68,10 @@ class OpInputs:
             key=self.key[:, :, keys],
             value=self.value[:, :, keys],
             cotangent=self.cotangent[:, queries],
-            pre=rows_of(self.pre, queries, keys),
-            post=rows_of(self.post, queries, keys),
+            pre=None if self.pre is None else self.pre.narrow(queries, keys),
+            post=None if self.post is None else self.post.narrow(queries, keys),
             visible=None if self.visible is None else self.visible[..., keys],
         )
-
-
-def factors_of(composition: Composition) -> dict[str, Tensor]:
-    """The terms that are present, by name: `[B, T or S, R, H]` factors, `[B, T or S, H]` gates, `[H, H]` static."""
-    present = {field.name: getattr(composition, field.name) for field in fields(composition)}
-    return {name: factor for name, factor in present.items() if isinstance(factor, Tensor)}
-
-
-def change_factors(composition: Composition | None, change: Callable[[Tensor], Tensor]) -> Composition | None:
-    """The same composition with a `change` `[...]` to `[...]` applied to every term that is present."""
-    if composition is None:
-        return None
-    changed: dict[str, Any] = {name: change(factor) for name, factor in factors_of(composition).items()}
-    return replace(composition, **changed)
-
-
-def rows_of(composition: Composition | None, queries: slice, keys: slice) -> Composition | None:
-    """The dynamic terms of some queries and keys; a static matrix stays as it is."""
-    if composition is None:
-        return None
-    slices = {"query": queries, "key": keys}
-    rows: dict[str, Any] = {
-        name: factor[:, slices[name.partition("_")[0]]]
-        for name, factor in factors_of(composition).items()
-        if name != "static"
-    }
-    return replace(composition, **rows)
 
 
 def make_inputs(
@@ -184,7 +160,7 @@ def requiring_grad(inputs: OpInputs) -> OpInputs:
     return inputs.map(lambda tensor: tensor.detach().requires_grad_())
 
 
-def attend_by_definition(inputs: OpInputs) -> Tensor:
+def attend_by_reference(inputs: OpInputs) -> Tensor:
     """The reference op, the eager implementation. Returns `[B, T, H, D]`."""
     arguments: dict[str, Any] = {
         "attention_mask": inputs.visible,
@@ -215,7 +191,7 @@ def reference_results(
     for chunk in chunks:
         rows = converted.rows(chunk.start, chunk.stop)
         with torch.set_grad_enabled(backward):
-            output = attend_by_definition(rows)
+            output = attend_by_reference(rows)
         outputs.append(output.detach())
         if backward:
             gradients = torch.autograd.grad(output, list(leaves.values()), rows.cotangent)

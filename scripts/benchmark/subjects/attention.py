@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, dcmha_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmha_attention
 from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..baselines import x_transformers
@@ -59,7 +59,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     """Ours, whole and in parts; every plain attention that could be the fastest; the official style; talking heads."""
     found = [
         make_candidate(name, "ours", COMPOSED, partial(call_op, implementation=implementation), mode=mode)
-        for name, implementation, mode in ours(COMPOSING)
+        for name, implementation, mode in ours(COMPOSING_IMPLEMENTATIONS)
     ]
     found += [
         make_candidate(f"chunked-{function}", "ours", function, partial(call_op, implementation="chunked"))
@@ -71,7 +71,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
     found += [
         make_candidate(f"{name}-plain", "plain", PLAIN, partial(attend_uncomposed, implementation=name))
-        for name in COMPOSING
+        for name in COMPOSING_IMPLEMENTATIONS
         if name != "eager"
     ]
     in_chunks: tuple[tuple[str, Role, str], ...] = (

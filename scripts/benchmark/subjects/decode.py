@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..baselines.dcmha import attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
@@ -30,7 +30,7 @@ IN_GRAPHS, GRAPH = ("triton", "sdpa"), "-graph"
 def candidates(device: torch.device) -> list[Candidate]:
     """Every implementation, eager and compiled: for one token the Python around the op is a large part of the time."""
     entries: list[tuple[str, Role, str, Callable[[OpInputs], Tensor]]] = [
-        (name, "ours", COMPOSED, partial(attend_step, implementation=name)) for name in COMPOSING
+        (name, "ours", COMPOSED, partial(attend_step, implementation=name)) for name in COMPOSING_IMPLEMENTATIONS
     ]
     entries += [("sdpa", "plain", PLAIN, partial(attend_step, implementation="sdpa"))]
     entries += [("matmul", "plain", PLAIN, attend_whole)]

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn.modeling.caches.names import named_cache
-from dynattn.modeling.ops.dcmha.attention import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 
 from ..harness.accuracy import Results
 from ..harness.inputs import COMPOSED, PLAIN
@@ -26,7 +26,7 @@ Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, and without composition, each eager and compiled."""
-    usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
+    usable = [name for name in COMPOSING_IMPLEMENTATIONS if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
     entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in usable]
     entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
     found = []

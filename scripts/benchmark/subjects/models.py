@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
-from dynattn.modeling.ops.dcmha.attention import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 
 from ...common.flops import ModelFlops
 from ..baselines.dcmha import IN_MODELS
@@ -88,7 +88,7 @@ Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, in the official style, and without composition."""
-    usable = [name for name in COMPOSING if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
+    usable = [name for name in COMPOSING_IMPLEMENTATIONS if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
     entries: list[tuple[str, Role, str, str, str]] = [
         (name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours(usable)
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynattn import RCMHAConfig
 from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
-from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 
 from ..baselines.relative import OfficialRelativeAttention, as_official, from_official
 from ..harness.accuracy import Results
@@ -49,7 +49,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     found = []
     for kind in TYPES:
         role: Role = "plain" if kind == "mha" else "ours"
-        for name in RELATIVE:
+        for name in RELATIVE_IMPLEMENTATIONS:
             found += [Candidate(f"{kind}-{name}", role, kind, partial(prepare_ours, kind=kind, implementation=name))]
         role = "plain" if kind == "mha" else "other"
         for suffix in ("", COMPILED):

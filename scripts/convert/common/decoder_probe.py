@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from dynattn.modeling.caches.names import NEW, OLD, cache_in, named_cache
+from dynattn.modeling.caches.names import NEW_NAME, OLD_NAME, cache_in, named_cache
 
 from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
@@ -26,7 +26,7 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     Raises:
         UserError: it cannot run in one of them.
     """
-    if not {OLD, NEW} & signature(model.forward).parameters.keys():
+    if not {OLD_NAME, NEW_NAME} & signature(model.forward).parameters.keys():
         raise UserError(f"{type(model).__name__} has no cache of keys and values; such models are not compared here")
     full = model(ids, use_cache=False).logits
     padded, decoded = _padded_logits(model, ids), _decoded_logits(model, ids)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-# A source of a mixture has the same number of places in every block of so many: its weight, rounded to whole places.
+# A source of a mixture has as many places in every block of this length: its weight, rounded to whole places.
 MIXTURE_BLOCK = 1 << 14
 
 

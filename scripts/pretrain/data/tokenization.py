@@ -28,7 +28,7 @@ from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 logger = logging.getLogger(__name__)
 
 BATCH_DOCUMENTS = 1000
-# After so many documents the file `NOTE` is updated, which says how much of the stream is on disk.
+# After each such number of documents the file `NOTE` is updated, which says how much of the stream is on disk.
 NOTE_DOCUMENTS = 50_000
 LENGTHS, NOTE = "lengths.bin", "written.json"
 # Batches that are submitted for each worker: enough that none is idle, and few enough to hold in memory.

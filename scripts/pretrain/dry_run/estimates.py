@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
-from ..model import ParameterCounts, count_parameters, plan_config, save_activations
+from ..model import ParameterCounts, checkpoint_activations_if_asked, count_parameters, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
@@ -163,7 +163,7 @@ def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    save_activations(model, arguments)
+    checkpoint_activations_if_asked(model, arguments)
     return model
 
 

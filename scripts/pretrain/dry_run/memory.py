@@ -115,7 +115,7 @@ def rehearse(
         layers: number of layers of the model.
         bf16: whether to run under autocast.
         workspace: bytes of temporary tensors in the backward pass of the attention op.
-        period: the kinds of layers repeat after so many. If it is given, models of one and of two periods are run, and
+        period: after how many layers their kinds repeat. If it is given, models of one and of two periods are run, and
             the result is extrapolated; otherwise the whole model is run.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):

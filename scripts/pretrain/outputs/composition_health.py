@@ -101,8 +101,8 @@ def _attend(
     same_document: Tensor | None,
 ) -> tuple[AttentionMaps, Tensor]:
     """The maps `[B, H, T, T]` of a layer for hidden states `[B, T, E]`, and which pairs are visible, `[T, T]`."""
-    query, key, value = layer._project(hidden, positions)
-    query, key, _ = layer._turn(query, key, hidden)
+    query, key, value = layer.project(hidden, positions)
+    query, key, _ = layer.rotate_by_content(query, key, hidden)
     structure: dict[str, Any] = {"is_causal": layer.is_causal, "sliding_window": layer.sliding_window}
     mask = None if same_document is None else same_document.to(hidden.device)
     options = {**stages, **structure, "scaling": layer.scaling, "attention_mask": mask, "tables": tables}

@@ -14,7 +14,7 @@ from .tasks import IGNORED
 
 WORD = re.compile(r"o'clock|\w+|\S")
 END_OF_FACTS = ">."
-# Drawings of each form that show its words. A word that is missing in so many does not exist.
+# Drawings of each form that show its words. A word that is missing in all of them does not exist.
 DRAWINGS = 2000
 
 

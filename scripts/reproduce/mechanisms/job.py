@@ -48,13 +48,13 @@ class Study:
         size = self.preset.size
         places = product(tasks, arguments.layers or [size.layers], arguments.heads or [size.heads])
         cells: list[Cell] = list(product(places, arms))
-        told = {(arm, heads): ARMS[arm].refusal(replace(size, heads=heads)) for (_, _, heads), arm in cells}
-        self.refused = {cell: reason for cell, reason in told.items() if reason is not None}
+        refusals = {(arm, heads): ARMS[arm].refusal(replace(size, heads=heads)) for (_, _, heads), arm in cells}
+        self.refused = {cell: reason for cell, reason in refusals.items() if reason is not None}
         self.cells = [(place, arm) for place, arm in cells if (arm, place[2]) not in self.refused]
         self.runs = StudyRuns(
             self.output / "runs",
             partial(run_one, preset=self.preset, device=device_of(arguments)),
-            _told,
+            _describe,
             arguments.workers,
             arguments.max_seconds,
             partial(definition, preset=self.preset),
@@ -87,13 +87,13 @@ class Study:
         raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
 
     def _settings(self) -> dict[str, Any]:
-        told = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
+        settings = {"preset": self.arguments.preset, "steps": self.preset.steps, "batch": self.preset.batch}
         names = ("seeds", "tuning_seed", "learning_rates")
         finished = [cell for cell in self.cells if self.runs.results(self._measured([cell]))]
         rates = {" ".join(map(str, (*place, arm))): rate for (place, arm), rate in self._rates(finished).items()}
-        told |= {name: getattr(self.arguments, name) for name in names}
+        settings |= {name: getattr(self.arguments, name) for name in names}
         refused = [{"arm": arm, "heads": heads, "reason": why} for (arm, heads), why in self.refused.items()]
-        return {**told, "refused": refused, "chosen": rates}
+        return {**settings, "refused": refused, "chosen": rates}
 
     def _tuning(self, cells: Sequence[Cell]) -> list[Run]:
         return list(tuning_runs(cells, self.arguments.tuning_seed, self.arguments.learning_rates))
@@ -112,7 +112,7 @@ def device_of(arguments: MechanismsArguments) -> str:
     return "cuda" if arguments.preset == "gpu" and torch.cuda.is_available() else "cpu"
 
 
-def _told(result: Result) -> str:
+def _describe(result: Result) -> str:
     solved = result["solved_at"]
     return f"solved after {solved:,} sequences" if solved else f"accuracy {result['accuracy']:.3f}"
 

@@ -113,7 +113,9 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
         sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
         claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
     name_older_runs(output / "runs")
-    runs = StudyRuns(output / "runs", study.run_one, partial(_told, study), arguments.workers, arguments.max_seconds)
+    runs = StudyRuns(
+        output / "runs", study.run_one, partial(_describe, study), arguments.workers, arguments.max_seconds
+    )
     plan = Plan(study, arguments, tasks, arms, runs)
     if not arguments.redraw and not runs.make(plan.tuning()):
         runs.make(plan.measured())
@@ -213,7 +215,7 @@ def command_of(study: Study, arguments: PairedStudyArguments) -> str:
     return command_line(f"reproduce {study.name}", {name: getattr(arguments, name) for name in names})
 
 
-def _told(study: Study, result: Result) -> str:
+def _describe(study: Study, result: Result) -> str:
     metrics = study.tasks[result["run"]["task"]].metrics
     numbers = (f"{metric.label} {result['metrics'][metric.name]:.{metric.digits}f}" for metric in metrics)
     return f"{', '.join(numbers)}, {result['cpu_seconds']:.0f} s"

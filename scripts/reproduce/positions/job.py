@@ -30,7 +30,7 @@ def run_study(arguments: PositionsArguments) -> str:
     if arguments.redraw:
         return draw(output, table, draw_lengths, PLOT)
     claim(output, {name: getattr(arguments, name) for name in COMMON}, "study of positions")
-    runs = StudyRuns(output / "runs", train, _told, arguments.workers, arguments.max_seconds, definition)
+    runs = StudyRuns(output / "runs", train, _describe, arguments.workers, arguments.max_seconds, definition)
     left = runs.make(tuning_runs(arguments))
     left = left or runs.make(measured_runs(arguments, chosen_rates(arguments, runs), arguments.seeds))
     rest = f"{left} runs are left; the same command goes on with them" if left else ""
@@ -96,7 +96,7 @@ def tuning_of(arguments: PositionsArguments, runs: StudyRuns) -> dict[str, Any]:
     return where | found if found else {}
 
 
-def _told(result: Result) -> str:
+def _describe(result: Result) -> str:
     return f"trained {trained_match(result):.3f}, {result['seconds']:.0f} s"
 
 

@@ -12,7 +12,7 @@ Tokens = NDArray[np.int64]
 BOS, SEP, EOS, PLUS, FIRST_SYMBOL = range(5)
 SYMBOLS = 50
 VOCABULARY = FIRST_SYMBOL + SYMBOLS
-# `copy-many` draws from so many symbols, as the paper does (arXiv 2305.19466).
+# How many symbols `copy-many` draws from, as the paper does (arXiv 2305.19466).
 COPIED = 20
 TEST_RATIO = 2.5
 

@@ -36,16 +36,16 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
     began = time.perf_counter()
     train_scores = evaluate(model, seen_text(run, corpus))
     if run.setting.patience is None:
-        told: dict[str, Any] = {"validation": evaluate(model, held_out(run, corpus))}
+        scores: dict[str, Any] = {"validation": evaluate(model, held_out(run, corpus))}
     else:
-        told = {"validation": progress.validations[progress.best_pass], "validations": progress.validations}
+        scores = {"validation": progress.validations[progress.best_pass], "validations": progress.validations}
     checkpoint.unlink(missing_ok=True)
     return {
         "settings": run.settings(),
         "data": corpus.description,
         "parameters": count_parameters(model),
         "train": train_scores,
-        **told,
+        **scores,
         "all_training_batches": progress.total.scores(),
         "curve": progress.curve,
         "train_seconds": progress.seconds,

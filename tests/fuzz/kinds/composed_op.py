@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops.dcmha.attention import COMPOSING
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 
 from ..harness import Case, Kind
 from ..tensors import (
@@ -31,7 +31,7 @@ LENGTHS = (0, 1, 1, 2, 3, 5, 7, 13, 16, 17, 31, 33)
 LONG = (65, 129, 257, 400)
 TRITON_SHARE = 0.02
 # Every implementation that is neither the reference nor interpreted.
-QUICK = tuple(sorted(COMPOSING.keys() - {"eager", "triton"}))
+QUICK = tuple(sorted(COMPOSING_IMPLEMENTATIONS.keys() - {"eager", "triton"}))
 
 
 def generate(random: Random) -> Case:

@@ -16,7 +16,7 @@ from dynattn import (
     RCMHAConfig,
     RCMHAForCausalLM,
 )
-from dynattn.modeling.caches.names import CACHE_NAME, NEW, OLD, cache_in
+from dynattn.modeling.caches.names import CACHE_NAME, NEW_NAME, OLD_NAME, cache_in
 
 MODELS: dict[str, Callable[[], Any]] = {
     "dcformer": make_model,
@@ -31,15 +31,15 @@ def test_both_names_are_the_same_cache(family: str) -> None:
     torch.manual_seed(0)
     model, ids = MODELS[family]().eval(), torch.randint(1, 97, (2, 9))
     logits = {}
-    for name in (OLD, NEW):
+    for name in (OLD_NAME, NEW_NAME):
         cache = DynamicCache(config=model.config)
         first = model(ids[:, :5], use_cache=True, **{name: cache})
         assert cache_in(first) is cache and first[CACHE_NAME] is cache
         logits[name] = model(ids[:, 5:], use_cache=True, **{name: cache}).logits
-    assert torch.equal(logits[OLD], logits[NEW])
-    assert not torch.equal(logits[OLD], model(ids[:, 5:]).logits)
+    assert torch.equal(logits[OLD_NAME], logits[NEW_NAME])
+    assert not torch.equal(logits[OLD_NAME], model(ids[:, 5:]).logits)
     with pytest.raises(ValueError, match="cache and past_key_values are two names of the same argument"):
-        model(ids, **dict.fromkeys((OLD, NEW), DynamicCache()))
+        model(ids, **dict.fromkeys((OLD_NAME, NEW_NAME), DynamicCache()))
     assert torch.equal(model(ids, cache=None).logits, model(ids).logits)
 
 
@@ -48,7 +48,7 @@ def test_encoder_decoders_take_both_names() -> None:
     torch.manual_seed(0)
     model, ids = DCBartForConditionalGeneration(DCBartConfig.from_size("tiny")).eval(), torch.randint(3, 50, (2, 6))
     logits = []
-    for name in (OLD, NEW):
+    for name in (OLD_NAME, NEW_NAME):
         cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
         for token in ids.split(1, dim=1):
             output = model(ids, decoder_input_ids=token, use_cache=True, **{name: cache})

@@ -11,7 +11,7 @@ from cases.models import make_model
 from torch import Tensor
 
 import dynattn
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(7))
@@ -28,7 +28,7 @@ def calls() -> Iterator[list[str]]:
 
     dynattn.register_implementation("mine", mine)
     yield seen
-    del COMPOSING["mine"], IMPLEMENTATIONS["mine"]
+    del COMPOSING_IMPLEMENTATIONS["mine"], IMPLEMENTATIONS["mine"]
 
 
 def test_the_op_knows_it(calls: list[str]) -> None:
@@ -69,7 +69,7 @@ def test_names_of_the_package_are_refused(name: str) -> None:
 def test_names_that_mean_something_to_transformers_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         dynattn.register_implementation(name, dcmha_eager)
-    assert name not in COMPOSING
+    assert name not in COMPOSING_IMPLEMENTATIONS
 
 
 def test_what_cannot_be_called_is_refused() -> None:
@@ -96,4 +96,4 @@ def test_a_model_returns_the_maps_of_the_implementation_that_it_runs_with() -> N
         assert torch.equal(output.logits, model(IDS).logits)
         assert torch.equal(output.attentions[0], plain(IDS, output_attentions=True).attentions[0] / 2)
     finally:
-        del COMPOSING["halved"], IMPLEMENTATIONS["halved"]
+        del COMPOSING_IMPLEMENTATIONS["halved"], IMPLEMENTATIONS["halved"]

@@ -47,7 +47,7 @@ def register(known_machine: None, no_plots: None, monkeypatch: pytest.MonkeyPatc
     """Puts an implementation into the op's registry for one test, which measures no machine and draws no plot."""
 
     def put(name: str, attend: Callable[..., Any]) -> None:
-        monkeypatch.setitem(dcmha.COMPOSING, name, attend)
+        monkeypatch.setitem(dcmha.COMPOSING_IMPLEMENTATIONS, name, attend)
         monkeypatch.setitem(dcmha.IMPLEMENTATIONS, name, attend)
 
     return put

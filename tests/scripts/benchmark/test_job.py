@@ -28,7 +28,7 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: 
     def attend(query: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         if query.shape[2] == 24:
             raise KeyboardInterrupt
-        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+        return dcmha.COMPOSING_IMPLEMENTATIONS["eager"](query, *arguments, **keywords)
 
     register("brittle", attend)
     arguments = ("--quick", "--subjects", "attention", "--shapes", "2x8@16", "2x8@24")
@@ -48,7 +48,7 @@ def test_a_second_command_measures_only_what_the_record_lacks(
         if query.shape[2] == 24 and is_killed:
             raise KeyboardInterrupt
         lengths.append(query.shape[2])
-        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+        return dcmha.COMPOSING_IMPLEMENTATIONS["eager"](query, *arguments, **keywords)
 
     register("brittle", attend)
     options = ("--quick", "--subjects", "attention", "--shapes", "2x8@16", "2x8@24", "--implementations", "brittle")

@@ -159,8 +159,7 @@ def dcmha_chunked(
         attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
     if query.shape[2] == 1:
         mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
-        arguments = (query, key, value, pre, post, scaling, mask, is_causal, sliding_window, tables)
-        return _attend_one_query(*arguments), None
+        return _attend_one_query(query, key, value, pre, post, scaling, mask, is_causal, sliding_window, tables), None
     offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
     factors = (*pack_factors(pre), *pack_factors(post))
     inputs = ChunkedInputs(query, key, value, *factors, attention_mask, first_keys, tables.bias, tables.gain, offset)

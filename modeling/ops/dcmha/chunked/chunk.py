@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...scaled_products import scaled_bmm
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 from .distance_blocks import ChunkTables
 
@@ -215,9 +216,7 @@ def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Te
     """`out[h] = left[h] @ right[h // repeats] * scaling`: `[H, a, b]` by `[H_kv, b, d]`, without repeating `right`."""
     repeats = left.shape[0] // right.shape[0]
     for rows, product in zip(_every(left, repeats), _every(out, repeats), strict=True):
-        torch.baddbmm(product, rows, right, beta=0, alpha=scaling or 1.0, out=product)
-        if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
-            product.mul_(scaling)
+        scaled_bmm(rows, right, scaling, out=product)
 
 
 def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:

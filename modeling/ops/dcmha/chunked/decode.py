@@ -1,7 +1,7 @@
 """`dcmha_chunked` for a single query, a decoding step: keys, values and their factors are read in place, in the cache.
 
-On a CPU it is one call of C code, if `decode_native.serves` says so. Otherwise it is ordinary differentiable PyTorch,
-which `torch.compile` can trace; its maps are `[B, S, H]`, in the layout of the factors.
+On a CPU it is one call of C code, if `decode_native.decodes_in_c` says so. Otherwise it is ordinary differentiable
+PyTorch, which `torch.compile` can trace; its maps are `[B, S, H]`, in the layout of the factors.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables, at_distances
+from ...dtypes import at_least_float32
 from ...masking import join_mask, key_distances, masked_softmax, split_mask
+from ...scaled_products import scaled_bmm
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .composers.choice import compile_mode
 from .composers.stepwise import same_group
-from .decode_native import decode_in_c, serves
+from .decode_native import decode_in_c, decodes_in_c
 
 
 def attend_to_cache(
@@ -28,20 +30,25 @@ def attend_to_cache(
     mask: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor:
-    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` that sees all keys but those that `mask` hides.
+    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` that sees all keys except those that `mask` hides.
 
     Args:
         key, value: `[B, H_kv, S, D]`.
         mask: four dimensions that broadcast to `[B, H, 1, S]`.
     """
-    compiles = torch.compiler.is_compiling()
     arguments = (query, key, value, pre, post, scaling, mask, tables)
-    # In float32 the code that Inductor generates is as fast as a call of the operator with C code in it.
-    pays = not (compiles and query.dtype == torch.float32)
-    pays = pays and not torch.jit.is_tracing()  # a trace records operators, not calls of C code
-    if pays and serves(query, key, value, pre, post, mask, tables) and _has_c():
-        return (_decode_as_operator if compiles else _decode)(*arguments)
+    if _may_call_c(query.dtype) and decodes_in_c(query, key, value, pre, post, mask, tables) and _has_c():
+        return (_decode_as_operator if torch.compiler.is_compiling() else _decode)(*arguments)
     return _decode_in_pytorch(*arguments)
+
+
+def _may_call_c(dtype: torch.dtype) -> bool:
+    """Whether C code can run in this place, and is faster than PyTorch's operators for queries of `dtype`.
+
+    A trace records operators, not calls of C code. What Inductor generates is as fast in float32.
+    """
+    is_fast_anyway = torch.compiler.is_compiling() and dtype == torch.float32
+    return not is_fast_anyway and not torch.jit.is_tracing()
 
 
 def _decode(
@@ -70,7 +77,7 @@ def _decode_as_operator(
     post: Composition | None,
     scaling: float,
     mask: Tensor | None,
-    tables: DistanceTables = NO_TABLES,
+    tables: DistanceTables,
 ) -> Tensor:
     """`_decode` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
     factors = [*list_tensors(pre), *list_tensors(post)]
@@ -173,7 +180,7 @@ def map_scores(
         bias: `[H, S]`, added before the first composition.
         gain: `[H, S]`, multiplies the probabilities before the second composition.
     """
-    maps = scores.to(torch.promote_types(scores.dtype, torch.float32)).transpose(1, 2).contiguous()
+    maps = scores.to(at_least_float32(scores.dtype)).transpose(1, 2).contiguous()
     if bias is not None:
         maps = maps + bias.t()
     if pre is not None:
@@ -189,15 +196,12 @@ def map_scores(
 def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tensor:
     """`rows` `[B, H, a]` times `cached` `[B, H_kv, a, b]`, scaled: `[B, H, b]`.
 
-    It calls `baddbmm`, which Inductor leaves to the BLAS library. It makes loops of other products with one row, and
+    It is a `baddbmm`, which Inductor leaves to the BLAS library. It makes loops of other products with one row, and
     fuses the computation of that row into them, so that the composition would run again for every few columns.
     """
     (batch, heads, inner), kv_heads = rows.shape, cached.shape[1]
     grouped = rows.reshape(batch * kv_heads, heads // kv_heads, inner)
-    product = torch.baddbmm(rows.new_zeros(1), grouped, cached.flatten(0, 1), beta=0, alpha=scaling or 1.0)
-    if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
-        product = product * scaling
-    return product.view(batch, heads, cached.shape[-1])
+    return scaled_bmm(grouped, cached.flatten(0, 1), scaling).view(batch, heads, cached.shape[-1])
 
 
 def compose_maps(maps: Tensor, composition: Composition) -> Tensor:

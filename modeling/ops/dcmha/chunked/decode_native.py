@@ -20,7 +20,7 @@ ELEMENTS_PER_THREAD = 1 << 15
 LARGEST_QUERY = 1 << 17
 
 
-def serves(
+def decodes_in_c(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,7 +63,7 @@ def decode_in_c(
     mask: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> Tensor | None:
-    """`attend_to_cache` for arguments that `serves` accepts. Maps and sums are float32, whatever the dtype.
+    """`attend_to_cache` for arguments that `decodes_in_c` accepts. Maps and sums are float32, whatever the dtype.
 
     Results do not depend on the number of threads.
 
@@ -81,7 +81,7 @@ def decode_in_c(
     library = _load(heads, kv_heads, groups, width, query.dtype)
     if library is None:
         return None
-    mask = _readable(mask)
+    mask = _without_float16(mask)
     tables = readable_tables(tables)
     members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
     members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
@@ -94,7 +94,7 @@ def decode_in_c(
     return output
 
 
-def _readable(mask: Tensor | None) -> Tensor | None:
+def _without_float16(mask: Tensor | None) -> Tensor | None:
     """A mask as C code reads it: float16 as float32, because C code takes 2-byte elements for bfloat16.
 
     The lowest finite float16 hides a key, so it becomes minus infinity.

@@ -101,7 +101,7 @@ class Problem:
             members += self._heads(tensor)
         for stage in stages_of(inputs, settings):
             members += self._stage(stage)
-        members += (*self._mask(_readable(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
+        members += (*self._mask(_as_bool_or_float32(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
         members += (items, heads, inputs.key.shape[1], width, structure.queries, structure.keys)
         members += (
             *band_of(structure),
@@ -167,7 +167,7 @@ class Problem:
         return self._address(mask), mask.dtype == torch.bool, *strides
 
 
-def _readable(mask: Tensor | None) -> Tensor | None:
+def _as_bool_or_float32(mask: Tensor | None) -> Tensor | None:
     """A mask of any dtype as C code reads it: boolean or float32.
 
     In float32 minus infinity and the lowest finite element hide a key. Lower elements of a float64 mask, and that one,

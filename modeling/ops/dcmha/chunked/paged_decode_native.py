@@ -19,8 +19,8 @@ from .csrc.sources import PAGED_DECODE
 from .decode_native import (
     ELEMENTS_PER_THREAD,
     decode_macros,
+    decodes_in_c,
     readable_tables,
-    serves,
     stage_members,
     table_members,
 )
@@ -82,7 +82,7 @@ def _load_for(
     tables: DistanceTables,
 ) -> CDLL | None:
     """The library for the arguments of `attend_to_pages`; None where C code does not serve them."""
-    if compile_mode() == "0" or not serves(query, pages.key, pages.value, pre, post, None, tables):
+    if compile_mode() == "0" or not decodes_in_c(query, pages.key, pages.value, pre, post, None, tables):
         return None
     groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
     return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype, terms)

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from ...dtypes import at_least_float32
 from ...masking import Structure
 from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
-from .passes_native import attend_backward_in_c, attend_in_c, serves
+from .passes_native import attend_backward_in_c, attend_in_c, runs_in_c
 from .tiling import (
     BACKWARD_BUFFERS,
     FORWARD_BUFFERS,
@@ -25,10 +26,10 @@ from .tiling import (
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     """Returns the output `[B, T, H, D]`, without gradients, which only the operator of attention.py adds."""
-    if serves(inputs, settings):
+    if runs_in_c(inputs, settings):
         return attend_in_c(inputs, settings)
     batch, heads, queries, width = inputs.query.shape
-    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+    dtype = at_least_float32(inputs.query.dtype)
     output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     composer = composer_for(inputs, structure)
@@ -64,9 +65,9 @@ def attend_backward(
         The gradients of the `inputs` that are present, without `INTEGERS`, in their shapes and dtypes. That of the mask
         is empty if it is not needed.
     """
-    if serves(inputs, settings):
+    if runs_in_c(inputs, settings):
         return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
-    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+    dtype = at_least_float32(inputs.query.dtype)
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     composer = composer_for(inputs, structure)
     tables = read_tables(inputs, structure, dtype)

@@ -36,7 +36,7 @@ SIGNATURES = {
 }
 
 
-def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
+def runs_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
     """Whether C code takes these arguments. It is compiled when this is first called for a kind of stage."""
     if compile_mode() == "0":
         return False
@@ -48,7 +48,7 @@ def serves(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
 
 
 def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
-    """`passes.attend` for arguments that `serves` accepts: returns `[B, T, H, D]`."""
+    """`passes.attend` for arguments that `runs_in_c` accepts: returns `[B, T, H, D]`."""
     library, threads = load_passes(), usable_threads()
     assert library is not None
     batch, heads, queries, width = inputs.query.shape
@@ -63,7 +63,7 @@ def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
 def attend_backward_in_c(
     grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
 ) -> list[Tensor]:
-    """`passes.attend_backward` for arguments that `serves` accepts.
+    """`passes.attend_backward` for arguments that `runs_in_c` accepts.
 
     Args:
         grad_output: `[B, T, H, D]`.

@@ -15,17 +15,18 @@ from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .devices import WARP
 from .kernels.registry import load_kernels
+from .matmuls import with_contiguous_rows
 
 # How many programs a launch should have at least: splits times items.
 PROGRAMS = 264
 # How many keys a block has: the largest of these numbers that gives `PROGRAMS` programs, within two limits. A tile of
 # all heads has at most `LARGEST_TILE` elements, because it is in registers; half as many over pages, where the address
 # of each factor takes registers too. The keys of a block have at most `LARGEST_KEYS` bytes, because shared memory holds
-# those of `STAGES` blocks.
+# those of `PIPELINE_STAGES` blocks.
 BLOCKS = (64, 32, 16)
 LARGEST_TILE = 2048
 LARGEST_KEYS = 16384
-WARPS, STAGES = 4, 4
+WARPS, PIPELINE_STAGES = 4, 4
 
 
 class DecodeSide(NamedTuple):
@@ -187,7 +188,7 @@ def launch(
         span: the first visible key, and the end of the keys; over pages, the end of the longest request.
     """
     kernels = load_kernels(query.device)
-    query, key, value = (_with_contiguous_rows(rows) for rows in (query, key, value))
+    query, key, value = (with_contiguous_rows(rows) for rows in (query, key, value))
     (batch, heads, _, width), kv_heads, (first, keys) = query.shape, key.shape[1], span
     sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize, paged=pages is not None)
     sizes, block_s = plan(batch, first, keys, fitting)
@@ -224,7 +225,7 @@ def launch(
 def _constants(stage: DecodeStage, groups: int) -> dict[str, int]:
     """The constants of a kernel that composes this stage."""
     ranks = {"query_rank": stage.query.rank, "key_rank": stage.key.rank}
-    return {**ranks, "groups": groups, "num_warps": WARPS, "num_stages": STAGES}
+    return {**ranks, "groups": groups, "num_warps": WARPS, "num_stages": PIPELINE_STAGES}
 
 
 def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -308,8 +309,3 @@ def _mask(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int)
     return DecodeMask(
         visible, strides[0], bias, strides[1], None if first_keys is None else first_keys[:, 0].contiguous()
     )
-
-
-def _with_contiguous_rows(rows: Tensor) -> Tensor:
-    """`[B, H, T, D]` with contiguous channels; a copy only if they are not."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

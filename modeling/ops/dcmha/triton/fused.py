@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .arguments import TABLES, MapChunk, MapInputs, MapSettings, Matrices
 from .devices import capability_of
-from .matmuls import in_place, row_strides
+from .matmuls import row_strides, with_contiguous_rows
 from .matrices import filled_up, make_matrices, padded_terms
 from .tiling import whole_tiling
 from .tuning import fused_tiles_for, fuses_forward
@@ -38,7 +38,7 @@ def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tens
     batch, heads, length, width = inputs.query.shape
     output = inputs.value.new_zeros(batch, length, heads, width)
     lse = torch.zeros(batch, heads, work.queries, dtype=torch.float32, device=work.device)
-    query, key, value = map(in_place, (inputs.query, inputs.key, inputs.value))
+    query, key, value = map(with_contiguous_rows, (inputs.query, inputs.key, inputs.value))
     for chunk in work.chunks():
         *rows, own_lse = (part[chunk.items] for part in (query, key, value, output.transpose(1, 2), lse))
         own = Matrices(*(None if part is None else part[chunk.items] for part in matrices))

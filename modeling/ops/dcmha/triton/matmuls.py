@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from ...scaled_products import scaled_bmm
 from .arguments import MapChunk, MapInputs
 from .workspace import Workspace, padded
 
@@ -74,7 +75,7 @@ class CublasMatmuls(Matmuls):
         """Returns `[items, H, c, n]` by one batched product."""
         scores = self.work.map("scores", chunk, self.work.score_dtype)
         query, key = self._of_queries(self.score_query, chunk), self._of_keys(self.score_key, chunk)
-        _multiply(query, key.transpose(1, 2), out=self._grouped(scores), scaling=self.work.scaling)
+        scaled_bmm(query, key.transpose(1, 2), out=self._grouped(scores), scaling=self.work.scaling)
         return scores
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
@@ -85,7 +86,7 @@ class CublasMatmuls(Matmuls):
     def grad_composed(self, chunk: MapChunk) -> Tensor:
         """Returns `[items, H, c, n]` by one batched product."""
         grads, value = self.work.map("grad_composed", chunk), self._of_keys(self.value, chunk)
-        _multiply(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
+        scaled_bmm(self._of_queries(self.grad_output, chunk), value.transpose(1, 2), out=self._grouped(grads))
         return grads
 
     def add_to_values(self, chunk: MapChunk, probs: Tensor) -> None:
@@ -98,7 +99,7 @@ class CublasMatmuls(Matmuls):
         self._add(self.grad_key, chunk, grads, self._of_queries(self.query, chunk), scaling)
         total = self.grad_query[chunk.items, :, chunk.queries]
         rows = total.new_empty(*grads.shape[:2], total.shape[-1])
-        _multiply(grads, self._of_keys(self.key, chunk), out=rows, scaling=scaling)
+        scaled_bmm(grads, self._of_keys(self.key, chunk), out=rows, scaling=scaling)
         total.copy_(rows.view(total.shape))
 
     def gradients(self) -> dict[str, Tensor]:
@@ -133,16 +134,8 @@ class CublasMatmuls(Matmuls):
             total.baddbmm_(maps.to(total.dtype), rows.to(total.dtype), alpha=scaling)
 
 
-def _multiply(left: Tensor, right: Tensor, *, out: Tensor, scaling: float = 1.0) -> None:
-    """Sets `out = left @ right * scaling`, scaled before it is rounded: `[b, i, k]`, `[b, k, j]` to `[b, i, j]`."""
-    if scaling == 0:  # on a CPU PyTorch 2.13 leaves bfloat16 results unset for an `alpha` of zero
-        torch.bmm(left, right, out=out).mul_(scaling)
-    else:
-        torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
-
-
-def in_place(rows: Tensor) -> Tensor:
-    """`[B, H, T, D]` with contiguous rows, as kernels read them; a copy only if they are not."""
+def with_contiguous_rows(rows: Tensor) -> Tensor:
+    """`[B, H, T, D]` with contiguous channels, as kernels read them; a copy only if they are not."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

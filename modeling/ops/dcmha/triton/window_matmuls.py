@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import MapChunk, MapInputs
-from .matmuls import Matmuls, in_place, row_strides
+from .matmuls import Matmuls, row_strides, with_contiguous_rows
 from .tiling import WindowTiling
 from .tuning import tile_of_window
 from .workspace import Workspace
@@ -19,7 +19,7 @@ class WindowMatmuls(Matmuls):
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         assert isinstance(work.tiling, WindowTiling)
         self.work, self.tiling = work, work.tiling
-        self.query, self.key, self.value = map(in_place, (inputs.query, inputs.key, inputs.value))
+        self.query, self.key, self.value = map(with_contiguous_rows, (inputs.query, inputs.key, inputs.value))
         block_t, block_s, self.warps = tile_of_window(work.dtype)
         # Sides that divide a block's queries and keys, so that both consist of whole tiles.
         self.tile = math.gcd(self.tiling.step, block_t), math.gcd(self.tiling.step, self.tiling.reach, block_s)
@@ -29,7 +29,7 @@ class WindowMatmuls(Matmuls):
             batch, heads, queries, width = self.query.shape
             self.output = self.query.new_empty(batch, queries, heads, width)
         else:
-            self.grad_output = in_place(grad_output.transpose(1, 2))
+            self.grad_output = with_contiguous_rows(grad_output.transpose(1, 2))
             self.grad_query = torch.empty_like(self.query)
             dtype = torch.float32 if self.is_added else work.dtype
             self.grad_key, self.grad_value = (

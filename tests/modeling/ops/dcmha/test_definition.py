@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.layers.attention_interface import attention_function
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS, Attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention
 from dynattn.modeling.ops.dcmha.composition import from_list, list_tensors, pack_factors, unpack_factors
 from dynattn.modeling.ops.dcmha.eager import compose
 
@@ -250,8 +250,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_every_way_to_an_implementation_refuses(wrong: dict[str, Any], message: str, queries: int) -> None:
     """Some of these calls read memory that is not theirs, or never ended."""
-    calls = [lambda arguments, name=name: dcmha_attention(**arguments, implementation=name) for name in COMPOSING]
-    calls += [lambda arguments, attend=attend: through_interface(attend, arguments) for attend in COMPOSING.values()]
+    calls = [
+        lambda arguments, name=name: dcmha_attention(**arguments, implementation=name)
+        for name in COMPOSING_IMPLEMENTATIONS
+    ]
+    calls += [
+        lambda arguments, attend=attend: through_interface(attend, arguments)
+        for attend in COMPOSING_IMPLEMENTATIONS.values()
+    ]
     for call in calls:
         with pytest.raises(ValueError, match=message):
             call(wrong_arguments(wrong, queries))

@@ -10,7 +10,7 @@ from cases.golden import read_case, tensors_under
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, IMPLEMENTATIONS
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.modeling.ops.distance_tables import at_distances
 from dynattn.modeling.ops.masking import key_distances
 
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_golden_case(name: str, implement
         torch.testing.assert_close(gradient, true, atol=1e-14, rtol=1e-13)
 
 
-@pytest.mark.parametrize("implementation", [*sorted(COMPOSING.keys() - {"triton"}), "sdpa"])
+@pytest.mark.parametrize("implementation", [*sorted(COMPOSING_IMPLEMENTATIONS.keys() - {"triton"}), "sdpa"])
 def test_without_composition_a_bias_is_an_additive_mask(implementation: str) -> None:
     tensors, keywords = random_inputs(Case(40, 70, heads=(4, 2), stages=(), tables=("bias",)))
     output, *gradients = run(tensors, keywords, implementation)

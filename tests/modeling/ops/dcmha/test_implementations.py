@@ -8,7 +8,7 @@ from cases.composed_op import ALL, DYNAMIC, Case, in_dtype, random_inputs, run
 from cases.triton_marks import interpreted, on_gpu
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING, dcmha_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmha_attention
 
 # Small, since kernels of a GPU are interpreted where there is none.
 CASES = [
@@ -43,13 +43,13 @@ NAMED_CASES = [
         marks=[interpreted, *[pytest.mark.slow] * (case.queries > FEW_QUERIES)] if name == "triton" else [],
         id=f"{name}-{case}",
     )
-    for name in COMPOSING
+    for name in COMPOSING_IMPLEMENTATIONS
     if name != "eager"
     for case in CASES
 ] + [pytest.param("triton", "cuda", case, marks=on_gpu, id=f"triton-cuda-{case}") for case in CASES]
 # A block that is longer than this is never crossed by interpreted kernels, whose own tests make blocks short.
 LONGEST_INTERPRETED = 40
-# Errors may be so many times those that the reference implementation makes in the same precision.
+# By which factor errors may exceed those that the reference implementation makes in the same precision.
 NOISE_MULTIPLE = 4
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -138,11 +138,6 @@ def random_composition(case: Case, groups: int, device: str) -> Composition:
     return Composition(**given, groups=groups)
 
 
-def factors_of(composition: Composition) -> dict[str, Tensor]:
-    values = {field.name: getattr(composition, field.name) for field in fields(Composition)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
 def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
     """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
     heads, kv_heads = case.heads
@@ -155,7 +150,7 @@ def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[s
     keywords |= {"is_causal": case.is_causal, "sliding_window": case.window}
     for stage in case.stages:
         keywords[stage] = random_composition(case, case.groups[BOTH.index(stage)], device)
-        tensors += factors_of(keywords[stage]).values()
+        tensors += keywords[stage].tensors().values()
     if case.mask is not None:
         keywords["attention_mask"] = MASKS[case.mask](case.batch, case.queries, case.keys).to(device)
     return tensors, keywords
@@ -167,7 +162,7 @@ def cast(tensors: list[Tensor], keywords: dict[str, Any], dtype: torch.dtype) ->
     factors, keywords = iter(low[3:]), dict(keywords)
     for stage in BOTH:
         if keywords[stage] is not None:
-            keywords[stage] = replace(keywords[stage], **{name: next(factors) for name in factors_of(keywords[stage])})
+            keywords[stage] = replace(keywords[stage], **{name: next(factors) for name in keywords[stage].tensors()})
     mask = keywords["attention_mask"]
     if mask is not None and mask.is_floating_point():
         keywords["attention_mask"] = mask.to(dtype)
@@ -671,7 +666,7 @@ def test_decoding_reads_a_static_cache_in_place() -> None:
     longer = [torch.cat([rows, torch.full((2, 2, 13, 8), 1e4)], dim=2) for rows in (key, value)]
     packed = {}
     for stage in BOTH:
-        factors = factors_of(keywords[stage])
+        factors = keywords[stage].tensors()
         terms = torch.cat([factors["key_down"], factors["key_up"], factors["key_gate"][:, :, None]], dim=2)
         terms = torch.cat([terms.transpose(1, 2), torch.full((2, 5, 13, 4), 1e4)], dim=2)  # [B, terms, S, H]
         terms = terms.transpose(1, 2)

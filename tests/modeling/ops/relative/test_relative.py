@@ -10,7 +10,7 @@ from torch import Tensor
 from dynattn import relative_attention
 from dynattn.modeling.ops.relative import chunk as chunk_module
 from dynattn.modeling.ops.relative import chunked as chunked_module
-from dynattn.modeling.ops.relative.attention import RELATIVE
+from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 from dynattn.modeling.ops.relative.eager import relative_eager
 
 BATCH, HEADS, WIDTH = 2, 3, 4
@@ -196,7 +196,7 @@ def test_gradients_that_cancel_are_as_small_as_those_of_the_definition(reason: s
 
 
 def test_dropping_everything_gives_zeros() -> None:
-    for implementation, terms in itertools.product(RELATIVE, TERMS.values()):
+    for implementation, terms in itertools.product(RELATIVE_IMPLEMENTATIONS, TERMS.values()):
         given = inputs(20, 20, terms)
         assert not relative_attention(**given, dropout=1.0, implementation=implementation).any()  # type: ignore[arg-type]
 
@@ -440,7 +440,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_bad_calls_say_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
-    for implementation in (None, *RELATIVE):
+    for implementation in (None, *RELATIVE_IMPLEMENTATIONS):
         with pytest.raises(ValueError, match=message):
             relative_attention(**{**inputs(4, 6), "implementation": implementation, **wrong})  # type: ignore[arg-type]
 

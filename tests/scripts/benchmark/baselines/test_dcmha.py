@@ -20,7 +20,7 @@ from dynattn.scripts.benchmark.harness.inputs import (
     PLAIN,
     STATIC,
     OpInputs,
-    attend_by_definition,
+    attend_by_reference,
     evaluate,
     reference_results,
     requiring_grad,
@@ -36,7 +36,7 @@ def test_baselines_equal_the_reference_op(
     attend: Callable[[OpInputs], Tensor], function: str, window: int | None, is_causal: bool
 ) -> None:
     inputs = requiring_grad(replace(inputs_of(function, 300, 300, window), is_causal=is_causal))
-    expected = evaluate(attend_by_definition, inputs, backward=True)
+    expected = evaluate(attend_by_reference, inputs, backward=True)
     assert len(expected) == {PLAIN: 4, STATIC: 6, COMPOSED: 16}[function]
     torch.testing.assert_close(dict(evaluate(attend, inputs, backward=True)), dict(expected), atol=1e-11, rtol=1e-10)
 
@@ -51,8 +51,8 @@ def test_a_cache_of_matrices_decodes_what_the_reference_op_gives() -> None:
         mixing_matrices("query", inputs.pre, inputs.post),
         key_matrix_cache(inputs),
     )
-    torch.testing.assert_close(found, attend_by_definition(inputs))
+    torch.testing.assert_close(found, attend_by_reference(inputs))
     in_chunks = reference_results(inputs, torch.float64, backward=False)["output"]
-    torch.testing.assert_close(in_chunks, attend_by_definition(inputs))
+    torch.testing.assert_close(in_chunks, attend_by_reference(inputs))
     plain = replace(inputs, pre=None, post=None)
-    torch.testing.assert_close(attend_whole(plain), attend_by_definition(plain))
+    torch.testing.assert_close(attend_whole(plain), attend_by_reference(plain))

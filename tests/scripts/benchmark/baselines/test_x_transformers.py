@@ -5,14 +5,14 @@ import torch
 from cases.benchmark import inputs_of
 
 from dynattn.scripts.benchmark.baselines import x_transformers
-from dynattn.scripts.benchmark.harness.inputs import STATIC, attend_by_definition, evaluate, requiring_grad
+from dynattn.scripts.benchmark.harness.inputs import STATIC, attend_by_reference, evaluate, requiring_grad
 from dynattn.scripts.benchmark.subjects import attention
 
 
 def test_its_talking_heads_equal_the_reference_op() -> None:
     pytest.importorskip("x_transformers")
     inputs = requiring_grad(inputs_of(STATIC, 100, 100))
-    expected = evaluate(attend_by_definition, inputs, backward=True)
+    expected = evaluate(attend_by_reference, inputs, backward=True)
     found = evaluate(x_transformers.attend, inputs, backward=True)
     # Its softmax is in float32, whatever the dtype.
     torch.testing.assert_close(dict(found), dict(expected), atol=2e-6, rtol=1e-5)

@@ -36,7 +36,7 @@ def fails_in_call(number: int, calls: list[int]) -> Callable[..., Any]:
         calls.append(query.shape[2])
         if len(calls) == number:
             raise RuntimeError("an illegal memory access was encountered\nand more")
-        return dcmha.COMPOSING["eager"](query, *arguments, **keywords)
+        return dcmha.COMPOSING_IMPLEMENTATIONS["eager"](query, *arguments, **keywords)
 
     return attend
 
