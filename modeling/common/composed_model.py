@@ -127,12 +127,8 @@ class ComposedDecoderBody(DecoderBody):
 
         The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
         """
-        hidden_states, cache = inputs.inputs_embeds, inputs.past_key_values
+        hidden_states, cache = self._with_absolute_positions(inputs), inputs.past_key_values
         length = hidden_states.shape[1]
-        if self.embed_positions is not None:
-            past_tokens = 0 if cache is None else cache.get_seq_length()
-            check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
-            hidden_states = hidden_states + self.embed_positions(inputs.position_ids).to(hidden_states.dtype)
         shared = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
@@ -140,7 +136,7 @@ class ComposedDecoderBody(DecoderBody):
         first_of_type = {kind: self.config.layer_types.index(kind) for kind in set(self.config.layer_types)}
         count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
         tables = self._distance_tables(max(map(count_keys, first_of_type.values())), hidden_states.device)
-        arguments = {}
+        arguments: dict[str, dict[str, Any]] = {}
         for layer_type, layer in first_of_type.items():
             offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
             arguments[layer_type] = shared | {
@@ -150,6 +146,15 @@ class ComposedDecoderBody(DecoderBody):
             if self.config.scheme_of(layer_type) == "carope":
                 arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)
         return hidden_states, arguments
+
+    def _with_absolute_positions(self, inputs: DecoderInputs) -> Tensor:
+        """The embeddings `[B, T, E]`, with those of their positions added if a position scheme has any."""
+        embeddings, cache = inputs.inputs_embeds, inputs.past_key_values
+        if self.embed_positions is None:
+            return embeddings
+        past_tokens = 0 if cache is None else cache.get_seq_length()
+        check_learned_positions(self.config, embeddings.shape[1], past_tokens, inputs.position_ids)
+        return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""

@@ -129,7 +129,7 @@ class CausalLMHead:
                 argument of `chunked_causal_loss`, for which the logits have to be skipped.
             logits_to_keep: 0 for the logits of all positions, `n` for the last `n`, or the positions' indices.
             skip_logits: return the loss without logits. The logits are then computed for a chunk of tokens at a time,
-                unless the head is more than a linear layer (adapters, quantised or sharded weights, hooks) or the loss
+                unless the head is more than a linear layer (adapters, quantized or sharded weights, hooks) or the loss
                 is not Transformers' loss for causal models. Trainer passes this argument where Liger's kernels are in
                 use.
 
@@ -209,7 +209,7 @@ class TokenClassificationHead(GenericForTokenClassification):
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module only multiplies by its weight and adds its bias.
 
-    Adapters, quantised or sharded weights and hooks make it more than that.
+    Adapters, quantized or sharded weights and hooks make it more than that.
     """
     replaced = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not replaced

@@ -88,7 +88,7 @@ def with_defaults_of(model: Any, generation_config: Any) -> Any:
 
 
 def check_settings(generation_config: Any, settings: Any) -> None:
-    """Raises ValueError for what only `generate` does, a quantised cache, and steps of a fixed shape.
+    """Raises ValueError for what only `generate` does, a quantized cache, and steps of a fixed shape.
 
     Args:
         settings: a `ContinuousBatchingConfig`.
@@ -102,7 +102,7 @@ def check_settings(generation_config: Any, settings: Any) -> None:
             )
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
-            "cache_implementation='quantized' would quantise composition factors with the keys, and continuous "
+            "cache_implementation='quantized' would quantize composition factors with the keys, and continuous "
             "batching keeps a cache of its own; leave cache_implementation unset"
         )
     graphs = settings.use_cuda_graph

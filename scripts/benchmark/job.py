@@ -19,7 +19,7 @@ from .arguments import BenchmarkArguments
 from .gpu_preset import GPU, SECONDS, check_gpu, run_preset
 from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
-from .harness.interface import Case, Subject
+from .harness.interface import Candidate, Case, Subject
 from .harness.interruptions import Interruptions
 from .harness.metadata import gpu_clocks, run_metadata
 from .harness.process import DEVICE_LOST, END, GOES_ON, DeviceLostError, pinned_threads, run_workers
@@ -113,25 +113,33 @@ def measure(
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
     record = {"cases": [], **metadata, "error_multiples": limits, "machine": machine, "cases_left_out": []}
     interruptions = Interruptions(record, save, settings.budget)
+    for subject, candidates, shape, case in selected_cases(selection, settings):
+        entry = describe_case(subject, shape, case, settings)
+        if any(entry.items() <= one.items() for one in record["cases"]):
+            continue
+        if settings.end is not None and time.monotonic() > settings.end:
+            record["cases_left_out"].append(case_title(entry))
+            continue
+        left_out = slow_with_fewer_tokens(entry, record["cases"])
+        left_out |= interruptions.failures(entry, [one.name for one in candidates])
+        with noting(interruptions):
+            rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
+        if subject is PROFILE:
+            add_profiles(rows, case, shape, settings, machine)
+        record["cases"].append(entry | {"rows": rows})
+        save(record)
+        print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
+    return record | {"load_average_after": os.getloadavg(), "clocks_after": gpu_clocks(settings.device)}
+
+
+def selected_cases(
+    selection: Selection, settings: BenchmarkSettings
+) -> Iterator[tuple[Subject, Sequence[Candidate], Shape, Case]]:
+    """Yields every selected case with its subject, the candidates that run it, and its shape."""
     for subject, candidates in selection:
         for shape in shapes_of(subject, settings):
             for case in subject.cases(shape, settings):
-                entry = describe_case(subject, shape, case, settings)
-                if any(entry.items() <= one.items() for one in record["cases"]):
-                    continue
-                if settings.end is not None and time.monotonic() > settings.end:
-                    record["cases_left_out"].append(case_title(entry))
-                    continue
-                left_out = slow_with_fewer_tokens(entry, record["cases"])
-                left_out |= interruptions.failures(entry, [one.name for one in candidates])
-                with noting(interruptions):
-                    rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
-                if subject is PROFILE:
-                    add_profiles(rows, case, shape, settings, machine)
-                record["cases"].append(entry | {"rows": rows})
-                save(record)
-                print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
-    return record | {"load_average_after": os.getloadavg(), "clocks_after": gpu_clocks(settings.device)}
+                yield subject, candidates, shape, case
 
 
 @contextmanager

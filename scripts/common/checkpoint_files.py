@@ -53,7 +53,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of `config.json`. A `generation_config.json` beside it, which jobs copy, must be JSON too.
 
     Raises:
-        UserError: the folder, or a file, is missing or damaged, or the model is quantised or an adapter.
+        UserError: the folder, or a file, is missing or damaged, or the model is quantized or an adapter.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
@@ -86,7 +86,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
         if config.get(name) is not None and config[name] not in DTYPES:
             raise UserError(_impossible(config, name, f"it can be {', '.join(DTYPES)}"))
     if config.get("quantization_config") is not None:
-        needed = "quantised weights are not supported; take the checkpoint that they were made from"
+        needed = "quantized weights are not supported; take the checkpoint that they were made from"
         raise UserError(_impossible(config, "quantization_config", needed))
     if not isinstance(config.get("model_type", ""), str):
         raise UserError(_impossible(config, "model_type", "it must be text"))

@@ -18,7 +18,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
 
     Raises:
         UserError: it is not of this package, has no causal language model, has a memory or rotary embedding that cannot
-            be exported, is quantised, or is damaged.
+            be exported, is quantized, or is damaged.
     """
     config = read_config(folder)
     model_type = config.get("model_type")

@@ -77,18 +77,12 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
         if not self.resume:
             raise UserError("resume is empty; give auto, intact, never or the folder of a checkpoint")
-        self._check_data()
+        self._check_sources()
+        self._check_carried_memory()
+        self._check_streaming()
+        self._check_positions()
+        self._check_conversations()
         self._check_objective()
-        if self.carry_memory and self.mask_documents:
-            raise UserError(
-                "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
-                "give mask_documents: false (--no_mask_documents)"
-            )
-        if self.carry_memory and self.gradient_checkpointing:
-            raise UserError(
-                "gradient_checkpointing runs the layers twice, and carry_memory would put each segment into the memory "
-                "twice; leave one of them out"
-            )
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.max_steps:
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
@@ -115,13 +109,13 @@ class PretrainArguments(RangedOptions):
         if self.overwrite or self.resume not in ("auto", "intact"):
             raise UserError("a sweep goes on where it was interrupted; leave out overwrite and resume")
 
-    def _check_data(self) -> None:
-        """Refuses options of the data that exclude each other."""
-        sources = self.sources
+    def _check_sources(self) -> None:
+        """Refuses datasets, mixtures and splits that are empty or exclude each other."""
         if not self.dataset:
             raise UserError("dataset is empty; name a file, a folder or a Hub dataset, or leave it out")
         if self.mixture is not None and self.dataset != "builtin":
             raise UserError(f"dataset={self.dataset} and mixture exclude each other; name it in the mixture")
+        sources = self.sources
         if not sources:
             raise UserError("the mixture is empty; name a source, or leave it out")
         if self.validation_split is not None and self.validation_dataset is None and self.dataset == "builtin":
@@ -131,17 +125,41 @@ class PretrainArguments(RangedOptions):
             )
         if len({source.weight is None for source in sources.values()}) > 1:
             raise UserError("some sources of the mixture have weights and others epochs; choose one for all")
+
+    def _check_carried_memory(self) -> None:
+        """Refuses carry_memory with what reads texts in pieces, moves positions, or runs layers twice."""
+        if not self.carry_memory:
+            return
         for option in ("mixture", "streaming", "skip_sequences", "chat_column", "length_warmup_steps"):
-            if self.carry_memory and getattr(self, option):
+            if getattr(self, option):
                 raise UserError(f"carry_memory reads one text from its start to its end; leave out {option}")
-        if self.carry_memory and self.packing != "concatenate":
+        if self.packing != "concatenate":
             raise UserError(f"carry_memory reads a stream without gaps; leave out packing={self.packing}")
+        if self.mask_documents:
+            raise UserError(
+                "carry_memory lets each document of a stream see those before it, and mask_documents hides them; "
+                "give mask_documents: false (--no_mask_documents)"
+            )
+        if self.gradient_checkpointing:
+            raise UserError(
+                "gradient_checkpointing runs the layers twice, and carry_memory would put each segment into the memory "
+                "twice; leave one of them out"
+            )
+        if self.position_sampling:
+            raise UserError("carry_memory lets positions go on from update to update; leave out position_sampling")
+
+    def _check_streaming(self) -> None:
+        """Refuses streaming with what needs to know the whole dataset."""
+        if not self.streaming:
+            return
         for option in ("mixture", "skip_sequences"):
-            if self.streaming and getattr(self, option):
+            if getattr(self, option):
                 raise UserError(f"streaming reads one dataset from its start; leave out {option} or streaming")
-        if self.streaming and (self.packing != "concatenate" or self.max_steps is None):
+        if self.packing != "concatenate" or self.max_steps is None:
             raise UserError("a stream has no known end: give max_steps, and packing: concatenate")
-        self._check_positions()
+
+    def _check_conversations(self) -> None:
+        """Refuses to train a tokenizer on what cannot be read twice, and a template without conversations."""
         if self.tokenizer == "bpe" and (self.streaming or self.chat_column):
             raise UserError(
                 "streaming and chat_column need a tokenizer that exists; set tokenizer to a folder or a Hub name"
@@ -162,8 +180,6 @@ class PretrainArguments(RangedOptions):
                 f"sequence_length={self.sequence_length} must be 3 or more with packing=anchor: a sequence holds an "
                 "anchor and at least two tokens, the second of which is predicted from the first"
             )
-        if self.carry_memory and self.position_sampling:
-            raise UserError("carry_memory lets positions go on from update to update; leave out position_sampling")
         limit, length = self.position_limit, self.sequence_length
         if limit is not None and self.position_sampling is None:
             raise UserError(f"position_limit={limit} is for sampled positions; give position_sampling, too")

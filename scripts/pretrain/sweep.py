@@ -20,7 +20,7 @@ from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
 from .options.sweep import Sweep
-from .sweep_processes import Job, run_jobs
+from .sweep_processes import Task, run_tasks
 
 # Settings that may differ between the commands that make one sweep.
 FREE_SETTINGS = (
@@ -91,8 +91,8 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
             "leave one of them out"
         )
     folder = Path(arguments.output)
-    jobs = {value: Job(run, folder / f"{value:g}.log") for value, run in runs.items()}
-    for value, outcome in run_jobs(jobs, arguments.sweep_workers):
+    tasks = {value: Task(run, folder / f"{value:g}.log") for value, run in runs.items()}
+    for value, outcome in run_tasks(tasks, arguments.sweep_workers):
         print(f"{value:g}: {'diverged' if outcome.loss is None else f'validation loss {outcome.loss:.4f}'}", flush=True)
         yield outcome
 

@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
-class Job(NamedTuple, Generic[Answer]):
+class Task(NamedTuple, Generic[Answer]):
     """The work of one process.
 
     Attributes:
@@ -29,46 +29,53 @@ class Job(NamedTuple, Generic[Answer]):
     log: Path
 
 
-class Place(NamedTuple):
-    """A running process, the job that it does, and the pipe that its answer comes from.
+class Worker(NamedTuple):
+    """A running process, the task that it does, and the pipe that its answer comes from.
 
     Attributes:
-        number: the place of the process among those that run at the same time, counted from 0.
-        name: the name of its job.
+        slot: the place of the process among those that run at the same time, counted from 0.
+        value: the value of the sweep that names its task.
     """
 
-    number: int
-    name: float
+    slot: int
+    value: float
     process: BaseProcess
     answers: Connection
 
 
-def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[float, Answer]]:
-    """Runs the jobs, `at_once` of them at a time, and yields the name and the answer of each job that ends.
+def run_tasks(tasks: Mapping[float, Task[Answer]], at_once: int) -> Iterator[tuple[float, Answer]]:
+    """Runs tasks, `at_once` of them at a time, and yields the value and the answer of each task that ends.
 
-    A signal is passed on to all processes. After a job was stopped or has failed, no further job begins, and those that
-    run are waited for.
+    A signal is passed on to all processes. After a task was stopped or has failed, no further task begins, and those
+    that run are waited for.
+
+    Args:
+        tasks: by the value of the sweep that each is for.
 
     Raises:
-        StoppedError: a job was stopped, or this process was asked to stop.
-        UserError: a job raised it, or its process died.
+        StoppedError: a task was stopped, or this process was asked to stop.
+        UserError: a task raised it, or its process died.
     """
-    waiting, working, failures = list(jobs), list[Place](), list[BaseException]()
-    with signals_received(lambda number: pass_on(number, working)) as requested:
-        while working or (waiting and not failures and not requested):
-            free = [number for number in range(at_once) if number not in {place.number for place in working}]
-            if waiting and free and not failures and not requested:
-                name = waiting.pop(0)
-                working.append(start(free[0], at_once, name, jobs[name]))
+    waiting, working, failures = list(tasks), list[Worker](), list[BaseException]()
+    with signals_received(lambda number: forward_signal(number, working)) as requested:
+
+        def may_start() -> bool:
+            return bool(waiting) and not failures and not requested
+
+        while working or may_start():
+            free = sorted(set(range(at_once)) - {worker.slot for worker in working})
+            if free and may_start():
+                value = waiting.pop(0)
+                working.append(start(free[0], at_once, value, tasks[value]))
                 if requested:  # the signal came while the process was started, so it has not got it
-                    pass_on(requested[0], working[-1:])
+                    forward_signal(requested[0], working[-1:])
                 continue
-            ready = wait([place.answers for place in working])
-            for place in [place for place in working if place.answers in ready]:
-                working.remove(place)
-                answer, failure = outcome(place, jobs[place.name].log)
+            ready = wait([worker.answers for worker in working])
+            for worker in [worker for worker in working if worker.answers in ready]:
+                working.remove(worker)
+                answer, failure = collect_answer(worker, tasks[worker.value].log)
                 if failure is None:
-                    yield place.name, answer
+                    yield worker.value, answer
                 else:
                     failures.append(failure)
     if requested:
@@ -78,19 +85,19 @@ def run_jobs(jobs: Mapping[float, Job[Answer]], at_once: int) -> Iterator[tuple[
             raise found[0]
 
 
-def start(number: int, at_once: int, name: float, job: Job[Any]) -> Place:
-    """Starts a process for a job, with a share of the cores, and with one GPU if there are several."""
+def start(slot: int, at_once: int, value: float, task: Task[Any]) -> Worker:
+    """Starts a process for a task, with a share of the cores, and with one GPU if there are several."""
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(job, ending))
-    with environment(share_of(number, at_once, os.environ, os.cpu_count() or 1)):
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(task, ending))
+    with environment(share_of(slot, at_once, os.environ, os.cpu_count() or 1)):
         process.start()
     ending.close()
-    return Place(number, name, process, answers)
+    return Worker(slot, value, process, answers)
 
 
-def share_of(number: int, at_once: int, variables: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Environment variables that give process `number` of `at_once` its number of threads and its GPU.
+def share_of(slot: int, at_once: int, variables: Mapping[str, str], cores: int) -> dict[str, str]:
+    """Environment variables that give the process of a `slot` among `at_once` its number of threads and its GPU.
 
     A number of threads in `variables`, the present environment, is kept. The GPUs are those of CUDA_VISIBLE_DEVICES, or
     all of them if it is not set.
@@ -98,7 +105,7 @@ def share_of(number: int, at_once: int, variables: Mapping[str, str], cores: int
     share = {} if THREADS in variables else {THREADS: str(max(1, cores // at_once))}
     named = variables.get(DEVICES)
     devices = [str(index) for index in range(gpu_count())] if named is None else [d for d in named.split(",") if d]
-    return share | ({DEVICES: devices[number % len(devices)]} if len(devices) > 1 else {})
+    return share | ({DEVICES: devices[slot % len(devices)]} if len(devices) > 1 else {})
 
 
 def gpu_count() -> int:
@@ -123,34 +130,34 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def pass_on(number: int, places: list[Place]) -> None:
-    """Sends a signal to the processes of some places."""
-    for place in places:
-        if place.process.pid is not None and place.process.is_alive():
-            os.kill(place.process.pid, number)
+def forward_signal(number: int, workers: list[Worker]) -> None:
+    """Sends a signal to the processes of some workers."""
+    for worker in workers:
+        if worker.process.pid is not None and worker.process.is_alive():
+            os.kill(worker.process.pid, number)
 
 
-def outcome(place: Place, log: Path) -> tuple[Any, BaseException | None]:
-    """The answer of a job and None, or None and the error with which it failed."""
+def collect_answer(worker: Worker, log: Path) -> tuple[Any, BaseException | None]:
+    """The answer of a task and None, or None and the error with which it failed."""
     answered = None
     with suppress(EOFError):  # the process died without an answer
-        answered = place.answers.recv()
-    place.process.join()
+        answered = worker.answers.recv()
+    worker.process.join()
     if answered is not None:
         return answered
-    status = place.process.exitcode
+    status = worker.process.exitcode
     if status is not None and -status in SIGNALS:
         return None, StoppedError(-status, "the same command goes on with the sweep")
-    return None, UserError(f"the run of {place.name:g} ended with status {status}; {log} has what it printed")
+    return None, UserError(f"the run of {worker.value:g} ended with status {status}; {log} has what it printed")
 
 
-def _work(job: Job[Any], answers: Connection) -> None:
-    """Runs in the process of a job: redirects its output to the log, does the work, and sends the answer."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("ab") as file:
+def _work(task: Task[Any], answers: Connection) -> None:
+    """Runs in the process of a task: redirects its output to the log, does the work, and sends the answer."""
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    with task.log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        answers.send((job.work(), None))
+        answers.send((task.work(), None))
     except (UserError, StoppedError) as failure:
         answers.send((None, failure))

@@ -45,7 +45,7 @@ STUDIES = CommandTable(
         ),
         "quantization": (
             "dynattn.scripts.reproduce.quantization",
-            "perplexity with smaller weights, composition quantised too or not",
+            "perplexity with smaller weights, composition quantized too or not",
         ),
         "speculation": (
             "dynattn.scripts.reproduce.speculation",

@@ -1,4 +1,4 @@
-"""Perplexity of a trained model with quantised weights, with the composition in full precision and quantised.
+"""Perplexity of a trained model with quantized weights, with the composition in full precision and quantized.
 
 Run: `dynattn reproduce quantization --run FOLDER --output FOLDER [--option value]`, where the run is one of
 `dynattn pretrain`: its model is scored on its own held-out tokens. Needs `pip install dynattn[quantization]`.

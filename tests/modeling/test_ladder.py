@@ -189,7 +189,7 @@ def example(family: str, dtype: torch.dtype, length: int) -> tuple[PreTrainedMod
 @pytest.mark.parametrize(("way", "dtype", "length"), RUNS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_same_logits(family: str, way: str, length: int, dtype: torch.dtype) -> None:
+def test_every_way_of_running_gives_the_same_logits(family: str, way: str, length: int, dtype: torch.dtype) -> None:
     model, ids, plain, exact = example(family, dtype, length)
     assert_within_noise(WAYS[way](model, ids), plain, exact)
 
@@ -247,7 +247,7 @@ def test_generation_agrees_with_the_model_without_a_cache(family: str, how: str)
     ],
 )
 @torch.no_grad()
-def test_compiled_decoding_step(family: str, backend: str) -> None:
+def test_a_compiled_decoding_step_gives_the_logits_of_one_that_is_not(family: str, backend: str) -> None:
     torch.compiler.reset()
     model = make(family)
     ids = torch.randint(1, VOCAB, (2, 40))

@@ -1,4 +1,4 @@
-"""Quantised models: they load, generate, save and load again, and what composes their heads stays as it was."""
+"""Quantized models: they load, generate, save and load again, and what composes their heads stays as it was."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dynattn import (
     RCMHAForCausalLM,
 )
 
-# Widths that the groups of every quantisation divide.
+# Widths that the groups of every quantization divide.
 WIDE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "initializer_range": 0.2}
 
 
@@ -65,17 +65,17 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha"])
 @torch.no_grad()
-def test_a_quantised_model_is_saved_loaded_and_generates(family: str, way: str, tmp_path: Path) -> None:
+def test_a_quantized_model_is_saved_loaded_and_generates(family: str, way: str, tmp_path: Path) -> None:
     options = WAYS[way]()
     full = make(family)
     full.save_pretrained(tmp_path / "full")
-    quantised = AutoModelForCausalLM.from_pretrained(tmp_path / "full", **options)
-    quantised.save_pretrained(tmp_path / "small")
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "full", **options)
+    quantized.save_pretrained(tmp_path / "small")
     device = {"device_map": "cpu"} if "device_map" in options else {}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "small", **device)
     weights = {name: weight for name, weight in full.named_parameters() if "composition" in name}
     assert bool(weights) == (family != "rcmha")
-    for model in (quantised, again):
+    for model in (quantized, again):
         parameters = dict(model.named_parameters())
         assert all(torch.equal(parameters[name], weight) for name, weight in weights.items())
         projection = model.model.layers[0].self_attn.q_proj.weight.data
@@ -103,7 +103,7 @@ def quantized_cache(kind: str, layers: int) -> Cache:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_cache_that_loses_nothing_generates_as_a_dynamic_one(
+def test_a_quantized_cache_that_loses_nothing_generates_as_a_dynamic_one(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = make_model(**FULL_LAYERS), torch.randint(1, 97, (2, 12))
@@ -118,12 +118,12 @@ def test_a_quantised_cache_that_loses_nothing_generates_as_a_dynamic_one(
 
 
 @torch.no_grad()
-def test_a_quantised_cache_rounds_keys_and_values_but_no_factors() -> None:
+def test_a_quantized_cache_rounds_keys_and_values_but_no_factors() -> None:
     model, ids = make_model(**FULL_LAYERS), torch.randint(1, 97, (2, 12))
-    quantised, exact = quantized_cache("Fp8QuantizedLayer", layers=3), DynamicCache(config=model.config)
+    quantized, exact = quantized_cache("Fp8QuantizedLayer", layers=3), DynamicCache(config=model.config)
     for step in ids.split([8, 1, 3], dim=1):
-        observed, expected = (model(step, past_key_values=cache).logits for cache in (quantised, exact))
-    assert torch.equal(quantised.layers[0].factors.keys, exact.layers[0].factors.keys)  # the first layer reads no cache
+        observed, expected = (model(step, past_key_values=cache).logits for cache in (quantized, exact))
+    assert torch.equal(quantized.layers[0].factors.keys, exact.layers[0].factors.keys)  # the first layer reads no cache
     assert 0 < (observed - expected).abs().max() < 0.5 * expected.abs().max()
 
 
@@ -137,7 +137,7 @@ class HalvedLayer(QuantizedLayer):
         return q_tensor.float()
 
 
-def test_an_unknown_quantised_cache_is_refused() -> None:
+def test_an_unknown_quantized_cache_is_refused() -> None:
     model = make_model(num_hidden_layers=1, layer_types=["full_attention"])
     cache = DynamicCache(config=model.config)
     cache.layers[0] = HalvedLayer()
@@ -145,7 +145,7 @@ def test_an_unknown_quantised_cache_is_refused() -> None:
         model(torch.tensor([[1, 2]]), past_key_values=cache)
 
 
-def test_cross_attention_refuses_a_quantised_cache() -> None:
+def test_cross_attention_refuses_a_quantized_cache() -> None:
     model = DCBartForConditionalGeneration(DCBartConfig.from_size("tiny"))
     caches = EncoderDecoderCache(DynamicCache(config=model.config), quantized_cache("Fp8QuantizedLayer", layers=2))
     ids = torch.tensor([[3, 4]])

@@ -35,7 +35,7 @@ def head_convolution(kernels: Tensor) -> Composition:
 def differential_heads(weight: Tensor, num_heads: int) -> Composition:
     """The `post` stage of differential attention (arXiv 2410.05258, equation 1), for pairs `(i, i + H/2)` of heads.
 
-    Both maps of a pair become `P[i] - weight P[i + H/2]`. The value of a pair has width `2D`: `value` holds its first
+    Both maps of a pair become `A[i] - weight A[i + H/2]`. The value of a pair has width `2D`: `value` holds its first
     `D` channels in head `i` and the others in head `i + H/2`. Likewise the outputs of both heads, side by side, are the
     output of the pair.
 
@@ -55,7 +55,7 @@ def difference_of_pairs(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def one_term_of_the_query(down: Tensor, up: Tensor) -> Composition:
-    """The `post` stage of the modded-nanogpt record: map `m` becomes `P[m] + up[m] sum_n down[n] P[n]`.
+    """The `post` stage of the modded-nanogpt record: map `m` becomes `A[m] + up[m] sum_n down[n] A[n]`.
 
     Args:
         down, up: `[B, T, H]`, generated from the query's token; the record divides `down` by its root mean square.

@@ -97,12 +97,12 @@ def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:
     """The narrowest format that holds all of these tensors exactly.
 
     Raises:
-        UserError: a tensor is quantised, or no floating point number at all.
+        UserError: a tensor is quantized, or no floating point number at all.
     """
     dtype: torch.dtype | None = None
     for key, header in headers.items():
         if header.dtype is None or header.dtype not in DTYPES.values():
-            what = header.dtype or "quantised, or not floating point"
+            what = header.dtype or "quantized, or not floating point"
             raise UserError(f"{key} in {header.path.name} is {what}; only {', '.join(DTYPES)} weights can be converted")
         dtype = header.dtype if dtype is None else torch.promote_types(dtype, header.dtype)
     return dtype or torch.float32

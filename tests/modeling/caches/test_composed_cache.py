@@ -57,7 +57,7 @@ def test_any_cache_gives_the_full_forwards_logits(kind: str, prompt: int) -> Non
     torch.testing.assert_close(decode(model, ids[:, prompt:], cache), expected, atol=1e-4, rtol=0)
 
 
-def test_chunked_prefill() -> None:
+def test_a_prompt_read_in_chunks_has_the_logits_of_one_pass() -> None:
     model, ids = make_model(), random_ids(2, 40)
     cache: Cache | None = None
     logits = []
@@ -71,7 +71,7 @@ def test_chunked_prefill() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_reorder(kind: str) -> None:
+def test_reordered_rows_go_on_as_the_rows_that_they_came_from(kind: str) -> None:
     model, ids, tail = make_model(), random_ids(3, 15), random_ids(3, 4)
     order = torch.tensor([2, 0, 0])
     cache = filled(model, ids, MAKERS[kind](model.config))
@@ -80,7 +80,7 @@ def test_reorder(kind: str) -> None:
     torch.testing.assert_close(decode(model, tail, cache), expected, atol=1e-4, rtol=0)
 
 
-def test_repeat_and_select() -> None:
+def test_repeated_and_selected_rows_go_on_as_the_rows_that_they_came_from() -> None:
     model, ids, tail = make_model(), random_ids(2, 15), random_ids(1, 4)
     cache = filled(model, ids)
     cache.batch_repeat_interleave(2)
@@ -90,7 +90,7 @@ def test_repeat_and_select() -> None:
 
 
 @pytest.mark.parametrize("length", [6, 25])
-def test_crop_with_recorded_past(length: int) -> None:
+def test_a_cropped_cache_that_recorded_its_past_goes_on_as_a_shorter_one(length: int) -> None:
     model, ids, tail = make_model(), random_ids(2, length), random_ids(2, 4)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
@@ -103,7 +103,7 @@ def test_crop_with_recorded_past(length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_reset(kind: str) -> None:
+def test_a_cache_that_was_reset_is_like_a_new_one(kind: str) -> None:
     plain = DynamicLayer()
     plain.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     plain.reset()

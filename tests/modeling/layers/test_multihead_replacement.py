@@ -145,7 +145,7 @@ def test_a_checkpoint_is_loaded_after_the_same_replacement(kind: str) -> None:
         assert torch.equal(ask(same), ask(model))
 
 
-def test_names_choose() -> None:
+def test_only_the_named_modules_are_replaced() -> None:
     model, _ = transformer()
     chosen = ["decoder.layers.1.multihead_attn"]
     assert compose_heads_of(model, names=chosen, cross_attention=True) == chosen

@@ -335,10 +335,10 @@ def test_settings_that_are_not_served_are_refused_at_the_start(settings: dict[st
         make_model().generate_batch([[1]], GREEDY, ContinuousBatchingConfig(**settings))
 
 
-def test_quantised_caches_and_angles_that_depend_on_other_requests_are_refused() -> None:
-    quantised = GenerationConfig(**{**GREEDY.to_dict(), "cache_implementation": "quantized"})
-    with pytest.raises(ValueError, match="would quantise composition factors"):
-        make_model().init_continuous_batching(quantised)
+def test_quantized_caches_and_angles_that_depend_on_other_requests_are_refused() -> None:
+    quantized = GenerationConfig(**{**GREEDY.to_dict(), "cache_implementation": "quantized"})
+    with pytest.raises(ValueError, match="would quantize composition factors"):
+        make_model().init_continuous_batching(quantized)
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     with pytest.raises(ValueError, match="requests would change each other"):

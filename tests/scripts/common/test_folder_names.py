@@ -28,7 +28,7 @@ def test_names_that_no_folder_has(name: str) -> None:
     assert str(error.value).isprintable()
 
 
-def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destinations_that_cannot_be_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     longest = "x" * LONGEST_NAME
     assert resolve_destination(f"made/{longest}") == tmp_path / "made" / longest
@@ -47,7 +47,7 @@ def test_folders_that_cannot_be_made_are_told(tmp_path: Path) -> None:
             make_folder(place)
 
 
-def test_revisions() -> None:
+def test_only_names_of_branches_tags_and_commits_are_revisions() -> None:
     for revision in (None, "main", "v1.0", "refs/pr/1", "step3000", "feature#1", "0123456789abcdef"):
         check_revision(revision)
     for revision in ("", "a b", "a\n", "a..b", "../a", "-a", "/a", "a:b", "a\\b", "x" * 300):
@@ -55,6 +55,6 @@ def test_revisions() -> None:
             check_revision(revision)
 
 
-def test_names_of_models_on_the_hub() -> None:
+def test_only_names_without_folders_of_this_machine_may_be_on_the_hub() -> None:
     names = ("gpt2", "EleutherAI/pythia-70m", "/home/me/model", "~/model", "./model", "../model", "runs/a/model", "")
     assert [name for name in names if may_be_on_the_hub(name)] == ["gpt2", "EleutherAI/pythia-70m"]

@@ -3,7 +3,7 @@
 from dynattn.scripts.common.markdown import aligned_table, table
 
 
-def test_table() -> None:
+def test_an_empty_heading_stays_a_column() -> None:
     assert table(["task", ""], [["copy", "0.5"]]) == "| task |  |\n| --- | --- |\n| copy | 0.5 |"
 
 

@@ -50,7 +50,7 @@ def test_one_slow_call_does_not_shrink_the_samples() -> None:
     assert calls_of_a_sample(lambda: None, CPU, seconds=1.0) == MOST_CALLS
 
 
-def test_summaries() -> None:
+def test_a_summary_has_median_minimum_and_spread() -> None:
     timing = summarize([5.0, 1.0, 3.0, 2.0, 4.0], calls=7)
     assert (timing.n, timing.calls, timing.median, timing.minimum, timing.spread) == (5, 7, 3.0, 1.0, 2.0)
     assert summarize([2.0], calls=1).spread == 0

@@ -19,7 +19,7 @@ HEAVY = {"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers"
 OURS = "dynattn.scripts.convert"
 
 
-def test_sizes() -> None:
+def test_sizes_with_units_are_bytes() -> None:
     assert [parse_size(text) for text in ("5GB", "1.5 kb", "2MiB", "300")] == [5 * 10**9, 1500, 2 * 2**20, 300]
     for text in ("5XB", "-1GB", "GB", ""):
         with pytest.raises(UserError, match="is no size"):

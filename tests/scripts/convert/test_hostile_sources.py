@@ -90,7 +90,7 @@ def refused(originals: Path, place: Path, capsys: pytest.CaptureFixture[str]) ->
         ("llama", "intermediate_size", 10**30, "integers go up to 9223372036854775807"),
         ("official", "rope_base", 10**400, "rope_base in config.json is 1000"),
         ("official", "norm_eps", float("nan"), "norm_eps in config.json is nan; it must be positive and finite"),
-        ("llama", "quantization_config", {"quant_method": "gptq"}, "quantised weights are not supported"),
+        ("llama", "quantization_config", {"quant_method": "gptq"}, "quantized weights are not supported"),
         ("official", "quantization_config", 3, "quantization_config in config.json is 3"),
         ("llama", "id2label", 3, "is not valid: AttributeError: 'int' object"),
         ("official", "architectures", 3, "architectures in config.json is 3; it must be a list"),

@@ -133,14 +133,16 @@ def duplicate_projection(weights: dict[str, Tensor]) -> None:
         (lambda w: w["output.weight"].fill_(float("nan")), "not finite"),
     ],
 )
-def test_weights_that_do_not_fit(
+def test_weights_that_do_not_fit_are_refused(
     change: Callable[[dict[str, Tensor]], object], says: str, official: Path, refused: Callable[..., str]
 ) -> None:
     edit_weights(official, change)
     assert says in refused()
 
 
-def test_missing_things(tmp_path: Path, official: Path, refused: Callable[..., str]) -> None:
+def test_a_source_without_folder_config_or_weights_is_refused(
+    tmp_path: Path, official: Path, refused: Callable[..., str]
+) -> None:
     assert "does not exist" in refused(source=tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "is empty" in refused(source=tmp_path / "empty")
@@ -154,7 +156,7 @@ def test_missing_things(tmp_path: Path, official: Path, refused: Callable[..., s
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, 20_000])
-def test_truncated_safetensors(kept: int, official: Path, refused: Callable[..., str]) -> None:
+def test_truncated_safetensors_are_refused(kept: int, official: Path, refused: Callable[..., str]) -> None:
     content = (official / "model.safetensors").read_bytes()
     (official / "model.safetensors").write_bytes(content[:kept])
     assert "truncated or no safetensors file" in refused()
@@ -162,7 +164,7 @@ def test_truncated_safetensors(kept: int, official: Path, refused: Callable[...,
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("kept", [0, 100, 20_000])
-def test_truncated_pickles(kept: int, legacy: bool, official: Path, refused: Callable[..., str]) -> None:
+def test_truncated_pickles_are_refused(kept: int, legacy: bool, official: Path, refused: Callable[..., str]) -> None:
     weights = load_file(official / "model.safetensors")
     (official / "model.safetensors").unlink()
     path = official / "pytorch_model.bin"

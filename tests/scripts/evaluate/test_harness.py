@@ -382,7 +382,9 @@ def damage(checkpoint: Path, how: str) -> None:
         ("no config", "has no config.json; give that of a checkpoint"),
     ],
 )
-def test_damaged_checkpoints(how: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line(
+    how: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(checkpoint, how)
     assert main(["evaluate", str(checkpoint), "--tasks", TASK, "--limit", "2"]) == 2
     assert_one_line(capsys, message)
@@ -412,7 +414,7 @@ def test_damaged_checkpoints(how: str, message: str, checkpoint: Path, capsys: p
     ],
 )
 @pytest.mark.usefixtures("few_tasks")
-def test_bad_options(
+def test_a_bad_option_is_refused_in_one_line(
     options: list[str],
     message: str,
     checkpoint: Path,
@@ -423,7 +425,7 @@ def test_bad_options(
 
 
 @pytest.mark.parametrize("place", ["./missing", "/missing/folder", "missing-name", "{tmp}/file", "{tmp}"])
-def test_no_checkpoint(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_without_a_checkpoint_is_named(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = place.format(tmp=tmp_path)
     if place.endswith("file"):
         Path(path).write_text("not a folder")

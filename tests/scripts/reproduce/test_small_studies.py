@@ -49,7 +49,7 @@ def test_weights_are_rounded_to_steps_of_their_column() -> None:
     assert torch.equal(rounded(torch.zeros(2, 2), 8, axis=0), torch.zeros(2, 2))
 
 
-def test_only_composition_is_quantised_and_the_loss_hears_of_it() -> None:
+def test_only_composition_is_quantized_and_the_loss_hears_of_it() -> None:
     model = make_model()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     windows = torch.randint(97, (3, 12))

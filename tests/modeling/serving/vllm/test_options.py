@@ -13,8 +13,8 @@ from dynattn.modeling.serving.vllm import plugin
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor parallelism": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 would split the heads"),
-    "quantised weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization='fp8' would not be applied"),
-    "quantised factors": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' would round the composition factors"),
+    "quantized weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization='fp8' would not be applied"),
+    "quantized factors": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' would round the composition factors"),
     "rounded factors": ({"kv_cache_dtype": "bfloat16"}, "of a float32 model; use 'auto'"),
     "transferred pages": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

@@ -6,7 +6,7 @@ from dynattn.scripts.benchmark.harness.shapes import Shape, parse_shape, visible
 
 
 @pytest.mark.parametrize(("window", "memory"), [(None, 0), (3, 0), (None, 4), (3, 4), (100, 2)])
-def test_visible_pairs(window: int | None, memory: int) -> None:
+def test_visible_pairs_are_those_counted_one_by_one(window: int | None, memory: int) -> None:
     counted = sum(
         1
         for query in range(memory, memory + 9)
@@ -16,6 +16,6 @@ def test_visible_pairs(window: int | None, memory: int) -> None:
     assert visible_pairs(9, window, memory) == counted
 
 
-def test_shapes() -> None:
+def test_a_shape_is_read_and_written_as_text() -> None:
     assert parse_shape("16x64@2048") == Shape(16, 64, 2048)
     assert str(parse_shape("8x16@2+32")) == "8x16@2+32"
