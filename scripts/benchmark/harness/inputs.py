@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from dynattn.modeling.layers.rms_norm import rms_normalize
 from dynattn.modeling.ops.dcmha.composition import Composition
@@ -74,6 +74,44 @@ class OpInputs:
         )
 
 
+@dataclass(frozen=True)
+class RandomTensors:
+    """Draws tensors in the memory layouts of the models, and of about the sizes that they have there."""
+
+    heads: int
+    width: int
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    generator: Generator
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """A random tensor `[*shape]`."""
+        return (torch.randn(*shape, generator=self.generator) * scale).to(self.device, self.dtype)
+
+    def projected(self, length: int) -> Tensor:
+        """`[B, H, length, D]`, token-major, as a projection writes it."""
+        return self.normal(self.batch, length, self.heads, self.width).transpose(1, 2)
+
+    def cached(self, length: int) -> Tensor:
+        """`[B, H, length, D]`, head-major, as a cache keeps it."""
+        return self.normal(self.batch, self.heads, length, self.width)
+
+    def static(self) -> Composition:
+        """A static matrix alone."""
+        return Composition(static=self.normal(self.heads, self.heads, scale=0.5 * self.heads**-0.5))
+
+    def dynamic(self, queries: int, keys: int) -> Composition:
+        """All dynamic terms, as their generator writes them: heads contiguous, then tokens."""
+        batch, heads, terms = self.batch, self.heads, dict[str, Any]()
+        for side, length in (("query", queries), ("key", keys)):
+            down = rms_normalize(self.normal(batch, RANK, length, heads), 1e-6)
+            terms[f"{side}_down"] = down.transpose(1, 2)
+            terms[f"{side}_up"] = self.normal(batch, RANK, length, heads, scale=0.5 * heads**-0.5).transpose(1, 2)
+            terms[f"{side}_gate"] = torch.tanh(self.normal(batch, length, heads, scale=0.5))
+        return Composition(**terms)
+
+
 def make_inputs(
     heads: int,
     width: int,
@@ -89,43 +127,21 @@ def make_inputs(
 ) -> dict[str, OpInputs]:
     """Random inputs for each function: the same queries, keys and values with different compositions.
 
-    Composition changes scores by about their own size, so that an error in any term shows. Memory layouts are those of
-    the models: token-major from a projection, head-major in a cache (if there are more keys than queries), and factors
-    as their generator writes them (heads contiguous, then tokens).
+    Composition changes scores by about their own size, so that an error in any term shows. More keys than queries come
+    from a cache.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        """A random tensor `[*shape]`."""
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
-
-    def projected(length: int) -> Tensor:
-        """Returns `[B, H, length, D]`, token-major."""
-        return normal(batch, length, heads, width).transpose(1, 2)
-
-    def keys_or_values() -> Tensor:
-        """Returns `[B, H, S, D]`."""
-        return projected(keys) if keys == queries else normal(batch, heads, keys, width)
-
-    def dynamic() -> Composition:
-        terms: dict[str, Any] = {}
-        for side, length in (("query", queries), ("key", keys)):
-            down = rms_normalize(normal(batch, RANK, length, heads), 1e-6)
-            terms[f"{side}_down"] = down.transpose(1, 2)
-            terms[f"{side}_up"] = normal(batch, RANK, length, heads, scale=0.5 * heads**-0.5).transpose(1, 2)
-            terms[f"{side}_gate"] = torch.tanh(normal(batch, length, heads, scale=0.5))
-        return Composition(**terms)
-
+    draw = RandomTensors(heads, width, batch, dtype, device, Generator().manual_seed(seed))
+    keys_or_values = draw.projected if keys == queries else draw.cached
     plain = OpInputs(
-        query=projected(queries),
-        key=keys_or_values(),
-        value=keys_or_values(),
-        cotangent=normal(batch, queries, heads, width),
+        query=draw.projected(queries),
+        key=keys_or_values(keys),
+        value=keys_or_values(keys),
+        cotangent=draw.normal(batch, queries, heads, width),
         window=window,
         is_causal=is_causal,
     )
-    static = [Composition(static=normal(heads, heads, scale=0.5 * heads**-0.5)) for _ in range(2)]
-    pre, post = dynamic(), dynamic()
+    static = [draw.static() for _ in range(2)]
+    pre, post = draw.dynamic(queries, keys), draw.dynamic(queries, keys)
     by_query, gates = ("query_down", "query_up", "query_gate"), ("query_gate", "key_gate")
     first_rank = terms_of(post, "query_down", "query_up").map(lambda term: term[:, :, :1])
     return {

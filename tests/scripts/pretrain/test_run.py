@@ -149,8 +149,12 @@ def test_epochs_count_updates_and_old_checkpoints_go(corpus: Path, tmp_path: Pat
         {"dataloader_workers": 1},
     ],
 )
-def test_switches_train(changes: dict[str, Any], corpus: Path, tmp_path: Path):
-    assert run(tmp_path / "run", corpus, max_steps=2, warmup_steps=0, **changes).validation_loss < 6.5
+def test_a_run_with_a_switch_learns_what_a_run_without_it_learns(
+    changes: dict[str, Any], finished: Result, corpus: Path, tmp_path: Path
+):
+    switched = run(tmp_path / "run", corpus, **changes)
+    assert switched.validation_loss == pytest.approx(finished.validation_loss, rel=0.02)
+    assert switched.validation_loss < read_metrics(switched.output / "metrics.jsonl", "train")[0]["loss"]
 
 
 def test_speed_counts_what_the_model_needs(corpus: Path, tmp_path: Path, finished: Result):
