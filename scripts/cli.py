@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A user's mistake prints one line and returns 2. A job that a signal or Ctrl-C ends prints one line, too, and returns
     128 plus the signal's number. If nothing reads the output any more, as after `| head`, a job ends silently with the
-    status of SIGPIPE. Of several processes under torchrun only the first prints.
+    status of SIGPIPE. Output that cannot be written, as on a full disk, is an error in one line. Of several processes
+    under torchrun only the first prints.
 
     Every job takes `--import MODULE`: a module of the user's, which registers models or attention functions and is
     imported before the job starts.
@@ -73,15 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # Raises BrokenPipeError here, and not when the interpreter ends, if nothing reads the output any more.
+            # Raises OSError here, and not when the interpreter ends, if the output cannot be written any more.
             # Unlike `sys.stdout.flush`, `print` also works without a standard output.
             print(end="", flush=True)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        # Discards the output that is left. Otherwise the interpreter reports at its end that it could not write it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if not _output_fails():
+            raise
+        _discard_output()
+        _tell(f"{JOBS.prog}: error: cannot write the output: {error.strerror}")
+        return 2
 
 
 def _run(argv: list[str]) -> int:
@@ -111,6 +117,20 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout, 0)  # no events are asked for; errors are always reported
     return bool(poll.poll(0))
+
+
+def _output_fails() -> bool:
+    """Whether what was printed cannot be written."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    """Discards the output that is left; otherwise the interpreter reports at its end that it could not write it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(message: str) -> None:

@@ -1,5 +1,6 @@
 """The command line's frame: jobs, arguments from YAML and options, the built-in corpus, the quickstart's table."""
 
+import errno
 import json
 import os
 import shlex
@@ -169,6 +170,28 @@ def test_a_pipe_of_its_own_that_breaks_is_an_error_of_the_job(tmp_path: Path, mo
 
     monkeypatch.setattr("dynattn.scripts.doctor.main.main", main)
     with (tmp_path / "output").open("w") as output, pytest.raises(BrokenPipeError, match="a worker is gone"):
+        monkeypatch.setattr(sys, "stdout", output)
+        cli.main(["doctor"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.parametrize("argv", [["--help"], ["doctor"]])
+def test_output_that_cannot_be_written_is_an_error_in_one_line(argv: list[str]) -> None:
+    command = [sys.executable, "-m", "dynattn", *argv]
+    with Path("/dev/full").open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "dynattn: error: cannot write the output: No space left on device\n"
+
+
+def test_an_error_of_the_job_stays_one_if_the_output_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(argv: list[str]) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dynattn.scripts.doctor.main.main", main)
+    with (tmp_path / "output").open("w") as output, pytest.raises(OSError, match="No space left"):
         monkeypatch.setattr(sys, "stdout", output)
         cli.main(["doctor"])
 
