@@ -1,8 +1,9 @@
 """The values that fields of configurations and parameters of rotary embeddings may have: one rule for each name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from transformers.activations import ACT2FN
@@ -129,6 +130,22 @@ def check_fields(config: Any) -> None:
             FIELD_RANGES[field.name].check(field.name, value)
         if field.name in ACTIVATIONS and value not in ACT2FN:
             raise ValueError(f"{field.name} {_short(value)!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:
+    """A warning for each name that is no field of the configuration, but looks like one.
+
+    Transformers keeps arguments that it does not know as attributes, so a misspelled field would change nothing without
+    a word. Names that look like no field are left to it: checkpoints of other versions have such.
+    """
+    own = [field.name for field in fields(config)]
+    warnings = []
+    for name in names:
+        near = get_close_matches(name, own, n=1, cutoff=0.8)
+        if (near or name.startswith("compose_")) and name not in config.attribute_map:
+            suggestion = f"; did you mean {near[0]}?" if near else ""
+            warnings.append(f"{type(config).__name__} has no field {name}, which changes nothing{suggestion}")
+    return warnings
 
 
 def check_buckets(config: Any) -> None:

@@ -8,8 +8,11 @@ from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
-from .field_rules import check_fields
+from .field_rules import check_fields, describe_misspellings
+
+logger = logging.get_logger(__name__)
 
 
 @strict
@@ -29,6 +32,8 @@ class PortableConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         # Trainers read `auto_map` of every configuration whose class is not part of Transformers.
         kwargs.setdefault("auto_map", {})
+        for message in describe_misspellings(self, kwargs):
+            logger.warning_once(message)
         super().__post_init__(**kwargs)
 
     def validate_fields(self) -> None:

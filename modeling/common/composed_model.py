@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
+from ..layers.attention_interface import check_implementation
 from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, resolve_implementation
@@ -59,17 +60,12 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
         Raises:
             ValueError: the implementation is unknown, or cannot compose heads or read tables.
         """
-        if getattr(self.config, "has_distance_tables", False):
+        if self.config.composes or getattr(self.config, "has_distance_tables", False):
             name = attn_implementation or resolve_implementation(None, composed=True)
-            if name not in COMPOSING_IMPLEMENTATIONS:
-                raise ValueError(
-                    f"attn_implementation={name!r} would ignore the tables of position_scheme="
-                    f"{self.config.position_scheme!r} and position_gain={self.config.position_gain!r}; use one of "
-                    f"{sorted(COMPOSING_IMPLEMENTATIONS)}"
-                )
+            check_implementation(self.config, name)
             return name
-        if self.config.composes or attn_implementation in (None, "sdpa"):
-            return resolve_implementation(attn_implementation, composed=self.config.composes)
+        if attn_implementation in (None, "sdpa"):
+            return "sdpa"
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
 

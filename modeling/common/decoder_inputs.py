@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
 from ..caches.names import named_cache
+from ..ops.validation import check_mask_dtype
 from .packed_documents import not_before_document, packed_starts, starts_by_borders
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
@@ -257,13 +258,17 @@ def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> No
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool = False) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
-    Masks `[B, 1, T, S]` and prepared masks are not checked. With a cache only the shape is checked, because a short row
-    may be all padding in the first chunk of a prompt, and because reading values makes decoding wait for the device.
+    Of masks `[B, 1, T, S]` only the dtype is checked, of prepared masks nothing. With a cache only the shape is
+    checked, because a short row may be all padding in the first chunk of a prompt, and because reading values makes
+    decoding wait for the device.
 
     Args:
         exact: whether the mask must be of the tokens of `inputs_embeds` alone, and not of cached ones before them.
     """
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 4:
+    if not isinstance(attention_mask, Tensor):
+        return
+    if attention_mask.ndim == 4:
+        check_mask_dtype(attention_mask)
         return
     batch, length = inputs_embeds.shape[:2]
     shape = tuple(attention_mask.shape)

@@ -226,7 +226,7 @@ class Seq2SeqLMHead:
 
 def check_position_range(position_ids: Tensor, limit: int) -> None:
     """Raises ValueError if positions `[.., S]` are not among the first `limit`; values cannot be read while tracing."""
-    if is_tracing(position_ids):
+    if is_tracing(position_ids) or not position_ids.numel():
         return
     least, largest = (int(end) for end in position_ids.aminmax())
     if least < 0 or largest >= limit:

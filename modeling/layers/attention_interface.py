@@ -8,6 +8,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, resolve_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.validation import check_composed_call
 from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
@@ -129,13 +130,30 @@ def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is
     return {"attention_mask": visible, "is_causal": is_causal, "sliding_window": sliding_window}
 
 
+def check_implementation(config: Any, name: str) -> None:
+    """Raises ValueError if an implementation would ignore the composition, or the tables by distance, of a model."""
+    if name in COMPOSING_IMPLEMENTATIONS:
+        return
+    if getattr(config, "has_distance_tables", False):
+        raise ValueError(
+            f"attn_implementation={name!r} would ignore the tables of position_scheme={config.position_scheme!r} and "
+            f"position_gain={config.position_gain!r}; use one of {sorted(COMPOSING_IMPLEMENTATIONS)}"
+        )
+    if getattr(config, "composes", False):
+        resolve_implementation(name, composed=True)
+
+
 def implementation_for(config: Any, options: dict[str, Any]) -> str:
     """The attention implementation of a call: the configuration's, or `eager` if that one cannot return attention maps.
 
     Args:
         options: the keywords of the call, of which `output_attentions` asks for maps; the configuration may ask, too.
+
+    Raises:
+        ValueError: as `check_implementation`, for a name that was set in the configuration of a finished model.
     """
     name = config._attn_implementation
+    check_implementation(config, name)
     if not options.get("output_attentions", config.output_attentions) or name in MAY_MAKE_MAPS:
         return name
     logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")

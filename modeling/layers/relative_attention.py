@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ...configuration.relative_config import RelativeConfig
 from ..caches.segment import Segment
 from ..ops.dtypes import at_least_float32
-from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS
+from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
 from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseConv
@@ -79,8 +79,9 @@ class ConvolvedHeads(nn.Module):
         `sdpa` replaces `chunked` where there are neither causality nor position tables: what is left is plain
         attention, whose kernels in PyTorch are faster and need linear memory too.
         """
-        name = name or self.config._attn_implementation
-        is_plain = not self.is_causal and getattr(self, "position_embeddings", None) is None
+        is_relative = getattr(self, "position_embeddings", None) is not None
+        name = resolve_relative(name or self.config._attn_implementation, relative=is_relative)
+        is_plain = not self.is_causal and not is_relative
         return RELATIVE_IMPLEMENTATIONS["sdpa" if name == "chunked" and is_plain else name]
 
 

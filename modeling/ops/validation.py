@@ -99,12 +99,17 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
-    """Raises ValueError unless `mask` is boolean or floating point, and broadcasts to `sizes` `[B, H, T, S]`."""
+def check_mask_dtype(mask: Tensor) -> None:
+    """Raises ValueError unless `mask` is boolean or floating point."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attention_mask is {mask.dtype}; use a boolean one (True: visible), mask.bool(), or an additive one"
         )
+
+
+def _check_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    """Raises ValueError unless `mask` is boolean or floating point, and broadcasts to `sizes` `[B, H, T, S]`."""
+    check_mask_dtype(mask)
     if mask.ndim > 4 or any(
         given not in (1, size) for given, size in zip(reversed(mask.shape), reversed(sizes), strict=False)
     ):

@@ -85,7 +85,7 @@ def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: 
     limit = config.max_position_embeddings
     if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):
         return
-    if length == 1 and past_tokens < limit:
+    if (length == 1 and past_tokens < limit) or not position_ids.numel():
         return
     least, most = torch.stack(position_ids.aminmax()).tolist()
     if least < 0:

@@ -105,8 +105,11 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     keys: Tensor = layer.keys
     if not isinstance(layer, StaticLayer):
         return cached_phases(keys[:, :, -1:], head_dim, dtype) if keys.shape[2] else None
-    # A sliding layer has its count in an integer too; the tensor stops counting once the layer is full.
-    count = torch.as_tensor(getattr(layer, "cumulative_length_int", layer.cumulative_length), device=keys.device)
+    # A full sliding layer keeps its last token in its last place, and its tensor has stopped counting. The integer that
+    # goes on is only compared, because compiled code would be made anew for each value that it calculates with.
+    if getattr(layer, "cumulative_length_int", 0) >= keys.shape[2]:
+        return cached_phases(keys[:, :, -1:], head_dim, dtype)
+    count = torch.as_tensor(layer.cumulative_length, device=keys.device)
     last = (count.reshape(1).clamp(max=keys.shape[2]) - 1).clamp(min=0)
     phases = cached_phases(keys.index_select(2, last), head_dim, dtype)
     return torch.where(count > 0, phases, 0)

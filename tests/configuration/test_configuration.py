@@ -20,6 +20,7 @@ from dynattn import (
     RCMHAConfig,
     RCMHASeq2SeqConfig,
 )
+from dynattn.configuration import portable_config
 
 # Millions of parameters, counted by hand from the shapes; the released ones are said to be about 2.85B, 6.94B and 7.9B.
 PARAMETERS = {
@@ -294,3 +295,31 @@ def test_fields_given_when_a_checkpoint_is_loaded_count(tmp_path: Path) -> None:
 def test_rotary_fields_that_rcmha_does_not_have_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.* are no fields of this family, .* set rope_theta"):
         RCMHAConfig(attention_type="mha", position_scheme="rope", **{name: {"rope_type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "expected"),
+    [
+        (
+            DCFormerConfig,
+            {"compose_rnak": 3},
+            "no field compose_rnak, which changes nothing; did you mean compose_rank?",
+        ),
+        (
+            DCPythiaConfig,
+            {"layer_norm_epsilon": 1e-6},
+            "no field layer_norm_epsilon, which changes nothing; did you",
+        ),
+        (RCMHAConfig, {"compose_rank": 1}, "RCMHAConfig has no field compose_rank, which changes nothing"),
+        (DCFormerConfig, {"torch_dtype": "float32", "rope_theta": 2e4, "temperature": 0.5, "_name_or_path": "x"}, None),
+        (DCBartConfig, {"vocab_size": 100, "num_hidden_layers": 2, "decoder_layers": 2}, None),
+    ],
+)
+def test_fields_that_look_misspelled_are_warned_of(
+    config_class: type, fields: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(portable_config.logger, "warning_once", warned.append)
+    config_class(**fields)
+    assert len(warned) == (expected is not None)
+    assert expected is None or expected in warned[0]

@@ -15,10 +15,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
 )
 
-from dynattn import DCFormerForCausalLM
+from dynattn import (
+    DCBartConfig,
+    DCBartForConditionalGeneration,
+    DCFormerForCausalLM,
+    DCModernBertConfig,
+    DCModernBertForMaskedLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
 
+TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.randint(0, 97, (2, 14), generator=torch.Generator().manual_seed(7))
 
 
@@ -181,7 +191,11 @@ BAD_CALLS = [
     ({"input_ids": IDS, "attention_mask": torch.tensor([[1] * 14, [0] * 14])}, r"hides every token of rows \[1\]"),
     ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 14])}, "single packed row; it goes from 0 to 14 for 2 rows"),
     ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 9])}, "it goes from 0 to 9 for 1 rows of 14 tokens"),
-    ({"input_ids": IDS, "labels": IDS[:, :5]}, r"labels of shape \(2, 5\) do not fit logits"),
+    (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.long)},
+        "mask is torch.int64; use a bool",
+    ),
+    ({"input_ids": IDS, "labels": IDS[:, :5]}, r"labels of shape \(2, 5\) do not fit 2 rows of 14 tokens"),
 ]
 
 
@@ -200,6 +214,28 @@ def test_attention_implementations_that_cannot_serve_are_refused() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         make_model(attn_implementation="nonsense", compose_pre=False, compose_post=False)
     assert make_model().config._attn_implementation == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        (make_model(), "sdpa", "'sdpa' cannot compose heads"),
+        (make_model(compose_pre=False, compose_post=False, position_scheme="alibi"), "sdpa", "would ignore the tables"),
+        (RCMHAForCausalLM(RCMHAConfig(vocab_size=97, **TINY)), "flex_attention", "'flex_attention' does not exist for"),
+        (
+            DCModernBertForMaskedLM(DCModernBertConfig(vocab_size=97, pad_token_id=0, **TINY)),
+            "sdpa",
+            "'sdpa' cannot compose heads",
+        ),
+        (DCBartForConditionalGeneration(DCBartConfig(vocab_size=97, **TINY)), "sdpa", "'sdpa' cannot compose heads"),
+    ],
+)
+def test_an_implementation_that_is_set_in_the_configuration_of_a_finished_model_is_checked(
+    model: PreTrainedModel, name: str, message: str
+) -> None:
+    model.config._attn_implementation = name
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=IDS, labels=IDS)
 
 
 def test_attention_maps_come_from_any_implementation() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from cases.golden import read_case, tensors_under
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -515,6 +516,31 @@ def test_phases_of_a_quantized_cache_are_refused() -> None:
     layer = SimpleNamespace(is_initialized=True, _quantized_keys=torch.zeros(1))
     with pytest.raises(ValueError, match="keeps phases in its cache, which a quantized one would round"):
         last_phases(SimpleNamespace(layers=[layer]), 0, 8, torch.float32)
+
+
+@torch.no_grad()
+def compiled_steps(scheme: str) -> int:
+    """Checks the logits of compiled steps until a window is full and beyond; returns how many graphs they have."""
+    torch.compiler.reset()
+    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme=scheme)).eval()
+    ids = torch.randint(1, 61, (2, 20))
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    model(ids[:, :2], past_key_values=cache)
+    counter = CompileCounter()
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    logits = [step(token, past_key_values=cache).logits for token in ids[:, 2:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits[:, 2:], atol=1e-4, rtol=0)
+    return counter.frame_count
+
+
+def test_compiled_steps_with_carope_have_as_many_graphs_as_with_rope() -> None:
+    assert compiled_steps("carope") == compiled_steps("rope") < 6
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(0, 9)])
+def test_a_batch_without_rows_has_no_learned_positions_to_check(mask: Tensor | None) -> None:
+    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="learned"))
+    assert model(torch.ones(0, 9, dtype=torch.long), attention_mask=mask).logits.shape[:2] == (0, 9)
 
 
 def test_learned_positions_end_with_their_table() -> None:
