@@ -248,7 +248,7 @@ def rotated_width(rope: Mapping[str, Any], head_dim: int) -> int:
     """The number of rotated dimensions of a head.
 
     Raises:
-        ValueError: the number is odd or less than 2, so that there are no pairs to rotate.
+        ValueError: the number is odd or less than 2, so there are no pairs to rotate.
     """
     factor = rope.get("partial_rotary_factor", 1.0)
     # "proportional" rotates all pairs; those beyond the factor get an angle of 0.

@@ -52,7 +52,7 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
 
     Args:
         names: the modules to replace, by their names in `model.named_modules()`; by default all.
-        options: keywords of `ComposedMultiheadAttention`: `compose_*` (but for `compose_init_scale`),
+        options: keywords of `ComposedMultiheadAttention`: `compose_*` (except `compose_init_scale`),
             `cross_attention`, `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
             composed heads cannot have.
 

@@ -95,7 +95,7 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     """The phases of the last token in a layer of a cache, `[B, H_kv, 1, D / 2]` in `dtype`; None without tokens.
 
     Raises:
-        ValueError: the cache is quantized, so that it would change those bits.
+        ValueError: the cache is quantized, which would change those bits.
     """
     layer: Any = cache.layers[layer_idx] if cache is not None and layer_idx < len(cache.layers) else None
     if layer is None or not layer.is_initialized:

@@ -11,7 +11,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,30 +140,42 @@ def run_preset(
         DeviceLostError: another process has to go on.
     """
     end = clock() + SECONDS if end is None else end
-    is_right = True
+    first, *others = parts
+    is_right, tuning = _run_and_tune(first, arguments, folder, run, find, end, clock)
     left_out: list[str] = []
-    file = folder / "tuning.json"
-    earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
-    with ExitStack() as until_tuned, ExitStack() as tuned:
-        if find is None:
-            find = find_constants
-            if "best" not in earlier:
-                compiling = until_tuned.enter_context(compile_trials(options_of(parts[0], arguments)))
-                find = partial(find_constants, compiling=compiling)
-        for part in parts:
-            if clock() >= end:
+    with override_constants(module, tuning.best):
+        for part in others:
+            if clock() < end:
+                is_right &= _run_part(part, arguments, folder / part.name, run, end)
+            else:
                 left_out.append(part.name)
-                continue
-            is_right &= _run_part(part, arguments, folder / part.name, run, end)
-            if part is parts[0]:
-                until = min(end, clock() + TUNING_SECONDS)
-                tuning = _tune_once(options_of(part, arguments), file, earlier, find, until)
-                until_tuned.close()  # trials that were not tried would be compiled while the other parts are measured
-                print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
-                tuned.enter_context(override_constants(module, tuning.best))
     if left_out:
         print(f"\nleft out because {SECONDS:.0f} seconds are over: {', '.join(left_out)}; --resume measures them")
     return is_right
+
+
+def _run_and_tune(
+    part: PresetPart,
+    arguments: BenchmarkArguments,
+    folder: Path,
+    run: Callable[[BenchmarkArguments, Path, float], bool],
+    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning] | None,
+    end: float,
+    clock: Callable[[], float],
+) -> tuple[bool, Tuning]:
+    """Runs the first part and tunes; returns whether everything in the part is right, and what was found.
+
+    Trials are compiled meanwhile, and no longer, because the other parts are measured after it.
+    """
+    options, file = options_of(part, arguments), folder / "tuning.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
+    compiles = find is None and "best" not in earlier
+    with compile_trials(options) if compiles else nullcontext() as compiling:
+        is_right = _run_part(part, arguments, folder / part.name, run, end)
+        until = min(end, clock() + TUNING_SECONDS)
+        tuning = _tune_once(options, file, earlier, find or partial(find_constants, compiling=compiling), until)
+    print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
+    return is_right, tuning
 
 
 def _run_part(

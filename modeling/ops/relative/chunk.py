@@ -78,7 +78,7 @@ class RelativeChunk(NamedTuple):
         return self._softmax(scores, operands)
 
     def accumulate(self, operands: Operands, grads: Operands, grad_scores: Tensor) -> None:
-        """Adds the chunk's part of the gradients of all operands but the values, from that of its scores.
+        """Adds the chunk's part of the gradients of all operands except the values, from that of its scores.
 
         Args:
             grad_scores: `[H, B, c, n]`, of the scores before scaling.

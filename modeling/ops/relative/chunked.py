@@ -11,8 +11,8 @@ from ..modes import autocast, refuse_second_derivatives, under_transforms
 from .chunk import Operands, relative_chunks
 from .eager import relative_eager
 
-# Calls without causality that have at most this number of (query, key) pairs use the definition, which is faster: their
-# maps are small, and a chunk would multiply its queries by `c - 1` more rows of the tables than it has keys.
+# Calls without causality that have at most this number of (query, key) pairs use `relative_eager`, which is faster:
+# their maps are small, and a chunk would multiply its queries by `c - 1` more rows of the tables than it has keys.
 FEW_PAIRS = 1 << 15
 # The number of tensors that have gradients, which are the op's first arguments.
 DIFFERENTIABLE = 6
@@ -93,7 +93,7 @@ def _under_autocast(
 
 
 def _is_small(structure: Structure) -> bool:
-    """Whether the maps of a call are so small that the definition is faster."""
+    """Whether the maps of a call are so small that `relative_eager` is faster."""
     few = structure.queries * structure.keys <= FEW_PAIRS
     return structure.queries == 1 or (few and not structure.is_causal)
 

@@ -45,7 +45,7 @@ def dcmha_triton(
 
     It computes what `dcmha_eager` does (arXiv 2405.08553). Queries, keys, values, factors and tables have exact
     gradients, which are the same in every run; an additive mask has none. In half precision the scores of several
-    queries are kept in float16, so that their magnitude has to stay below 65504. Under `torch.compile` the op is one
+    queries are kept in float16, so their magnitude has to stay below 65504. Under `torch.compile` the op is one
     node of the graph. With `TRITON_INTERPRET=1` in the environment before the first call it runs, slowly, on the CPU.
 
     Args:

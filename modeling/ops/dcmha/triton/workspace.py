@@ -3,7 +3,7 @@
 A chunk's scores, probabilities and their gradients are maps `[items, H, c, n]` over some items of the batch, `c`
 queries and `n` keys. All chunks share their memory, so that it does not grow with the number of pairs.
 
-Scores are float32 for inputs of that dtype, and float16 for half precision, so that their magnitude has to stay below
+Scores are float32 for inputs of that dtype, and float16 for half precision, so their magnitude has to stay below
 65504 even where they are hidden. Composed probabilities and gradients have the dtype of the inputs; sums over several
 chunks are float32. `DESIGN.md`, "Precision", has the reasons.
 """
