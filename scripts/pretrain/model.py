@@ -33,6 +33,7 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 
+from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
 from ..common.checkpoint_loading import reads_both_ways
 from ..common.errors import UserError
@@ -246,7 +247,10 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     if issubclass(config_class, CompositionConfig):
         fields.add("mixer")  # not a field: `from_size` replaces it by the fields that it stands for
     if unknown := sorted(set(arguments.config_overrides) - fields):
-        raise UserError(f"model_config names {unknown}, which {model_type} does not have; it has {sorted(fields)}")
+        hint = suggest(unknown[0], fields)
+        raise UserError(
+            f"model_config names {unknown}, which {model_type} does not have; {hint}it has {sorted(fields)}"
+        )
     size = _choose_size(config_class, arguments.model_size)
     try:
         return config_class(**overrides) if size is None else config_class.from_size(size, **overrides)
