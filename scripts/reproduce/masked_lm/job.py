@@ -48,8 +48,9 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     losses = {arm: found for arm, (_, found) in chosen.items()}
     settings = {**runs.settings(), **tuning, "tuning_losses": losses, "chosen": rates}
     record = make_record(settings, arms, {arm: ARMS[arm][0] for arm in arms})
-    if {"wide", "all"} <= set(arms):
-        record["all_against_wide"] = compare_arms(arms["wide"], arms["all"])
+    for arm in ("dynamic", "all"):  # which have as many parameters as the wide one
+        if {"wide", arm} <= set(arms):
+            record[f"{arm}_against_wide"] = compare_arms(arms["wide"], arms[arm])
     return record
 
 
