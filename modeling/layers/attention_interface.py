@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
@@ -143,6 +144,12 @@ def check_implementation(config: Any, name: str) -> None:
         resolve_implementation(name, composed=True)
 
 
+def _is_registered_by_others(name: str) -> bool:
+    """Whether Transformers knows an attention function of this name, and it is not its own."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return function is not None and not function.__module__.startswith("transformers.")
+
+
 def implementation_for(config: Any, options: dict[str, Any]) -> str:
     """The attention implementation of a call: the configuration's, or `eager` if that one cannot return attention maps.
 
@@ -150,10 +157,12 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
         options: the keywords of the call, of which `output_attentions` asks for maps; the configuration may ask, too.
 
     Raises:
-        ValueError: as `check_implementation`, for a name that was set in the configuration of a finished model.
+        ValueError: as `check_implementation`, for one of Transformers or an unknown one that was set in the
+            configuration of a finished model. Functions that others registered may compose heads.
     """
     name = config._attn_implementation
-    check_implementation(config, name)
+    if name not in COMPOSING_IMPLEMENTATIONS and not _is_registered_by_others(name):
+        check_implementation(config, name)
     if not options.get("output_attentions", config.output_attentions) or name in MAY_MAKE_MAPS:
         return name
     logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")

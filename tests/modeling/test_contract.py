@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from dynattn import (
     DCBartConfig,
@@ -27,6 +29,8 @@ from dynattn import (
     RCMHAConfig,
     RCMHAForCausalLM,
 )
+from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
+from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.randint(0, 97, (2, 14), generator=torch.Generator().manual_seed(7))
@@ -236,6 +240,16 @@ def test_an_implementation_that_is_set_in_the_configuration_of_a_finished_model_
     model.config._attn_implementation = name
     with pytest.raises(ValueError, match=message):
         model(input_ids=IDS, labels=IDS)
+
+
+def test_a_function_that_others_register_with_transformers_may_compose_heads() -> None:
+    AttentionInterface.register("of_others", attention_function(dcmha_eager))
+    AttentionMaskInterface.register("of_others", chunked_mask)
+    model = make_model(attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        model.config._attn_implementation = "of_others"
+        assert torch.equal(model(IDS).logits, expected)
 
 
 def test_attention_maps_come_from_any_implementation() -> None:

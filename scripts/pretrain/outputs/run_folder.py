@@ -226,7 +226,7 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output={self.path} is a file; give a folder")
-        if self.path.is_dir() and not self.marker.exists():
+        if self.path.is_dir() and not self.is_marked:
             ours = (self.lock, *self._partial_paths())
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry not in ours)
             if foreign:
