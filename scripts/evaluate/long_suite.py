@@ -43,7 +43,13 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
     if arguments.output is not None:
         from .long_figure import draw  # slow to import
 
-        write_files(Path(arguments.output), results, text, lambda folder: draw(results, folder / PLOT))
+        write_files(
+            Path(arguments.output),
+            results,
+            text,
+            lambda folder: draw(results, folder / PLOT),
+            overwrite=arguments.overwrite,
+        )
     return text
 
 

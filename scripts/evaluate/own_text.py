@@ -68,7 +68,7 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
     ]
     text = format_results(results)
     if arguments.output is not None:
-        write_files(Path(arguments.output), results, text)
+        write_files(Path(arguments.output), results, text, overwrite=arguments.overwrite)
     return text
 
 

@@ -17,6 +17,7 @@ from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
 from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_folder import check_nothing_else
 from ..common.checkpoint_files import weights_sha256
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
@@ -185,12 +186,16 @@ def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> lis
 
 
 def check_output(folder: str | Path, overwrite: bool) -> None:
-    """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`."""
+    """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`.
+
+    A folder `lm-eval` is only replaced if all that is in it are results and samples of lm-eval.
+    """
     resolve_folder(str(folder))  # refuses names that no folder can have
     folder = Path(folder)
     taken = [name for name in (RESULTS, TABLE, SAMPLES, PLOT, FOLDER) if (folder / name).exists()]
     if taken and not overwrite:
         raise UserError(f"{folder / taken[0]} exists; choose another --output or pass --overwrite")
+    check_nothing_else(folder / FOLDER, ("*/results_*.json", "*/samples_*.jsonl"))
     make_folder(folder)
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -209,12 +214,11 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
     Raises:
         UserError: as `check_output`.
     """
-    check_output(folder, overwrite)
     folder = Path(folder)
     content = {key: value for key, value in asdict(replace(results, raw=[])).items() if key not in ("samples", "raw")}
     if results.quoted:
         content["quoted_source"] = quoted_source()
-    write_files(folder, content, format_table(results), partial(_write_details, results))
+    write_files(folder, content, format_table(results), partial(_write_details, results), overwrite=overwrite)
     return folder / RESULTS
 
 
@@ -227,13 +231,22 @@ def _write_details(results: Results, folder: Path) -> None:
 
 
 def write_files(
-    folder: Path, results: Mapping[str, Any], table: str, write_details: Callable[[Path], None] = lambda _: None
+    folder: Path,
+    results: Mapping[str, Any],
+    table: str,
+    write_details: Callable[[Path], None] = lambda _: None,
+    *,
+    overwrite: bool,
 ) -> None:
     """Writes the files of an evaluation of any kind, each completely or not at all, and `results.json` last.
 
     Files that `write_details` wrote for an earlier evaluation are deleted first, so that none seems to belong to this
     one.
+
+    Raises:
+        UserError: as `check_output`, which is called again, because evaluating takes long enough for others to write.
     """
+    check_output(folder, overwrite)
     for name in (SAMPLES, PLOT):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / FOLDER, ignore_errors=True)

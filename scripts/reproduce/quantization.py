@@ -42,6 +42,11 @@ def main(argv: Sequence[str]) -> int:
     from .study_files import claim_folder, describe_run, held_out_windows, write_study
 
     windows = held_out_windows(arguments.run, arguments.length)
+    if len(windows) < 2:
+        raise UserError(
+            f"length={arguments.length}, but {arguments.run} holds out tokens for one such window only, and a standard "
+            "error needs two; lower it"
+        )
     settings = {"run": describe_run(arguments.run), "length": arguments.length, "windows": len(windows)}
     settings["study"] = "quantization"
     folder = claim_folder(arguments.output, settings)

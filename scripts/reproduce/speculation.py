@@ -43,40 +43,61 @@ def main(argv: Sequence[str]) -> int:
     """Decodes in every way, and writes and prints the table.
 
     Raises:
-        UserError: a way generates other tokens than greedy decoding.
+        UserError: a run is not finished or holds out too few tokens, a draft does not fit it, or a way generates other
+            tokens than greedy decoding.
     """
     arguments = parse_arguments(SpeculationArguments, argv, prog="dynattn reproduce speculation", description=__doc__)
     from .study_files import claim_folder, describe_run, held_out_windows, write_study
 
     prompts = held_out_windows(arguments.run, arguments.prompt_length)[: arguments.prompts]
+    if len(prompts) < arguments.prompts:
+        raise UserError(
+            f"prompts={arguments.prompts}, but {arguments.run} holds out {len(prompts)} windows of "
+            f"{arguments.prompt_length} tokens; lower one of them"
+        )
     settings = {name: value for name, value in asdict(arguments).items() if name != "output"}
     described = {"run": describe_run(arguments.run), "drafts": [describe_run(draft) for draft in arguments.drafts]}
     settings |= described | {"study": "speculation"}
+    model, tokens_of = load(arguments.run)
+    ways = make_ways(arguments, tokens_of)
     folder = claim_folder(arguments.output, settings)
-    model = load(arguments.run)
-    ways = make_ways(arguments)
     rows = compare_ways(model, prompts, ways, arguments.tokens, arguments.rounds)
     print(write_study(folder, settings, rows))
     return 0
 
 
-def load(run: str) -> "PreTrainedModel":
-    """The final model of a run, which generates exactly as many tokens as it is asked for."""
-    from transformers import AutoModelForCausalLM
+def load(run: str) -> tuple["PreTrainedModel", str]:
+    """The final model of a run, which generates as many tokens as it is asked for, and a digest of its tokenizer."""
+    from ..common.checkpoint_loading import load_checkpoint
+    from ..pretrain.data.tokenizer import fingerprint
 
-    model = AutoModelForCausalLM.from_pretrained(Path(run) / "model").eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    model, tokenizer = load_checkpoint(str(Path(run) / "model"), device="cpu")
+    generation: Any = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = None, 0
+    return model, fingerprint(tokenizer)
 
 
-def make_ways(arguments: SpeculationArguments) -> dict[str, dict[str, Any]]:
-    """By name, what `generate` is given."""
+def make_ways(arguments: SpeculationArguments, tokens_of: str) -> dict[str, dict[str, Any]]:
+    """By name, what `generate` is given.
+
+    Args:
+        tokens_of: the digest of the tokenizer that drafts must have.
+
+    Raises:
+        UserError: a draft has another tokenizer, or the name and the size of another draft.
+    """
     ways: dict[str, dict[str, Any]] = {PLAIN: {}}
     for draft in arguments.drafts:
-        model = load(draft)
+        model, found = load(draft)
+        if found != tokens_of:
+            raise UserError(
+                f"{draft} has another tokenizer than {arguments.run}; give a draft that reads the same tokens"
+            )
         kind = "composed" if getattr(model.config, "composes", False) else "plain"
-        ways[f"{kind} draft, {model.num_parameters():,} parameters"] = {"assistant_model": model}
+        name = f"{kind} draft {Path(draft).resolve().name}, {model.num_parameters():,} parameters"
+        if name in ways:
+            raise UserError(f"two drafts are a {name}; rename the folder of one, or leave it out")
+        ways[name] = {"assistant_model": model}
     ways[f"prompt lookup, {arguments.lookup} tokens"] = {"prompt_lookup_num_tokens": arguments.lookup}
     return ways
 

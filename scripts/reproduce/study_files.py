@@ -30,23 +30,43 @@ def held_out_windows(run: str, length: int) -> Tensor:
     Raises:
         UserError: the folder is no finished run, or its run held out too few tokens.
     """
-    folder = resolve_folder(run)
-    if not (folder / "model" / "config.json").is_file() or not (folder / "data" / "validation").is_dir():
-        raise UserError(
-            f"{folder} is no finished run of dynattn pretrain; give a folder with model and data/validation"
-        )
+    folder = finished_run(run)
     tokens = torch.from_numpy(np.asarray(TokenStream.open(folder / "data" / "validation").tokens).astype(np.int64))
     if len(tokens) < length:
         raise UserError(f"{folder} holds out {len(tokens)} tokens, too few for a window of {length}")
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 
+def finished_run(run: str) -> Path:
+    """The folder of a run of `dynattn pretrain`.
+
+    Raises:
+        UserError: it is missing, or is no finished run.
+    """
+    folder = resolve_folder(run)
+    found = [folder / "model" / "config.json", folder / "data" / "validation", folder / "result.json"]
+    if not all(path.exists() for path in found):
+        raise UserError(
+            f"{folder} is no finished run of dynattn pretrain; give a folder with model, data/validation and "
+            "result.json"
+        )
+    return folder
+
+
 def describe_run(run: str) -> dict[str, Any]:
-    """How the model of a run was trained, without the folders of the machine that did it."""
-    result = read_json(resolve_folder(run) / "result.json", "give another run")
+    """How the model of a run was trained, without the folders of the machine that did it.
+
+    Raises:
+        UserError: as `finished_run`, or the run did not train next-token prediction.
+    """
+    folder = finished_run(run)
+    result = read_json(folder / "result.json", "give another run")
+    objective = result["arguments"].get("objective", "causal_lm")
+    if objective != "causal_lm":
+        raise UserError(f"{folder} was trained with objective={objective}; give a run of next-token prediction")
     dataset = Path(result["arguments"]["dataset"]).name
     trained = {name: result["arguments"][name] for name in TRAINED}
-    return {"name": resolve_folder(run).name, "parameters": result["parameters"], "dataset": dataset, **trained}
+    return {"name": folder.name, "parameters": result["parameters"], "dataset": dataset, **trained}
 
 
 def claim_folder(output: str, settings: Mapping[str, Any]) -> Path:

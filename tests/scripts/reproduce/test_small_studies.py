@@ -1,14 +1,17 @@
 """The studies of a trained model: what they compare, what they write, and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases.checkpoints import save_tokenizer
 from cases.models import make_model
 
 from dynattn.scripts.cli import main
+from dynattn.scripts.common.atomic_file import write_json
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import speculation
 from dynattn.scripts.reproduce.quantization import SUMMED_AXES, quantize_composition, rounded, window_losses
@@ -25,9 +28,10 @@ def run(tmp_path: Path) -> Path:
     np.arange(50, dtype=np.int32).tofile(stream / "tokens.bin")
     np.save(stream / "starts.npy", np.zeros(1, dtype=np.int64))
     (stream / "stream.json").write_text('{"text_bytes": 100}')
-    make_model(num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(folder / "model")
+    make_model(num_hidden_layers=1, layer_types=["full_attention"], vocab_size=300).save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
     arguments = dict.fromkeys(TRAINED, 1) | {"dataset": "/somewhere/text.txt"}
-    (folder / "result.json").write_text(json.dumps({"arguments": arguments, "parameters": 7}))
+    write_json(folder / "result.json", {"arguments": arguments, "parameters": 7})
     return folder
 
 
@@ -115,5 +119,33 @@ def test_speculation_from_the_command_line(run: Path, tmp_path: Path, capsys: py
     options = ["--prompts", "1", "--prompt_length", "8", "--tokens", "4", "--rounds", "1"]
     folders = ["--run", str(run), "--drafts", str(run), "--output", str(tmp_path / "study")]
     assert main(["reproduce", "speculation", *folders, *options]) == 0
-    assert "| composed draft" in capsys.readouterr().out
+    assert "| composed draft run, " in capsys.readouterr().out
     assert str(tmp_path) not in (tmp_path / "study" / "record.json").read_text()
+
+
+def test_drafts_that_do_not_fit_are_refused_before_anything_is_written(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, masked = (Path(shutil.copytree(run, tmp_path / name)) for name in ("other", "masked"))
+    save_tokenizer(other / "model", vocab_size=290)
+    arguments = dict.fromkeys(TRAINED, 1) | {"dataset": "text.txt", "objective": "masked_lm"}
+    write_json(masked / "result.json", {"arguments": arguments, "parameters": 7})
+    command = ["reproduce", "speculation", "--run", str(run), "--output", str(tmp_path / "study"), "--tokens", "4"]
+    for options, message in [
+        (["--drafts", str(other), "--prompts", "1", "--prompt_length", "8"], "has another tokenizer than"),
+        (
+            ["--drafts", str(masked), "--prompts", "1", "--prompt_length", "8"],
+            "with objective=masked_lm",
+        ),
+        (["--drafts", str(tmp_path / "nope"), "--prompts", "1", "--prompt_length", "8"], "is no finished run"),
+        (
+            ["--drafts", str(run), str(run), "--prompts", "1", "--prompt_length", "8"],
+            "two drafts are a composed",
+        ),
+        (["--drafts", str(run), "--prompts", "9", "--prompt_length", "20"], "holds out 2 windows of 20 tokens; lower"),
+    ]:
+        assert main([*command, *options]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+    assert main(["reproduce", "quantization", "--run", str(run), "--output", str(tmp_path), "--length", "40"]) == 2
+    assert "one such window only" in capsys.readouterr().err
