@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
+from ..common.plot_labels import literal_label
 from .record import AT_LEAST, AT_MOST, Run, loss_unit
 
 PLOT = "losses.png"
@@ -60,11 +61,11 @@ def _draw_over_tokens(panels: Sequence[Axes], record: Mapping[str, Any], start: 
     baseline = next(iter(record["arms"].values()))
     for arm in record["arms"].values():
         tokens, losses = _curves(arm["runs"], start)
-        _band(panels[0], tokens.mean(axis=0), losses, arm["label"])
-        _band(panels[1], *_differences(arm["runs"], baseline["runs"], start), arm["label"])
+        _band(panels[0], tokens.mean(axis=0), losses, literal_label(arm["label"]))
+        _band(panels[1], *_differences(arm["runs"], baseline["runs"], start), literal_label(arm["label"]))
     after = "tokens after the parent's training" if start else "tokens"
     _label(panels[0], after, f"validation loss, {loss_unit(record)}")
-    _label(panels[1], after, f"difference from {baseline['label']}, {loss_unit(record)}")
+    _label(panels[1], after, f"difference from {literal_label(baseline['label'])}, {loss_unit(record)}")
 
 
 def _draw_over_costs(panels: Sequence[Axes], record: Mapping[str, Any], start: Mapping[int, float]) -> None:
@@ -73,8 +74,8 @@ def _draw_over_costs(panels: Sequence[Axes], record: Mapping[str, Any], start: M
         tokens, losses = _curves(arm["runs"], start)
         costs = np.array([[run["flops_per_token"]] for run in arm["runs"]])
         speeds = np.array([[run["tokens_per_second"]] for run in arm["runs"]])
-        _band(panels[0], (tokens * costs).mean(axis=0), losses, arm["label"])
-        _band(panels[1], (tokens / speeds).mean(axis=0), losses, arm["label"])
+        _band(panels[0], (tokens * costs).mean(axis=0), losses, literal_label(arm["label"]))
+        _band(panels[1], (tokens / speeds).mean(axis=0), losses, literal_label(arm["label"]))
     loss = f"validation loss, {loss_unit(record)}"
     _label(panels[0], "floating point operations of training", loss)
     _label(panels[1], "seconds of training", loss)

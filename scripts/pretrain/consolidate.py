@@ -71,11 +71,11 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
         model.save_pretrained(staging)
         copy_tokenizer(source, staging)
         difference = compare(model, staging)
-    tensors = sum(1 for _ in model.parameters())
+    tensors, length = sum(1 for _ in model.parameters()), probe_length(model)
     return [
         f"read        {source}, update {checkpoint.read_state(source)['progress']['step']}",
         f"wrote       {destination}, {model.num_parameters():,} parameters, {arguments.dtype}",
-        f"verified    {tensors} tensors equal bit for bit; logits of {PROBE_TOKENS} tokens differ by {difference:.1e}",
+        f"verified    {tensors} tensors equal bit for bit; logits of {length} tokens differ by {difference:.1e}",
     ]
 
 
@@ -137,6 +137,11 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
         print(f"warning: no tokenizer at {folders[0]}, so none is written", file=sys.stderr)
 
 
+def probe_length(model: "PreTrainedModel") -> int:
+    """How many tokens the logits are compared on: no more than the model may have positions."""
+    return min(PROBE_TOKENS, getattr(model.config, "max_position_embeddings", PROBE_TOKENS))
+
+
 def compare(model: "PreTrainedModel", folder: Path) -> float:
     """The largest difference between the logits of `model` and of the model in `folder`.
 
@@ -148,7 +153,7 @@ def compare(model: "PreTrainedModel", folder: Path) -> float:
     saved = type(model).from_pretrained(folder, dtype="auto").eval()
     read: dict[str, Tensor] = saved.state_dict()
     different = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, read[name])]
-    ids = torch.randint(model.config.vocab_size, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(model.config.vocab_size, (1, probe_length(model)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         difference = (model(ids, use_cache=False).logits - saved(ids, use_cache=False).logits).abs().max().item()
     if different or difference != 0:

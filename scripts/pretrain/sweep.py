@@ -104,8 +104,10 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
         started: when the sweep began; the run may take what is then left of `max_seconds`.
     """
     output, limit = folder / f"{name}={value:g}", arguments.max_seconds
-    if (result := output / "result.json").exists():
-        return Outcome(value, read_json(result, f"remove {output} to repeat the run")["validation_loss"])
+    if (output / "model").exists():  # appears last
+        result = read_json(output / "result.json", f"remove {output} to repeat the run")
+        check_same_options(output, result["arguments"], arguments.of_sweep(name, value))
+        return Outcome(value, result["validation_loss"])
     changes: dict[str, Any] = {
         "output": str(output),
         "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
@@ -117,6 +119,18 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
         return Outcome(value, pretrain(replace(arguments.of_sweep(name, value), **changes)).validation_loss)
     except DivergedError as error:
         return Outcome(value, None, str(error))
+
+
+def check_same_options(output: Path, trained: dict[str, Any], asked: PretrainArguments) -> None:
+    """Raises UserError if a run that has ended was trained with other options than the sweep asks for now."""
+    free = {*FREE_SETTINGS, "output", "token_cache", "sweep"}
+    now = json.loads(json.dumps(asdict(asked), default=str))
+    for option in trained.keys() & now.keys() - free:  # earlier versions lack options of later ones
+        if trained[option] != now[option]:
+            raise UserError(
+                f"{output} was trained with {option}={trained[option]}, and not {now[option]}; remove it, or give "
+                "another output"
+            )
 
 
 def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome]:

@@ -127,7 +127,7 @@ def make_card(
 def _read_card(path: Path) -> ModelCard:
     require_inside(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is no model card that the Hub accepts: {last_line(error)}") from error

@@ -1,5 +1,6 @@
 """Pushes a finished folder to the Hugging Face Hub, and explains in one line why that failed."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def push(
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
     """
     api = HfApi()
-    with one_line_errors(repo, folder, api.endpoint):
+    with one_line_errors(repo, folder, api.endpoint, later_push(repo, folder, private, revision, commit_message)):
         # None instead of False, so that a repository that exists keeps its visibility.
         full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
@@ -63,15 +64,22 @@ def push(
     return commit.commit_url
 
 
+def later_push(repo: str, folder: Path, private: bool, revision: str | None, commit_message: str | None) -> str:
+    """The command of the Hub's client that makes the same push."""
+    options = [*(["--private"] if private else []), *(["--revision", revision] if revision else [])]
+    options += ["--commit-message", commit_message] if commit_message else []
+    return shlex.join(["hf", "upload", repo, str(folder), ".", *options])
+
+
 @contextmanager
-def one_line_errors(repo: str, folder: Path, endpoint: str) -> Iterator[None]:
-    """Turns errors of the Hub's client into a UserError that says what to do."""
+def one_line_errors(repo: str, folder: Path, endpoint: str, command: str) -> Iterator[None]:
+    """Turns errors of the Hub's client into a UserError that says what to do, with the `command` that pushes later."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise UserError(
             f"cannot push to {repo} at {endpoint}: {_reason(error)}. The folder {folder} is complete; "
-            f"push it later with `hf upload {repo} {folder}`"
+            f"push it later with `{command}`"
         ) from error
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..common.plot_labels import literal_label
 from .run import Run
 
 WIDTH, HEIGHT = 6.2, 3.2
@@ -33,7 +34,7 @@ def draw_curves(runs: Sequence[Run], splits: Sequence[str], field: str, label: s
             if not any(map(math.isfinite, values)):
                 continue
             drawn = True
-            name = _literal(run.name if len(splits) == 1 else f"{run.name}, {split}")
+            name = literal_label(run.name if len(splits) == 1 else f"{run.name}, {split}")
             chosen = _spread(len(steps))
             marker = "o" if len(steps) < 30 else None
             axes.plot(
@@ -76,11 +77,6 @@ def _figure(label: str) -> tuple[Figure, matplotlib.axes.Axes]:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _literal(name: str) -> str:
-    """A name for Matplotlib, to which dollar signs are formulas, and an underscore at the start hides a curve."""
-    return f" {name}".replace("$", r"\$") if name.startswith("_") else name.replace("$", r"\$")
 
 
 def _spread(count: int) -> np.ndarray:

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 def check_finished(output: Path, arguments: QuickstartArguments) -> None:
     """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place."""
     for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
-        trained = read_json(file, "remove it to train anew")["arguments"]
+        trained = read_json(file, f"remove the folder {file.parent} to train anew")["arguments"]
         for option in ("max_steps", "seed"):
             if trained[option] != getattr(arguments, option):
                 raise UserError(
@@ -209,7 +209,7 @@ def draw_plot(output: Path) -> None:
 
 def read_result(output: Path, name: str) -> dict[str, Any]:
     """The result of the training of one of the models."""
-    return read_json(output / name / "result.json", "remove it to train anew")
+    return read_json(output / name / "result.json", f"remove the folder {output / name} to train anew")
 
 
 def read_evaluation(output: Path, name: str) -> dict[str, Any]:

@@ -201,7 +201,8 @@ def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
     """A `Dataset` of all `files` of one kind, or an `IterableDataset`."""
     chosen = [str(path) for path in files if path.suffix == suffix]
     patterns = [glob.escape(path) for path in chosen]
-    options = {"sample_by": "document"} if suffix == ".txt" else {}
+    # A byte order mark is no part of a text; JSON and Parquet files are read without it.
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if suffix == ".txt" else {}
     try:
         return load_dataset(LOADERS[suffix], data_files=patterns, split="train", streaming=streaming, **options)
     except Exception as error:  # the loaders raise whatever their parser raised
