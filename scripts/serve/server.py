@@ -63,6 +63,9 @@ def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
     manager.shutdown = partial(shut_down, manager, state)
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
+    # What Transformers reads without a check: a field that is missing, or that has another type.
+    application.add_exception_handler(KeyError, lambda _, error: refusal(400, f"the request lacks {error}"))
+    application.add_exception_handler(TypeError, lambda _, error: refusal(400, f"the request is malformed: {error}"))
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from cases.plots import coarse_plots  # noqa: F401 (a fixture)
 from cases.studies import pretend_to_train
+from matplotlib.figure import Figure
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
@@ -91,6 +92,16 @@ def record_of(arms: dict[str, dict[int, dict[str, Any] | None]], parents: Sequen
     }
     settings = {"tuning_seed": 9, "learning_rates": None}
     return make_record(settings, arms, {name: name.upper() for name in arms}, parents)
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_names_that_matplotlib_would_hide_or_typeset_are_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[str] = []
+    legend = Figure.legend
+    monkeypatch.setattr(Figure, "legend", lambda self, lines, labels, **more: (drawn.extend(labels), legend(self))[1])
+    record = record_of({"_plain": {0: run_of(5.0, 4.0)}, "_a$x$": {0: run_of(5.0, 3.0)}})
+    draw_arms(json.loads(json.dumps(record)), tmp_path / "losses.png")
+    assert drawn == [" _PLAIN", r" _A\$X\$"]
 
 
 @pytest.mark.usefixtures("coarse_plots")

@@ -17,6 +17,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
+from dynattn.scripts.evaluate.results import write_files
 from dynattn.scripts.evaluate.text_files import Documents, read_documents
 
 DOCUMENTS = ["The first text, with a café.", "A second one, which is a little longer than the first text is.", "Third."]
@@ -115,6 +116,25 @@ def test_files_of_the_user_are_not_replaced(checkpoints: list[str], tmp_path: Pa
     assert cli.main(command) == 2
     assert "samples.jsonl exists; choose another --output or pass --overwrite" in capsys.readouterr().err
     assert (tmp_path / "samples.jsonl").read_text() == "mine"
+
+
+def test_a_folder_of_the_user_named_lm_eval_is_not_deleted(
+    checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "lm-eval" / "model").mkdir(parents=True)
+    (tmp_path / "lm-eval" / "model" / "main.py").write_text("mine")
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--output", str(tmp_path)]
+    assert cli.main([*command, "--device", "cpu", "--overwrite"]) == 2
+    assert "also holds model/main.py, which would be lost" in capsys.readouterr().err
+    assert (tmp_path / "lm-eval" / "model" / "main.py").read_text() == "mine"
+
+
+def test_an_evaluation_that_ended_meanwhile_is_not_replaced(tmp_path: Path):
+    write_files(tmp_path, {"of": "one"}, "table", overwrite=False)
+    with pytest.raises(UserError, match=r"results.json exists; choose another --output"):
+        write_files(tmp_path, {"of": "another"}, "table", overwrite=False)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"of": "one"}
 
 
 def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: list[str], tmp_path: Path):

@@ -213,6 +213,10 @@ def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: P
     for overwrite in (False, True):
         with pytest.raises(UserError, match=r"holds thesis\.tex and no run"):
             run(tmp_path / "foreign", corpus, overwrite=overwrite)
+    (tmp_path / "other" / "data").mkdir(parents=True)
+    (tmp_path / "other" / "run.json").write_text('{"name": "of another tool"}')
+    with pytest.raises(UserError, match=r"holds data and no run"):
+        run(tmp_path / "other", corpus)
     with pytest.raises(UserError, match="is a file"):
         run(corpus, corpus)
     assert before == {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}

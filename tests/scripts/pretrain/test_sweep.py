@@ -85,6 +85,17 @@ def test_runs_survive_interruptions_and_end_in_a_plot_and_a_line(corpus: Path, t
             run_sweep(sweep)
 
 
+def test_results_of_other_settings_are_not_taken_for_those_of_the_sweep(corpus: Path, tmp_path: Path):
+    output = tmp_path / "sweep"
+    run_sweep(arguments(output, corpus, **SHORT, sweep="lr=1e-3:1e-2:2"))
+    (output / "sweep.json").unlink()
+    with pytest.raises(UserError, match="was trained with seed=0, and not 5; remove it, or give another output"):
+        run_sweep(arguments(output, corpus, **SHORT, sweep="lr=1e-3:1e-2:2", seed=5))
+    (output / "learning_rate=0.001" / "model").rename(tmp_path / "gone")  # as if killed before the model was saved
+    run_sweep(arguments(output, corpus, **SHORT, sweep="lr=1e-3:1e-2:2"))
+    assert (output / "learning_rate=0.001" / "model" / "model.safetensors").exists()
+
+
 def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path):
     with pytest.raises(StoppedError, match="stopped by max_seconds"):
         run_sweep(

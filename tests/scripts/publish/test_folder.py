@@ -108,9 +108,10 @@ def test_card_tells_both_ways_and_has_metadata(published: Path) -> None:
     assert "| `num_attention_heads` | 4 |" in card.text
 
 
-def test_own_card_is_kept_and_completed(checkpoint: Path) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_own_card_is_kept_and_completed(checkpoint: Path, encoding: str) -> None:
     text = "---\nlicense: mit\ntags: [mine]\nlibrary_name: other\n---\n# Mine\n\nTrained on rhymes.\n"
-    (checkpoint / "README.md").write_text(text)
+    (checkpoint / "README.md").write_text(text, encoding=encoding)
     assert main(["publish", str(checkpoint), "--no_verify"]) == 0
     card = ModelCard.load(checkpoint.with_name("tiny-hub") / "README.md")
     assert card.data.license == "mit"

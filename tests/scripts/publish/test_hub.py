@@ -215,8 +215,16 @@ def test_refusals_are_one_line_that_says_what_to_do(hub: Hub, folder: Path, stat
     with pytest.raises(UserError, match=advice) as error:
         push(folder, "me/tiny")
     assert "\n" not in str(error.value)
-    assert f"hf upload me/tiny {folder}" in str(error.value)
+    assert f"hf upload me/tiny {folder} .`" in str(error.value)
     assert contents(folder) == before
+
+
+def test_advice_for_a_later_push_names_branch_visibility_and_message(hub: Hub, folder: Path) -> None:
+    hub.status = 403
+    with pytest.raises(UserError) as error:
+        push(folder, "me/tiny", private=True, revision="dev", commit_message="the third try")
+    command = f"hf upload me/tiny {folder} . --private --revision dev --commit-message 'the third try'"
+    assert f"push it later with `{command}`" in str(error.value)
 
 
 def test_a_wrong_token_is_refused(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,13 @@ def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, s
         assert sorted(row["text"] for row in streamed) == documents
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}", encoding="utf-8-sig")
+    loaded = load_documents(PretrainArguments(output="x", dataset=str(tmp_path)))
+    assert sorted([*loaded.train["train"]["text"], *loaded.validation["text"]]) == ["text 0", "text 1", "text 2"]
+
+
 def test_a_folder_of_texts_may_hold_the_output(corpus: Path, tmp_path: Path):
     shutil.copy(corpus, tmp_path / "corpus.jsonl")
     killed_run(tmp_path / "run", tmp_path, 5)
