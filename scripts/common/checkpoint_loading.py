@@ -50,7 +50,7 @@ def load_checkpoint(
     """
     target = find_device(device)
     for place in {path, tokenizer or path}:
-        _check_place(place)
+        check_place(place)
     if Path(path).is_dir() and not (Path(path) / ADAPTER).is_file():
         check_has_config(Path(path))
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
@@ -95,7 +95,8 @@ def refuse_nan(logits: torch.Tensor) -> None:
         raise UserError(NAN_LOGITS)
 
 
-def _check_place(place: str) -> None:
+def check_place(place: str) -> None:
+    """Raises UserError unless `place` is a folder with something in it, or may be the name of a model on the Hub."""
     folder = Path(place)
     if folder.is_dir():
         if not any(folder.iterdir()):

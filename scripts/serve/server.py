@@ -1,7 +1,9 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +17,10 @@ from transformers.cli.transformers import app
 
 from dynattn.modeling.serving.requirements import TRANSFORMERS, check_engine
 
+from ..common.checkpoint_files import check_has_config
+from ..common.checkpoint_loading import check_place
 from ..common.errors import UserError
+from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
 
@@ -24,14 +29,21 @@ def run(argv: Sequence[str]) -> int:
     """Runs `transformers serve` with these arguments until it is interrupted, and returns its exit status.
 
     Raises:
-        UserError: this version of Transformers is not supported, or it refuses the options or the model.
+        UserError: there is no such checkpoint, this version of Transformers is not supported, or it refuses the options
+            or the model.
         KeyboardInterrupt: a signal ended the server.
     """
+    is_folder = Path(argv[0]).is_dir()
+    if not argv[0].startswith("-"):
+        check_place(argv[0])
+    if is_folder:
+        check_has_config(Path(argv[0]))
     try:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         server.build_server = build_telling_server
-        app(["serve", *argv], standalone_mode=False)
+        with nullcontext() if is_folder else offline_if_unreachable():
+            app(["serve", *argv], standalone_mode=False)
     except click.Abort as stopped:  # Click's own name for what a signal raised
         raise stopped.__cause__ or KeyboardInterrupt from None
     except click.ClickException as error:

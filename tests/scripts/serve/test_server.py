@@ -99,6 +99,29 @@ def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("messages", [None, "hello"])
+def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedModel, str], messages: str | None) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(port, composed[1], "hello", messages=messages)
+    assert refused.value.code == 400
+    assert "malformed" in json.loads(refused.value.read())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [("a b", "there is no folder a b"), (".", ". is an empty folder"), ("x", "x is a file")]
+)
+def test_what_is_no_checkpoint_is_refused_before_the_server_starts(
+    place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    monkeypatch.chdir(tmp_path)
+    if place == "x":
+        (tmp_path / "x").touch()
+    assert cli.main(["serve", place]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_models_are_listed_where_the_hub_has_no_cache(port: int, composed: tuple[PreTrainedModel, str]) -> None:
     """Transformers lists folders that it has loaded since 5.24, and none before."""
     ask(port, composed[1], "hello")
