@@ -56,7 +56,7 @@ def load_checkpoint(
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
         model = _load_model(path, dtype, trust_remote_code, config_changes)
-        loaded_tokenizer = _load_tokenizer(tokenizer or path, trust_remote_code)
+        loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code)
     model.to(target)  # type: ignore[arg-type]
     return model.eval(), loaded_tokenizer
 
@@ -75,17 +75,22 @@ def find_device(name: str | None) -> torch.device:
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError if `tokenizer` has ids that `model` does not embed, or no token to begin a text with."""
+    check_vocabulary(model, tokenizer)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has neither a bos nor an eos token, one of which must begin a scored text; set one, or give "
+            "another tokenizer (--tokenizer)"
+        )
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError if `tokenizer` has ids that `model` does not embed."""
     rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     highest = max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise UserError(
             f"the tokenizer has ids up to {highest} but the model embeds {rows} (0 ... {rows - 1}); "
-            "give the tokenizer that the model was trained with (--tokenizer)"
-        )
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has neither a bos nor an eos token, one of which must begin a scored text; set one, or give "
-            "another tokenizer (--tokenizer)"
+            "give the tokenizer that the model was trained with"
         )
 
 
@@ -156,7 +161,12 @@ def _is_unknown(error: Exception) -> bool:
     return isinstance(error, ValueError) and isinstance(error.__context__, KeyError)
 
 
-def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a folder or a Hub name.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files raise errors of many types

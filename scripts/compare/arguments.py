@@ -42,7 +42,7 @@ class CompareArguments:
 
     def __post_init__(self) -> None:
         if len(self.variants) < 2:
-            raise UserError(f"variants={self.variants} must be two or more files of pretraining arguments")
+            raise UserError(f"variants={self.variants} must be two or more, to be compared")
         if not 2 <= self.seeds <= MOST_SEEDS:
             raise UserError(f"seeds={self.seeds} must be from 2 to {MOST_SEEDS}")
         check_seeds(list(range(self.seeds)), self.tuning_seed)

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.atomic_folder import check_destination, recover, staged_folder
 from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
+from ..common.checkpoint_loading import check_vocabulary, load_tokenizer
 from ..common.errors import UserError, first_line
 from ..common.folder_names import resolve_destination, resolve_folder
 from .arguments import ExportArguments
@@ -57,6 +58,8 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
     with quiet(), staged_folder(destination, check_free) as staging:
         target.make_exporter()  # reports missing packages before any work is done
         model = load_checkpoint(source)
+        if matching_files(source, TOKENIZER_PATTERNS):
+            check_vocabulary(model, load_tokenizer(str(source)))
         description = f"{type(model).__name__}, {model.num_parameters():,} parameters"
         prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
         write_graphs(staging, model, target)

@@ -37,12 +37,17 @@ class Run:
 
     def series(self, split: str, field: str) -> tuple[list[int], list[float]]:
         """The steps at which `field` of `split` was measured, and its values."""
-        found = [(r["step"], r[field]) for r in self.records if r["split"] == split and r.get(field) is not None]
+        found = [(r["step"], r[field]) for r in self.records if r["split"] == split and is_number(r.get(field))]
         return [step for step, _ in found], [value for _, value in found]
 
     def fields(self, split: str) -> list[str]:
         """The names of all that was measured for `split`, in the order in which they first occur."""
         return list(dict.fromkeys(name for record in self.records if record["split"] == split for name in record))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is one that a curve can have; other tools write NaN as text."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -227,7 +227,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tiny.yaml"], "must be two or more files"),
+        (["tiny.yaml"], "must be two or more, to be compared"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "99999999999999"], "seeds=99999999999999 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "3", "--tuning_seed", "2"], "is one of the measured seeds"),

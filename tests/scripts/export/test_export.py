@@ -1,6 +1,7 @@
 """`dynattn export`: graphs that generate what PyTorch generates, and clear refusals of what cannot be exported."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases.checkpoints import edit_config
+from cases.checkpoints import edit_config, save_tokenizer
 from cases.models import make_model
 from transformers import DynamicCache, PreTrainedModel
 
@@ -182,6 +183,17 @@ def test_what_cannot_be_exported_is_refused(
     assert f"transformers {transformers.__version__} has no exporters" in line
     assert "install transformers 5.23 or newer" in line
     assert not destination.exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
+    rows = json.loads((source / "config.json").read_text())["vocab_size"]
+    save_tokenizer(source, vocab_size=rows + 300)
+    line = refusal(capsys, "torch", source, tmp_path / "graphs")
+    assert f"but the model embeds {rows} (0 ... {rows - 1}); give the tokenizer" in line
+    assert not (tmp_path / "graphs").exists()
 
 
 LONGROPE = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}

@@ -76,6 +76,7 @@ def test_lines_that_are_no_text_are_left_out(tmp_path: Path):
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\n\xff\xfe\x00damaged\n7\n[]\nnull\n{}\n" + b'{"step": "3", "split": 1}\n')
+        file.write(b'{"step": 9, "split": "train", "loss": "NaN", "grad_norm": true}\n')
     assert main(["report", str(run)]) == 0
     assert "run, validation" in Page((run / "report.html").read_text()).texts
 
