@@ -42,8 +42,8 @@ def make(family: str) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    make("dcformer").save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    make_model(**ONE_LAYER, vocab_size=300).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -189,10 +189,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
-    rows = json.loads((source / "config.json").read_text())["vocab_size"]
-    save_tokenizer(source, vocab_size=rows + 300)
+    save_tokenizer(source, vocab_size=310)
     line = refusal(capsys, "torch", source, tmp_path / "graphs")
-    assert f"but the model embeds {rows} (0 ... {rows - 1}); give the tokenizer" in line
+    assert "ids up to 309 but the model embeds 300 (0 ... 299); give the tokenizer" in line
     assert not (tmp_path / "graphs").exists()
 
 
