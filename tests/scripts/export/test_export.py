@@ -12,7 +12,7 @@ import torch
 import transformers
 from cases.checkpoints import edit_config, save_tokenizer
 from cases.models import make_model
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.names import cache_in
@@ -80,7 +80,7 @@ def test_graphs_of_torch_take_any_batch_and_length(
         path.name for path in destination.iterdir()
     }
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
-    model = make("dcformer")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
     graphs = load_written(destination, FORMATS["torch"])
     for rows, length in ((1, 3), (3, 21)):
         ids = torch.randint(97, (rows, length + 1))
