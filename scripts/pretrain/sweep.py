@@ -125,11 +125,11 @@ def check_same_options(output: Path, trained: dict[str, Any], asked: PretrainArg
     """Raises UserError if a run that has ended was trained with other options than the sweep asks for now."""
     free = {*FREE_SETTINGS, "output", "token_cache", "sweep"}
     now = json.loads(json.dumps(asdict(asked), default=str))
-    for option in trained.keys() & now.keys() - free:  # earlier versions lack options of later ones
-        if trained[option] != now[option]:
+    for option, value in now.items():
+        before = trained.get(option, value)  # earlier versions lack options of later ones
+        if option not in free and before != value:
             raise UserError(
-                f"{output} was trained with {option}={trained[option]}, and not {now[option]}; remove it, or give "
-                "another output"
+                f"{output} was trained with {option}={before}, and not {value}; remove it, or give another output"
             )
 
 

@@ -68,28 +68,14 @@ def relative_chunked(
         attention_mask = attention_mask[..., unseeing:, :]
     rows = _reached_rows(structure, later_rows)
     embeddings, bias = (None if table is None else table[rows] for table in (position_embeddings, position_bias))
-    tensors = _under_autocast(query[:, :, unseeing:], key, value, embeddings, bias, content_bias)
+    tensors = [query[:, :, unseeing:], key, value, embeddings, bias, content_bias]
+    # Under autocast, a bias by itself (ALiBi, T5) keeps its dtype; beside embeddings it is part of a product.
+    kept = bias if embeddings is None else None
+    tensors = [x if x is None or x is kept else autocast(x)[0] for x in tensors]
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
     later_rows -= rows.start
     output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
-
-
-def _under_autocast(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embeddings: Tensor | None,
-    bias: Tensor | None,
-    content_bias: Tensor | None,
-) -> list[Tensor | None]:
-    """The tensors in the same order, shaped as for `_forward_op`, in the dtype of autocast if it is on.
-
-    A bias by itself (ALiBi, T5) keeps its dtype; beside embeddings it is part of a product.
-    """
-    tensors = [query, key, value, embeddings, bias, content_bias]
-    kept = bias if embeddings is None else None
-    return [x if x is None or x is kept else autocast(x)[0] for x in tensors]
 
 
 def _is_small(structure: Structure) -> bool:

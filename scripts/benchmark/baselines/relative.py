@@ -8,7 +8,7 @@ and viewing. Parameters have the released names and shapes, so that released che
 import torch
 from torch import Tensor, nn
 
-CONVOLUTIONAL, RELATIVE_IMPLEMENTATIONS = ("rcmha", "mdha"), ("rcmha", "rmha")
+CONVOLUTIONAL, RELATIVE = ("rcmha", "mdha"), ("rcmha", "rmha")
 KERNEL = 3
 # The released names of our parameters.
 TABLES = {"position_embeddings": "key_pos_embeddings", "position_bias": "key_pos_bias"}
@@ -53,7 +53,7 @@ class OfficialRelativeAttention(nn.Module):
     def __init__(self, attention_type: str, hidden: int, heads: int, positions: int) -> None:
         super().__init__()
         self.positions, width = positions, hidden // heads
-        self.is_relative = attention_type in RELATIVE_IMPLEMENTATIONS
+        self.is_relative = attention_type in RELATIVE
         for name in ("query", "key", "value"):
             projection: nn.Module = HeadProjection(hidden, heads, bias=name == "value" or not self.is_relative)
             if attention_type in CONVOLUTIONAL:

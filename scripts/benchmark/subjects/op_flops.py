@@ -4,7 +4,7 @@ A backward pass takes twice the FLOPs of the forward pass.
 """
 
 from ...common.flops import stage_flops
-from ..baselines.relative import CONVOLUTIONAL, KERNEL, RELATIVE_IMPLEMENTATIONS
+from ..baselines.relative import CONVOLUTIONAL, KERNEL, RELATIVE
 from ..harness.inputs import COMPOSED, GATES, POST, QUERY, RANK, STATIC
 from ..harness.shapes import Shape, visible_pairs
 
@@ -39,5 +39,5 @@ def relative_flops(shape: Shape, attention_type: str) -> float:
     projections = 2 * hidden**2 * (2 * shape.length + 2 * rows)
     convolutions = 2 * KERNEL * hidden * (shape.length + 2 * rows) if attention_type in CONVOLUTIONAL else 0
     pairs = shape.heads * visible_pairs(shape.length, None, shape.memory)
-    of_a_pair = (6 if attention_type in RELATIVE_IMPLEMENTATIONS else 4) * shape.width
+    of_a_pair = (6 if attention_type in RELATIVE else 4) * shape.width
     return projections + convolutions + pairs * of_a_pair

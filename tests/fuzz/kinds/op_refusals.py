@@ -15,14 +15,14 @@ from .composed_op import composing
 
 B, H, T, S, D, R = 2, 6, 5, 11, 4, 2
 COMPOSED = (*COMPOSING_IMPLEMENTATIONS, "C code", "default")
-RELATIVE_IMPLEMENTATIONS = ("eager", "sdpa", "chunked", "default")
+RELATIVE = ("eager", "sdpa", "chunked", "default")
 Arguments = dict[str, Any]
 
 
 def generate(random: Random) -> Case:
     op = random.choice(("composed", "composed", "relative"))
     wrong = random.choice(sorted(COMPOSED_MISTAKES if op == "composed" else RELATIVE_MISTAKES))
-    implementation = random.choice(COMPOSED if op == "composed" else RELATIVE_IMPLEMENTATIONS)
+    implementation = random.choice(COMPOSED if op == "composed" else RELATIVE)
     queries = random.choice((T, T, 1))
     gradients = random.random() < 0.3
     return {"class": op, "wrong": wrong, "implementation": implementation, "queries": queries, "gradients": gradients}

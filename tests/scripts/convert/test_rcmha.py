@@ -28,7 +28,7 @@ from dynattn.scripts.convert.rcmha.reference import OfficialRCMHA
 
 KINDS = ("rcmha", "rmha", "mdha", "mha")
 CASES = case_names(*(f"{kind}_model_*" for kind in KINDS))
-RELATIVE_IMPLEMENTATIONS = [case for case in CASES if case.startswith(("rcmha", "rmha"))]
+RELATIVE = [case for case in CASES if case.startswith(("rcmha", "rmha"))]
 CASE = "rcmha_model_relu2"
 FIELDS = ("kind", "heads", "d_model", "d_ff", "n_layers", "vocab", "mem_len", "P", "activation")
 TABLES = ("key_pos_embeddings", "key_pos_bias")
@@ -80,7 +80,7 @@ def test_converted_models_give_the_official_logits_over_segments(
     dropped = (
         "32 of 64 table rows are kept, of distances 0 to 31; 32 are dropped: 31 of future tokens, 1 out of reach\n"
     )
-    assert (dropped in out) == (case in RELATIVE_IMPLEMENTATIONS)
+    assert (dropped in out) == (case in RELATIVE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +93,7 @@ def test_the_reference_alone_gives_the_official_logits(case: str) -> None:
         torch.testing.assert_close(observed, torch.cat([part[row] for part in expected]), atol=3e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", RELATIVE_IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", RELATIVE)
 def test_trimmed_tables_still_give_the_official_logits(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +154,7 @@ def test_streaming_is_the_same_function_within_a_first_segment_and_says_that_it_
     assert "logits differ by" in out
     streaming = load_file(tmp_path / "ours" / "model.safetensors")
     lengths = {value.shape[0] for key, value in streaming.items() if key.endswith("position_bias")}
-    assert lengths == ({config["mem_len"] + 1} if case in RELATIVE_IMPLEMENTATIONS else set())
+    assert lengths == ({config["mem_len"] + 1} if case in RELATIVE else set())
     observed = logits_of(tmp_path / "ours", segments)
     torch.testing.assert_close(observed[0], expected[0], atol=3e-4, rtol=0)
     assert (observed[-1] - expected[-1]).abs().max() > 0.1
