@@ -132,18 +132,24 @@ def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:
 
 
 def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:
-    """Raises ValueError unless a prompt has tokens, all in the vocabulary, and positions suffice for it and its answer.
+    """Checks that a prompt has tokens, all in the vocabulary, and that positions suffice for it and its answer.
 
     Args:
         max_new_tokens: None if the answer may have any length; then one position has to be left for it.
+
+    Raises:
+        ValueError: it does not, or no new token is asked for.
     """
     if not len(input_ids):
         raise ValueError("the prompt of a request is empty; give it at least one token")
     if wrong := [token for token in input_ids if not 0 <= token < config.vocab_size]:
         raise ValueError(f"token {wrong[0]} of a request is not in the vocabulary of {config.vocab_size} tokens")
     limit, new = config.max_position_embeddings, 1 if max_new_tokens is None else max_new_tokens
-    if len(input_ids) + new > limit:
+    if new < 1:
+        raise ValueError(f"a request asks for {new} new tokens; it must ask for 1 or more")
+    if (left := limit - len(input_ids)) < new:
+        advice = f", or ask for at most {left} new tokens" if left > 0 else ""
         raise ValueError(
             f"a request of {len(input_ids)} tokens and {new} new ones needs more than max_position_embeddings "
-            f"({limit}) positions; shorten the prompt, or ask for at most {max(0, limit - len(input_ids))} new tokens"
+            f"({limit}) positions; shorten the prompt{advice}"
         )

@@ -36,6 +36,7 @@ have dashes instead of underscores."""
 TAG = "tag:yaml.org,2002:"
 # Kinds of values that YAML 1.1 and 1.2 recognize by different spellings.
 REPLACED = ("bool", "int", "float", "timestamp")
+NUMBERS = (f"{TAG}int", f"{TAG}float")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -60,6 +61,9 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 class YamlLoader(yaml.SafeLoader):
     """Reads booleans and numbers as YAML 1.2 does, the keys of mappings as strings, and no key twice.
 
+    A number that is the value of an option, or an item of its list, stays the text in the file, from which the option
+    reads it as from the command line: in `revision: 1.10` it is a name. Numbers deeper inside are numbers.
+
     PyYAML follows YAML 1.1, which takes `on` and `no` for booleans, `0100` for octal, `1:30` for 90, and `1e-3` for
     text. Here they can be the name of an option or its value.
     """
@@ -68,6 +72,12 @@ class YamlLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(TAG) not in REPLACED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The content of the file, whose options have their numbers as text."""
+        if isinstance(node, yaml.MappingNode):
+            node.value = [(key, number_as_text(value)) for key, value in node.value]
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Builds a mapping whose keys are the text in the file: `1:` is "1" and `true:` is "true".
@@ -92,6 +102,18 @@ class YamlLoader(yaml.SafeLoader):
         return int(self.construct_scalar(node), 10)
 
 
+def number_as_text(node: yaml.Node) -> yaml.Node:
+    """The node with text in place of a number, or of the numbers in a list; `.inf` and `.nan` stay what they are.
+
+    It is a new node, as an anchor may put the old one elsewhere, too.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        return yaml.SequenceNode(node.tag, list(map(number_as_text, node.value)), node.start_mark, node.end_mark)
+    if node.tag in NUMBERS and any(map(str.isdigit, node.value)):
+        return yaml.ScalarNode(f"{TAG}str", node.value, node.start_mark, node.end_mark)
+    return node
+
+
 FLOAT = r"^[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 YamlLoader.add_implicit_resolver(f"{TAG}bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 YamlLoader.add_implicit_resolver(f"{TAG}int", re.compile("^[-+]?[0-9]+$"), list("-+0123456789"))
@@ -106,11 +128,13 @@ def parse_arguments(
     prog: str,
     description: str | None = None,
     common: Mapping[str, Any] | None = None,
+    file: bool = True,
 ) -> Arguments:
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
     Args:
         common: values by name that override those of the file; options override both.
+        file: whether a YAML file may come first, which the help then tells.
 
     Raises:
         UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, or a value of
@@ -118,8 +142,8 @@ def parse_arguments(
         SystemExit: `--help` was given, or an option has a value that is not of its type.
     """
     argv = list(argv)
-    parser = make_parser(cls, prog=prog, description=description)
-    if argv and argv[0].endswith(YAML_ENDINGS):
+    parser = make_parser(cls, prog=prog, description=description, file=file)
+    if file and argv and argv[0].endswith(YAML_ENDINGS):
         _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))
     _use_as_defaults(parser, cls, common or {}, "common")
     values, unknown = parser.parse_known_args(argv)
@@ -194,7 +218,7 @@ def command_line(job: str, options: Mapping[str, Any]) -> str:
     return join(words)
 
 
-def make_parser(cls: type[Any], *, prog: str, description: str | None = None) -> ArgumentParser:
+def make_parser(cls: type[Any], *, prog: str, description: str | None = None, file: bool = True) -> ArgumentParser:
     """Returns a parser with an option for each field of the dataclass `cls`, spelled with `_` or with `-`.
 
     A field without a default is required. A `bool` may stand without a value, which means true; if it is true by
@@ -204,11 +228,12 @@ def make_parser(cls: type[Any], *, prog: str, description: str | None = None) ->
         TypeError: a field is a union of several types other than `str`.
     """
     options = dataclasses.fields(cls)
+    words = ["%(prog)s", "[FILE.yaml]" if file else "", "[--option value ...]"]
     parser = ArgumentParser(
         prog=prog,
         description=description,
-        usage="%(prog)s [FILE.yaml] [--option value ...]" if options else "%(prog)s",
-        epilog=EPILOG if options else None,
+        usage=" ".join(filter(None, words)) if options else "%(prog)s",
+        epilog=EPILOG if options and file else None,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )

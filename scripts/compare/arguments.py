@@ -8,6 +8,7 @@ from ..common.number_ranges import check_rates, check_seconds, check_seeds
 
 # More runs than anybody makes of a variant.
 MOST_SEEDS = 1000
+TUNING_SEED = 100
 
 
 @dataclass
@@ -16,7 +17,7 @@ class CompareArguments:
 
     Raises:
         UserError: there are fewer than two variants or seeds, a rate is not positive, a time is negative, or the tuning
-            seed is a measured one.
+            seed is a measured one, or given without rates.
     """
 
     variants: list[str] = field(
@@ -32,7 +33,8 @@ class CompareArguments:
         default=None, metadata={"help": "rates to try; each variant is compared at its best one; by default at its own"}
     )
     tuning_seed: int = field(
-        default=100, metadata={"help": "seed of the runs that choose learning rates, which are not compared"}
+        default=TUNING_SEED,
+        metadata={"help": "seed of the runs that choose learning rates, which are not compared"},
     )
     max_seconds: float | None = field(
         default=None,
@@ -48,4 +50,6 @@ class CompareArguments:
         check_seeds(list(range(self.seeds)), self.tuning_seed)
         if self.learning_rates is not None:
             check_rates(self.learning_rates)
+        elif self.tuning_seed != TUNING_SEED:
+            raise UserError(f"tuning_seed={self.tuning_seed} chooses among learning_rates; give learning_rates, too")
         check_seconds(self.max_seconds)

@@ -18,7 +18,8 @@ from .arguments import CompareArguments
 
 def main(argv: Sequence[str]) -> int:
     """Runs what is missing of the comparison, then writes and prints the results."""
-    arguments = parse_arguments(CompareArguments, name_variants(argv), prog="dynattn compare", description=__doc__)
+    prog, words = "dynattn compare BASELINE.yaml OTHER.yaml [...]", name_variants(argv)
+    arguments = parse_arguments(CompareArguments, words, prog=prog, description=__doc__, file=False)
     from .job import run_comparison  # slow to import, so not before the arguments are parsed
 
     print(run_comparison(arguments))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...common.errors import UserError
-from ...compare.arguments import CompareArguments
+from ...compare.arguments import TUNING_SEED, CompareArguments
 
 
 @dataclass
@@ -26,7 +26,7 @@ class AblationsArguments:
     learning_rates: list[float] | None = field(
         default=None, metadata={"help": "peak learning rates to try for each variant; the size's if not given"}
     )
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
+    tuning_seed: int = field(default=TUNING_SEED, metadata={"help": "seed on which learning rates are chosen"})
     dataset: str = field(default="builtin", metadata={"help": "text to train on: builtin, or files such as WikiText-2"})
     validation_dataset: str | None = field(default=None, metadata={"help": "text to validate on, for other texts"})
     max_steps: int | None = field(default=None, metadata={"help": "updates of each run; the size's if not given"})

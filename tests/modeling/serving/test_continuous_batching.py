@@ -274,7 +274,8 @@ def test_what_only_generate_does_is_refused_also_where_the_model_asks_for_it(nam
         ([3, 97], 5, "token 97 of a request is not in the vocabulary of 97 tokens"),
         ([-1], 5, "token -1 of a request"),
         ([1] * 500, 13, r"500 tokens and 13 new ones.*\(512\) positions.*ask for at most 12 new tokens"),
-        ([1] * 512, None, "512 tokens and 1 new ones"),
+        ([1] * 512, None, "512 tokens and 1 new ones.*shorten the prompt$"),
+        ([1], 0, "asks for 0 new tokens; it must ask for 1 or more"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_is(prompt: list[int], new: Any, message: str) -> None:

@@ -1,11 +1,12 @@
 """The values of argument files: numbers as YAML 1.2 has them, and no key twice."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynattn.scripts.common.arguments import read_yaml
+from dynattn.scripts.common.arguments import parse_arguments, read_yaml
 from dynattn.scripts.common.errors import UserError
 
 
@@ -49,3 +50,24 @@ def test_a_key_that_is_given_twice_is_refused(text: str, tmp_path: Path) -> None
 
 def test_what_a_merge_brings_may_be_overridden(tmp_path: Path) -> None:
     assert read("base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}", tmp_path)["more"] == {"a": 1, "b": 3}
+
+
+@dataclass
+class Options:
+    revision: str | None = None
+    rate: float = 0.0
+    seeds: list[int] = field(default_factory=list)
+    fields: dict[str, Any] | str | None = None
+
+
+def test_options_read_numbers_as_they_are_spelled(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text("revision: &one 1.10\nrate: 1e-3\nseeds: [01, 2]\nfields: {one: *one, rate: 1.10}")
+    read = parse_arguments(Options, [str(path)], prog="test")
+    assert read == Options(revision="1.10", rate=1e-3, seeds=[1, 2], fields={"one": 1.1, "rate": 1.1})
+
+
+def test_options_read_infinities_of_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text("rate: -.inf")
+    assert parse_arguments(Options, [str(path)], prog="test").rate == -float("inf")

@@ -231,6 +231,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
         (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "99999999999999"], "seeds=99999999999999 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "3", "--tuning_seed", "2"], "is one of the measured seeds"),
+        (["tiny.yaml", "tiny.yaml", "--tuning_seed", "9"], "tuning_seed=9 chooses among learning_rates; give"),
         (["tiny.yaml", "tiny.yaml", "--learning_rates", "0"], "must be one or more positive numbers"),
         (["tiny.yaml", "tiny.yaml", "--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
         (["a.yaml", "b.yaml", "--redraw", "--output", "nowhere"], "holds no record.json"),
