@@ -136,6 +136,14 @@ GROUPS = {
         note="The official run makes ten passes, 156,850 updates. Official position tables have 8,192 rows (7,496,897 "
         "parameters for RCMHA), of which those out of reach get no gradient; they are left out here.",
     ),
+    "official-longer": Group(
+        "segment 2, memory 32, eight times the updates",
+        "official",
+        "tiny-shakespeare",
+        _FOUR,
+        ("official-longer", "mha"),
+        longer=8,
+    ),
     "ablations": Group(
         "changes to RCMHA, and MHA with rotary positions",
         "sensible",

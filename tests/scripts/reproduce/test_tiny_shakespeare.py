@@ -509,8 +509,9 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
     command += ["--wikitext_train", book, "--wikitext_validation", book]
     assert cli.main([*command, "--steps", "2"]) == 0
     record = json.loads((output / "record.json").read_text(encoding="utf-8"))
-    assert [len(cell["seeds"]) for cell in record["cells"]] == [2] * 20
-    assert [order["group"] for order in record["orders"]] == ["sensible", "longer", "official", "wikitext-2"]
+    assert [len(cell["seeds"]) for cell in record["cells"]] == [2] * 24
+    groups = ["sensible", "longer", "official", "official-longer", "wikitext-2"]
+    assert [order["group"] for order in record["orders"]] == groups
     probe = record["probe"]["settings"]
     assert all(probe[setting][kind]["peak_bytes"] > 0 for setting in SETTINGS for kind in TYPES)
     assert probe["sensible"]["mha"]["times_mha"] == 1
@@ -518,6 +519,6 @@ def test_a_quick_study_runs_all_types_once_and_reports_them(
 
     monkeypatch.setattr(job, "run_one", None)
     assert cli.main([*command, "--steps", "2"]) == 0
-    assert capsys.readouterr().out.count("done before") == 40
+    assert capsys.readouterr().out.count("done before") == 48
     assert cli.main([*command, "--steps", "3"]) == 2
     assert "sensible: mha, seed 0, finished or asked for, differ in steps; give another" in capsys.readouterr().err
