@@ -80,8 +80,8 @@ class DCModernBertConfig(CompositionConfig):
     sep_token_id: int | None = 50282
 
     def __post_init__(self, **kwargs: Any) -> None:
-        names = ("sliding_window", "rope_theta", "global_rope_theta", "local_rope_theta", "rope_scaling")
-        if derived := sorted({*names, "partial_rotary_factor"} & kwargs.keys()):
+        thetas = {"rope_theta", "global_rope_theta", "local_rope_theta"}
+        if derived := sorted({"sliding_window", "rope_scaling", "partial_rotary_factor", *thetas} & kwargs.keys()):
             raise ValueError(
                 f"{derived} are no fields: local_attention is twice the window, and rope_parameters has a rope_theta "
                 "for each layer type"

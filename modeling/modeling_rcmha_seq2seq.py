@@ -205,6 +205,8 @@ class RCMHASeq2SeqForConditionalGeneration(Seq2SeqLMHead, RCMHASeq2SeqPreTrained
 
 def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
     """Which source tokens are real and not padding, `[B, S]`; None where all are, or nothing is convolved."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask["full_attention"]
     if not config.convolves or attention_mask is None:
         return None
     length = attention_mask.shape[-1] if length is None else length

@@ -41,8 +41,8 @@ def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., 
 def refuse_second_derivatives(ctx: Any, *grads: Any) -> NoReturn:
     """The autograd formula of a custom backward pass, which has no derivatives; always raises NotImplementedError."""
     raise NotImplementedError(
-        "chunked attention has no second derivatives; use implementation='eager' (attn_implementation='eager' in a "
-        "model), or torch.func"
+        "this implementation of attention has no second derivatives; use implementation='eager' "
+        "(attn_implementation='eager' in a model), or torch.func"
     )
 
 

@@ -47,7 +47,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
     """Raises ValueError unless a paged cache keeps what the layers of a model need of earlier tokens.
 
     Args:
-        raw: whether the model gets Transformers' own cache, whose rows are not wide enough for composition factors.
+        raw: whether the model gets Transformers' own cache, which lacks the rows of composition factors and positions.
     """
     if not model.supports_paged_cache:
         raise ValueError(
@@ -56,8 +56,8 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
         )
     if raw and model.attends_to_paged_cache:
         raise ValueError(
-            f"this paged cache has no room for the composition factors of {type(model).__name__}; get the manager from "
-            "init_continuous_batching(), or call generate_batch()"
+            f"Transformers' own paged cache lacks rows that {type(model).__name__} needs with this configuration; get "
+            "the manager from init_continuous_batching(), or call generate_batch()"
         )
 
 

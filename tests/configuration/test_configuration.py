@@ -1,6 +1,7 @@
 """Configurations: sizes by name, derived fields, and one clear error for each mistake."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,15 @@ def test_names_of_other_encoders_are_refused_with_the_fields_to_use(name: str) -
         DCModernBertConfig(**{name: 64})
 
 
+@pytest.mark.parametrize("config_class", [DCBartConfig, DCViTConfig, RCMHASeq2SeqConfig])
+def test_fields_of_windows_are_refused_where_layers_have_none(config_class: Any) -> None:
+    """Layers look for them in any configuration, so an unknown argument would take effect."""
+    for fields in ({"sliding_window": 2}, {"layer_types": ["sliding_attention"] * 4}, {"memory_type": "segment"}):
+        with pytest.raises(ValueError, match=rf"has no {re.escape(str(list(fields)))}: all layers see the same"):
+            config_class.from_size("tiny", **fields)
+    assert config_class.from_size("tiny", sliding_window=None, layer_types=None).num_hidden_layers
+
+
 ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": 3}, "rope_type 3 does not exist; choose from"),
     ({"rope_theta": 0}, r"rope_theta \(0\) must be greater than 0"),
@@ -270,6 +280,8 @@ def test_mistakes_of_other_kinds() -> None:
         ("dcformer", {"num_hidden_layers": 5}, "must be equal to the number of `layer_types`"),
         ("rcmha", {"mem_len": 600}, r"mem_len \(600\) must be smaller"),
         ("rcmha", {"sliding_window": 4}, "follow from memory_type and mem_len"),
+        ("rcmha_seq2seq", {"sliding_window": 4}, r"RCMHASeq2SeqConfig has no \['sliding_window'\]"),
+        ("rcmha_seq2seq", {"memory_type": "segment"}, r"RCMHASeq2SeqConfig has no \['memory_type'\]"),
     ],
 )
 def test_fields_given_when_a_checkpoint_is_loaded_are_checked(

@@ -103,6 +103,21 @@ def test_only_encoders_without_convolutions_read_packed_documents() -> None:
         torch.testing.assert_close(packed, torch.cat(alone, dim=1), atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_encoders_take_one_prepared_mask_for_each_layer_type() -> None:
+    source, seen = random_tokens(2, 9), torch.ones(2, 9, dtype=torch.bool)
+    seen[0, 7:] = False
+    complete = (seen[:, None, :, None] & seen[:, None, None, :]) | torch.eye(9, dtype=torch.bool)
+    complete[0, :, 7:] = False
+    for kind in ("rcmha", "rmha"):
+        encoder = make_model(kind).get_encoder()
+        expected = encoder(input_ids=source, attention_mask=seen.long()).last_hidden_state
+        prepared = encoder(input_ids=source, attention_mask={"full_attention": complete}).last_hidden_state
+        torch.testing.assert_close(prepared[seen], expected[seen])
+        whole = encoder(input_ids=source, attention_mask={"full_attention": None}).last_hidden_state
+        torch.testing.assert_close(whole, encoder(input_ids=source).last_hidden_state)
+
+
 def test_an_encoder_with_position_tables_runs_in_chunks_and_gives_what_the_definition_gives() -> None:
     """The source is long enough for chunks. Attention without tables leaves the work to PyTorch's kernels."""
     model = make_model("rcmha", num_hidden_layers=1, max_position_embeddings=256).double()

@@ -29,9 +29,7 @@ def relative_sdpa(
         The output `[B, T, H, D]`, and no attention maps.
     """
     content_query = query if content_bias is None else query + content_bias[:, None]
-    distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
-    positions = position_scores(query, position_embeddings, position_bias, distance + later_rows)
-    if positions is None and offset is None and not dropout:
+    if position_embeddings is None and position_bias is None and offset is None and not dropout:
         return plain_attention(
             content_query,
             key,
@@ -41,6 +39,8 @@ def relative_sdpa(
             is_causal=is_causal,
             sliding_window=sliding_window,
         )
+    distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
+    positions = position_scores(query, position_embeddings, position_bias, distance + later_rows)
     given, bias = split_mask(attention_mask)
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
     if positions is not None:

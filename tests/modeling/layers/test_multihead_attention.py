@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from cases import mixers as authors
 from cases.golden import case_names, flax_attention, read_case, tensors_under
+from cases.largest_tensor import LargestTensor
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynattn import ComposedMultiheadAttention, mixer_fields
 from dynattn.configuration.composition_config import CompositionConfig
@@ -425,19 +425,6 @@ def test_it_equals_the_authors_vision_transformer(name: str, implementation: str
             torch.testing.assert_close(tensor.grad, tensors[f"grad.{key}"], atol=1e-8, rtol=0)
 
 
-class LargestResult(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("masks", ["none", "padding", "causal"])
 def test_no_map_of_all_pairs_is_made_unless_weights_are_asked_for(masks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     length = 400
@@ -448,11 +435,11 @@ def test_no_map_of_all_pairs_is_made_unless_weights_are_asked_for(masks: str, mo
         "padding": {"key_padding_mask": torch.arange(length)[None] > 300},
         "causal": {"is_causal": True},
     }[masks]
-    with LargestResult() as largest:
+    with LargestTensor() as largest:
         module(x, x, x, **options)
     assert largest.elements >= 2 * length**2
     monkeypatch.setattr(multihead_attention, "dcmha_eager", None)
-    with LargestResult() as largest:
+    with LargestTensor() as largest:
         module(x, x, x, **options, need_weights=False)[0].sum().backward()
     assert largest.elements < length**2
 

@@ -104,7 +104,7 @@ def why_unsupported(query: Tensor, attention_mask: Tensor | None) -> str | None:
     """Returns an error message if the kernels do not support a query `[B, H, T, D]` or a mask `[.., T, S]`."""
     if query.dtype not in DTYPES:
         return f"implementation='triton' knows {DTYPES}, not {query.dtype}; use 'chunked'"
-    if attention_mask is not None and attention_mask.requires_grad:
+    if attention_mask is not None and _needs_gradients((attention_mask,)):
         return "implementation='triton' has no gradient for attention_mask; detach it, or use 'chunked'"
     if attention_mask is not None and attention_mask.ndim > 2 and attention_mask.shape[-3] != 1:
         shape = tuple(attention_mask.shape)

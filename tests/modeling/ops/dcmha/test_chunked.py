@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases.composed_op import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
+from cases.largest_tensor import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -192,19 +192,6 @@ def test_autocast_gives_its_dtype() -> None:
     assert (results[0] - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the most elements that any result of an operator had room for."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("mode", ["auto", "0"])
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("has_tables", [False, True])
@@ -221,7 +208,7 @@ def test_no_map_over_all_pairs_is_ever_in_memory(
         factors = (terms[0], terms[1], None, terms[2], terms[3], None)
         inputs = ChunkedInputs(query, key, value, *factors, None, None, *tables)
         settings = ChunkedSettings(1.0, True, window, 1, 1)
-        with Largest() as largest:
+        with LargestTensor() as largest:
             output = attend(inputs, settings)
             attend_backward(output, inputs, settings, mask_needs_grad=False)
         return largest.elements
@@ -355,7 +342,7 @@ def test_first_keys_save_the_work_of_other_documents() -> None:
     inputs = ChunkedInputs(query, key, value, terms[0], terms[1], None, terms[2], terms[3], None, None, first_keys)
     sizes = []
     for starts in (first_keys, None):
-        with Largest() as largest:
+        with LargestTensor() as largest:
             attend(inputs._replace(first_keys=starts), ChunkedSettings(1.0, True, None, 1, 1))
         sizes.append(largest.elements)
     assert sizes[0] < 0.5 * sizes[1]  # chunks of up to 60 queries reach over two documents at most

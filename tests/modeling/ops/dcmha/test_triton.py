@@ -737,6 +737,14 @@ def test_what_the_kernels_do_not_support_is_an_error(change: dict[str, Any], mes
         dcmha_triton(*tensors[:3], **{**keywords, **change})
 
 
+@interpreted
+@torch.no_grad()
+def test_a_mask_that_learns_is_fine_where_no_gradient_is_asked_for() -> None:
+    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    mask = torch.zeros(1, 1, 9, 9, requires_grad=True)
+    dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": mask})
+
+
 def test_an_unknown_dtype_is_an_error() -> None:
     tensors, keywords = random_inputs(Case(9, 9))
     with pytest.raises(ValueError, match=r"not torch.float64; use 'chunked'"):

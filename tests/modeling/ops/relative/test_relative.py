@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.largest_tensor import LargestTensor
 from torch import Tensor
 
 from dynattn import relative_attention
@@ -317,29 +318,25 @@ def test_a_bias_in_float32_stays_exact_beside_half_precision(implementation: str
 
 def test_chunked_allocates_nothing_of_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a forward and a backward pass is as large as one map of all queries and keys."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            tensors = result if isinstance(result, (tuple, list)) else [result]
-            self.numel = max([self.numel, *(t.untyped_storage().size() // 8 for t in tensors if isinstance(t, Tensor))])
-            return result
-
     monkeypatch.setattr(chunk_module, "CHUNK", 16)
     given = inputs(512, 512)
     row, operand = 16 * BATCH * HEADS, 512 * WIDTH * BATCH * HEADS
     for window, limit in ((None, 512 * row), (32, operand)):
-        with Largest() as largest:
+        with LargestTensor() as largest:
             run(given, "chunked", sliding_window=window)
-        assert largest.numel <= limit < 512 * 512
+        assert largest.elements <= limit < 512 * 512
     given |= {"position_embeddings": random(1024, HEADS, WIDTH), "position_bias": random(1024, HEADS)}
     for window, limit in ((None, (512 + 16) * row), (32, 2 * operand)):
-        with Largest() as largest:
+        with LargestTensor() as largest:
             run(given, "chunked", sliding_window=window, is_causal=False, later_rows=512)
-        assert largest.numel <= limit < 512 * 512
+        assert largest.elements <= limit < 512 * 512
+
+
+def test_sdpa_without_positions_allocates_nothing_of_queries_times_keys() -> None:
+    given = inputs(600, 600, (0, 0, 1))
+    with LargestTensor() as largest:
+        run(given, "sdpa")
+    assert largest.elements < 600 * 600
 
 
 def test_later_keys_have_the_first_rows_of_the_tables() -> None:
