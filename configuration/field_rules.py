@@ -42,8 +42,8 @@ SIZE = Range(1, 2**31 - 1)
 NUMBER, POSITIVE = Range(), Range(0, low_open=True)
 DROPOUT = Range(0, 1, high_open=True)
 
-# The rule of every numeric field, in whichever configuration it occurs. None is always allowed here: the value then
-# follows from other fields, or what it sets is switched off.
+# The rule of a numeric field, in whichever configuration it occurs. None is always allowed here: the value then follows
+# from other fields, or what it sets is switched off.
 FIELD_RANGES: dict[str, Range] = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
@@ -60,6 +60,7 @@ FIELD_RANGES: dict[str, Range] = {
     "conv_kernel_size": SIZE,
     "mgate_dim": SIZE,
     "compose_groups": SIZE,
+    "compose_rank": SIZE,
     "compose_hidden_size": SIZE,
     "compose_norm_eps": POSITIVE,
     "qk_norm_eps": POSITIVE,

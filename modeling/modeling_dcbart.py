@@ -20,7 +20,7 @@ from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import MLP
-from .positions.absolute import ScaledEmbedding, SinusoidalPositions, init_sinusoids
+from .positions.absolute import SinusoidalTable, init_sinusoids
 
 
 class DCBartLayer(GradientCheckpointingLayer):
@@ -106,7 +106,7 @@ class DCBartPreTrainedModel(ComposedPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_final_logits_bias(module)
-        if isinstance(module, SinusoidalPositions):
+        if isinstance(module, SinusoidalTable):
             init_sinusoids(module)
 
 
@@ -120,7 +120,7 @@ class DCBartStack(DCBartPreTrainedModel):
         super().__init__(config)
         width = config.hidden_size
         self.embed_tokens = make_embedding(config)
-        self.embed_positions: nn.Module = SinusoidalPositions(config.max_position_embeddings, width)
+        self.embed_positions: nn.Module = SinusoidalTable(config.max_position_embeddings, width)
         if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset, width)
         self.embed_norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.normalize_embedding else None
@@ -180,6 +180,18 @@ class DCBartForConditionalGeneration(Seq2SeqLMHead, DCBartPreTrainedModel, Gener
     """Encoder and decoder with a language modeling head: translation, summarization, denoising."""
 
     base_class = DCBartModel
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Token embeddings times a constant."""
+
+    def __init__(self, num_embeddings: int, hidden_size: int, padding_idx: int | None, scale: float) -> None:
+        super().__init__(num_embeddings, hidden_size, padding_idx)
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns `[B, T, E]` for tokens `[B, T]`."""
+        return super().forward(input) * self.scale
 
 
 def make_embedding(config: DCBartConfig) -> ScaledEmbedding:

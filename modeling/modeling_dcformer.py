@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
 from .caches.names import takes_either_name
-from .common.composed_model import ComposedDecoderBody, ComposedDecoderPreTrainedModel
+from .common.composed_decoder import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.rms_norm import RMSNorm

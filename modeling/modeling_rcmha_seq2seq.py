@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.names import NEW_NAME, OLD_NAME, takes_either_name
-from .caches.segment import Segment, describe_segment, find_tokens
+from .caches.segment import Segment, describe_segment, real_token_mask
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_padding_token
 from .common.packed_documents import packed_starts
@@ -142,7 +142,7 @@ class RCMHASeq2SeqEncoder(SourceEncoderBody, RCMHASeq2SeqStack):
         if self.config.convolves and attention_mask is None and position_ids is not None:
             refuse_packed_documents(position_ids)
         length = hidden_states.shape[1]
-        segment = Segment(length, token_mask=source_tokens(self.config, attention_mask, length))
+        segment = Segment(length, token_mask=source_token_mask(self.config, attention_mask, length))
         return super().run_layers(hidden_states, attention_mask, rotations, position_ids, segment=segment, **kwargs)
 
 
@@ -184,7 +184,7 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
             document_starts=None,
             rotary_emb=None,
         )
-        return {"segment": segment, "source_mask": source_tokens(self.config, encoder_attention_mask)}
+        return {"segment": segment, "source_mask": source_token_mask(self.config, encoder_attention_mask)}
 
 
 class RCMHASeq2SeqModel(Seq2SeqBody, RCMHASeq2SeqPreTrainedModel):
@@ -203,7 +203,7 @@ class RCMHASeq2SeqForConditionalGeneration(Seq2SeqLMHead, RCMHASeq2SeqPreTrained
     base_class = RCMHASeq2SeqModel
 
 
-def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
+def source_token_mask(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
     """Which source tokens are real and not padding, `[B, S]`; None where all are, or nothing is convolved."""
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask["full_attention"]
@@ -211,7 +211,7 @@ def source_tokens(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int |
         return None
     length = attention_mask.shape[-1] if length is None else length
     mask = attention_mask if attention_mask.ndim == 4 else None
-    return find_tokens(attention_mask, mask, length, length, None, end=length)
+    return real_token_mask(attention_mask, mask, length, length, None, end=length)
 
 
 def refuse_packed_documents(position_ids: Tensor) -> None:

@@ -20,12 +20,10 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
     from dynattn.configuration.mixers import mixer_fields
     from dynattn.modeling.common.activation_checkpointing import keep_attention_outputs
-    from dynattn.modeling.common.cache_edit import edit_cache
-    from dynattn.modeling.common.prepacking import prepack
-    from dynattn.modeling.layers.composed_attention import register_implementation
-    from dynattn.modeling.layers.map_hooks import add_map_hooks, remove_map_hooks
-    from dynattn.modeling.layers.multihead_attention import ComposedMultiheadAttention
-    from dynattn.modeling.layers.multihead_replacement import compose_heads_of
+    from dynattn.modeling.generation.cache_edit import edit_cache
+    from dynattn.modeling.generation.prepacking import prepack
+    from dynattn.modeling.inspection.map_hooks import add_map_hooks, remove_map_hooks
+    from dynattn.modeling.layers.attention_interface import register_implementation
     from dynattn.modeling.modeling_dcbart import DCBartForConditionalGeneration, DCBartModel
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
@@ -58,6 +56,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.ops.dcmha.composition import Composition
     from dynattn.modeling.ops.dcmha.eager import AttentionMaps
     from dynattn.modeling.ops.relative.attention import relative_attention
+    from dynattn.modeling.other_models.compose_heads import compose_heads_of
+    from dynattn.modeling.other_models.multihead_attention import ComposedMultiheadAttention
 
 __version__ = "0.1.0"
 
@@ -111,14 +111,14 @@ __all__ = [
 # Where each public name is defined.
 _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
-    "add_map_hooks": "dynattn.modeling.layers.map_hooks",
-    "edit_cache": "dynattn.modeling.common.cache_edit",
-    "prepack": "dynattn.modeling.common.prepacking",
-    "register_implementation": "dynattn.modeling.layers.composed_attention",
-    "remove_map_hooks": "dynattn.modeling.layers.map_hooks",
-    "ComposedMultiheadAttention": "dynattn.modeling.layers.multihead_attention",
+    "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
+    "edit_cache": "dynattn.modeling.generation.cache_edit",
+    "prepack": "dynattn.modeling.generation.prepacking",
+    "register_implementation": "dynattn.modeling.layers.attention_interface",
+    "remove_map_hooks": "dynattn.modeling.inspection.map_hooks",
+    "ComposedMultiheadAttention": "dynattn.modeling.other_models.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
-    "compose_heads_of": "dynattn.modeling.layers.multihead_replacement",
+    "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",
     "mixer_fields": "dynattn.configuration.mixers",

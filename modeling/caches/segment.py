@@ -64,7 +64,7 @@ def describe_segment(
     query_offset = first_query_offset(cache, 0, length)
     read = keys if config.memory_type == "segment" else length
     end = length + (0 if cache is None else cache.get_seq_length())
-    token_mask = find_tokens(given_mask, mask, length, read, query_offset, end) if config.convolves else None
+    token_mask = real_token_mask(given_mask, mask, length, read, query_offset, end) if config.convolves else None
     rotary = None
     if rotary_emb is not None:
         if read != length:
@@ -74,7 +74,7 @@ def describe_segment(
     return Segment(length, query_offset, token_mask, document_positions, rotary, scheme_bias)
 
 
-def find_tokens(
+def real_token_mask(
     given_mask: Any, mask: Tensor | None, length: int, read: int, query_offset: Tensor | None, end: int | Tensor
 ) -> Tensor | None:
     """Which of the `read` positions before `end` hold a token and not padding, `[B, read]`; None where all do.

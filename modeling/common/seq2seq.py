@@ -21,7 +21,7 @@ from ..ops.chunked_loss import IGNORED
 from .classification import check_token_labels
 from .decoder_inputs import is_complete_mask
 from .encoder import EncoderBody
-from .seq2seq_decoder import check_positions, refuse_positions
+from .seq2seq_decoder import check_length, refuse_positions
 
 
 class SourceEncoderBody(EncoderBody):
@@ -32,7 +32,7 @@ class SourceEncoderBody(EncoderBody):
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
         """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
         limit = self.config.max_position_embeddings
-        check_positions(inputs_embeds.shape[1], limit, "source")
+        check_length(inputs_embeds.shape[1], limit, "source")
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         else:

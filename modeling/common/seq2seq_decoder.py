@@ -72,7 +72,7 @@ class Seq2SeqDecoderBody:
         if cache is not None:
             check_cached_length(attention_mask, inputs_embeds, cache.self_attention_cache)
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]
-        check_target_positions(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
+        check_target_length(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
         past_tokens = 0 if cache is None else cache.get_seq_length()
         hidden_states = self.embed(inputs_embeds, past_tokens)
         masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
@@ -194,7 +194,7 @@ def check_cross_attention_cache(cache: Cache) -> None:
             )
 
 
-def check_target_positions(cache: EncoderDecoderCache | None, length: int, limit: int) -> None:
+def check_target_length(cache: EncoderDecoderCache | None, length: int, limit: int) -> None:
     """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions.
 
     A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
@@ -205,10 +205,10 @@ def check_target_positions(cache: EncoderDecoderCache | None, length: int, limit
         if key_count(cache.self_attention_cache, 0, length) <= limit or is_tracing(past_tokens):
             return
         past_tokens = int(past_tokens)
-    check_positions(past_tokens + length, limit, "target")  # type: ignore[arg-type]
+    check_length(past_tokens + length, limit, "target")  # type: ignore[arg-type]
 
 
-def check_positions(tokens: int, limit: int, what: str) -> None:
+def check_length(tokens: int, limit: int, what: str) -> None:
     """Raises ValueError if a sequence, which the message calls `what`, has more `tokens` than `limit` positions."""
     if tokens > limit:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""The modules that layers are made of, the link to Transformers' attention interface, and composed heads for others."""
+"""The modules that layers are made of, and the link to Transformers' attention interface."""

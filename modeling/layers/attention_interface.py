@@ -1,15 +1,16 @@
-"""Links the ops to Transformers: attention functions, the masks that they take, and the choice between them."""
+"""Links the ops to Transformers: attention functions, their masks, the choice between them, and new ones of users."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
-from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, resolve_implementation
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention, resolve_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.validation import check_composed_call
 from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
@@ -167,3 +168,57 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
         return name
     logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")
     return "eager"
+
+
+# Transformers registers its own function as `eager`, so ours cannot have that name there. A layer falls back to ours
+# when its implementation is not registered.
+eager_attention_forward = attention_function(COMPOSING_IMPLEMENTATIONS["eager"])
+
+
+def registered_implementations() -> tuple[str, ...]:
+    """The implementations that Transformers' attention interface knows by name: all but `eager`, which is its own."""
+    return tuple(name for name in COMPOSING_IMPLEMENTATIONS if name != "eager")
+
+
+BUILT_IN = registered_implementations()
+
+
+def register_implementation(name: str, attend: Attention) -> None:
+    """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
+
+    Args:
+        name: one that is not registered, or that this function registered, whose implementation is then replaced.
+        attend: takes the arguments of `dcmha_eager` except `hook`. Returns the output `[B, T, H, D]` and the composed
+            probabilities `[B, H, T, S]`, or None instead of these.
+
+    Raises:
+        ValueError: the name is that of an implementation of this package or of Transformers, or one that Transformers
+            would read as more than a name.
+        TypeError: `attend` cannot be called.
+    """
+    check_new_implementation(name, attend)
+    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = attend
+    MAY_MAKE_MAPS.add(name)
+    _register_with_transformers(name)
+
+
+def check_new_implementation(name: str, attend: Attention) -> None:
+    """Raises the errors that `register_implementation` documents."""
+    if not callable(attend):
+        raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
+    if name in (*BUILT_IN, "eager", "sdpa"):
+        raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
+    if not name or set(name) & set("|/:"):
+        raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
+    if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
+        raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
+
+
+def _register_with_transformers(name: str) -> None:
+    AttentionInterface.register(name, attention_function(COMPOSING_IMPLEMENTATIONS[name]))
+    AttentionMaskInterface.register(name, chunked_mask)
+
+
+# RCMHA has attention of its own, and Transformers looks up only its masks by these names.
+for _name in BUILT_IN:
+    _register_with_transformers(_name)

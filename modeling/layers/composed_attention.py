@@ -4,73 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
-from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention
 from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
-from .attention_interface import MAY_MAKE_MAPS, attention_function, chunked_mask
+from .attention_interface import eager_attention_forward
 from .differential_heads import DifferentialHeads
 from .head_composition import make_generators
 from .rms_norm import RMSNorm
-
-# Transformers registers its own function as `eager`, so ours cannot have that name there. A layer falls back to ours
-# when its implementation is not registered.
-eager_attention_forward = attention_function(COMPOSING_IMPLEMENTATIONS["eager"])
-
-
-def registered_implementations() -> tuple[str, ...]:
-    """The implementations that Transformers' attention interface knows by name: all but `eager`, which is its own."""
-    return tuple(name for name in COMPOSING_IMPLEMENTATIONS if name != "eager")
-
-
-BUILT_IN = registered_implementations()
-
-
-def register_implementation(name: str, attend: Attention) -> None:
-    """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
-
-    Args:
-        name: one that is not registered, or that this function registered, whose implementation is then replaced.
-        attend: takes the arguments of `dcmha_eager` except `hook`. Returns the output `[B, T, H, D]` and the composed
-            probabilities `[B, H, T, S]`, or None instead of these.
-
-    Raises:
-        ValueError: the name is that of an implementation of this package or of Transformers, or one that Transformers
-            would read as more than a name.
-        TypeError: `attend` cannot be called.
-    """
-    check_new_implementation(name, attend)
-    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = attend
-    MAY_MAKE_MAPS.add(name)
-    _register_with_transformers(name)
-
-
-def check_new_implementation(name: str, attend: Attention) -> None:
-    """Raises the errors that `register_implementation` documents."""
-    if not callable(attend):
-        raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
-    if name in (*BUILT_IN, "eager", "sdpa"):
-        raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
-    if not name or set(name) & set("|/:"):
-        raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
-    if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
-        raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
-
-
-def _register_with_transformers(name: str) -> None:
-    AttentionInterface.register(name, attention_function(COMPOSING_IMPLEMENTATIONS[name]))
-    AttentionMaskInterface.register(name, chunked_mask)
-
-
-for _name in BUILT_IN:
-    _register_with_transformers(_name)
 
 
 class ComposedAttention(nn.Module):

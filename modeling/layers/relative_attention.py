@@ -7,18 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.masking_utils import AttentionMaskInterface
 
 from ...configuration.relative_config import RelativeConfig
 from ..caches.segment import Segment
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
-from .attention_interface import chunked_mask
 from .headwise_conv import HeadwiseConv
-
-# Transformers looks up the mask function by the name of the implementation, and has its own for `eager` and `sdpa`.
-AttentionMaskInterface.register("chunked", chunked_mask)
 
 
 class ConvolvedHeads(nn.Module):

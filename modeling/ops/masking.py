@@ -145,6 +145,26 @@ def with_first_keys(
     return both(allowed, visible) if bias is None else join_mask(allowed, bias)
 
 
+def mask_one_query(
+    mask: Tensor | None,
+    keys: int,
+    is_causal: bool,
+    sliding_window: int | None,
+    offset: int | Tensor,
+    device: torch.device,
+) -> Tensor | None:
+    """The mask of a single query at position `offset`, with causality and window in it.
+
+    Args:
+        mask: four dimensions that broadcast to `[B, H, 1, S]`, as what is returned, which is boolean or additive like
+            this one.
+    """
+    structural = visible_keys(1, keys, is_causal=is_causal, sliding_window=sliding_window, device=device, offset=offset)
+    given, bias = split_mask(mask)
+    visible = both(None if structural is None else structural[None, None], given)
+    return join_mask(visible, bias)
+
+
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """The keys that both boolean masks `[..., T, S]` leave visible; None stands for a mask that hides nothing."""
     if first is None or second is None:

@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
 
-class SinusoidalPositions(nn.Module):
+class SinusoidalTable(nn.Module):
     """A table of `sinusoids`, which is computed and not part of checkpoints."""
 
     table: Tensor
@@ -26,7 +26,7 @@ class SinusoidalPositions(nn.Module):
 
 
 @torch.no_grad()
-def init_sinusoids(module: SinusoidalPositions) -> None:
+def init_sinusoids(module: SinusoidalTable) -> None:
     """Computes the table, also for a model that Transformers allocated without values and then initializes."""
     positions, width = module.table.shape
     init.copy_(module.table, sinusoids(torch.arange(positions), width))
@@ -52,18 +52,6 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     pairs = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
     angles = positions[..., None] * torch.exp(pairs * (-math.log(10000.0) / width))
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Token embeddings times a constant."""
-
-    def __init__(self, num_embeddings: int, hidden_size: int, padding_idx: int | None, scale: float) -> None:
-        super().__init__(num_embeddings, hidden_size, padding_idx)
-        self.scale = scale
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns `[B, T, E]` for tokens `[B, T]`."""
-        return super().forward(input) * self.scale
 
 
 def make_absolute(config: Any) -> nn.Module | None:

@@ -168,17 +168,17 @@ class PagedAttention:
         """The output `[1, t, H, D]` of a request's `t` new tokens, which see the request's old rows and each other."""
         count = span.tokens.stop - span.tokens.start
         old = rows.requests.table[span.rows.start : span.rows.stop - count]
-        states, whole = [], []
+        states, complete_stages = [], []
         for kept, added, stage in zip((rows.key, rows.value), new, stages, strict=True):
             added = added[:, span.tokens]
             joined = torch.cat([kept[old][None], added], dim=1) if len(old) else added
             own = None if stage is None else stage.narrow(queries=span.tokens)
             state, own = self.layout.unpack(joined, own)
             states.append(state.transpose(1, 2))
-            whole.append(own)
-        pre, post = whole
-        plain = {"attention_mask": None, "is_causal": True, **options}
-        return attend(query[:, :, span.tokens], *states, pre=pre, post=post, **plain)[0]
+            complete_stages.append(own)
+        pre, post = complete_stages
+        options = {"attention_mask": None, "is_causal": True, **options}
+        return attend(query[:, :, span.tokens], *states, pre=pre, post=post, **options)[0]
 
     def _decode(
         self,
@@ -201,8 +201,8 @@ class PagedAttention:
             self.layout.unpack(kept[index], stage) for kept, stage in zip((rows.key, rows.value), stages, strict=True)
         )
         states = (key.transpose(1, 2), value.transpose(1, 2))
-        plain = {"attention_mask": visible, "is_causal": False, "sliding_window": None, **options}
-        return attend(query, *states, pre=pre, post=post, **plain)[0]
+        options = {"attention_mask": visible, "is_causal": False, "sliding_window": None, **options}
+        return attend(query, *states, pre=pre, post=post, **options)[0]
 
 
 def tokens_as_items(stage: Composition, places: Tensor) -> Composition:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
 from dynattn.modeling.layers.head_composition import init_composition
-from dynattn.modeling.layers.side_generators import SideGenerators
+from dynattn.modeling.other_models.side_generators import SideGenerators
 
 Ask = Callable[[nn.Module], Tensor]
 DETR_NAMES = [

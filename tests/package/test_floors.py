@@ -14,6 +14,7 @@ FLOORS = (
     ("modeling.positions", "modeling.caches"),
     ("modeling.layers", "modeling.serving"),
     ("modeling.common",),
+    ("modeling.generation", "modeling.inspection", "modeling.other_models"),
     ("modeling",),
     ("package",),
     ("modeling.serving.vllm",),  # a plugin of vLLM, which imports dynattn as users do

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...masking import both, join_mask, split_mask, visible_keys, with_first_keys
+from ...masking import mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -166,26 +166,6 @@ def dcmha_chunked(
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
     settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, tables.compose_bias)
     return _forward_op(*inputs, *settings), None
-
-
-def mask_one_query(
-    mask: Tensor | None,
-    keys: int,
-    is_causal: bool,
-    sliding_window: int | None,
-    offset: int | Tensor,
-    device: torch.device,
-) -> Tensor | None:
-    """The mask of a single query at position `offset`, with causality and window in it.
-
-    Args:
-        mask: four dimensions that broadcast to `[B, H, 1, S]`, as what is returned, which is boolean or additive like
-            this one.
-    """
-    structural = visible_keys(1, keys, is_causal=is_causal, sliding_window=sliding_window, device=device, offset=offset)
-    given, bias = split_mask(mask)
-    visible = both(None if structural is None else structural[None, None], given)
-    return join_mask(visible, bias)
 
 
 def _attend_one_query(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
+from ...masking import mask_one_query
 from ...modes import autocast, refuse_second_derivatives, under_transforms
-from ..chunked.attention import dcmha_chunked, mask_one_query
+from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import TABLES, MapInputs, MapSettings

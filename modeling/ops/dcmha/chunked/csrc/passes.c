@@ -1,6 +1,6 @@
 /* The forward and the backward pass of attention with composed heads, each in one call.
 
-   passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`, and fills `problem`. */
+   passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`; native_problem.py fills `problem`. */
 
 #include "backward.h"
 

@@ -11,7 +11,7 @@
 #include "pairs.h"
 #include "stage.h"
 
-/* What passes_native.py passes: an array of long integers in the order of these members. */
+/* What native_problem.py makes: an array of long integers in the order of these members. */
 
 /* A tensor [items, heads, tokens, width], whose last stride is 1. */
 typedef struct {

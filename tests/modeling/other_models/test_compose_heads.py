@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from dynattn import ComposedMultiheadAttention, compose_heads_of
-from dynattn.modeling.layers.side_generators import SideGenerators
+from dynattn.modeling.other_models.side_generators import SideGenerators
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 

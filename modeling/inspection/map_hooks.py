@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..layers.attention_interface import attention_function
+from ..layers.composed_attention import ComposedAttention
 from ..ops.dcmha.eager import AttentionMaps, dcmha_eager
-from .attention_interface import attention_function
-from .composed_attention import ComposedAttention
 
 
 class MapHooks(nn.Module):

@@ -19,8 +19,8 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PreTrainedModel
 
-from ..layers.map_hooks import add_map_hooks, remove_map_hooks
 from ..ops.dcmha.eager import AttentionMaps
+from .map_hooks import add_map_hooks, remove_map_hooks
 
 # Names of hooks for copies of a layer's input, which TransformerLens makes for each head.
 COPIES = {"hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input"}

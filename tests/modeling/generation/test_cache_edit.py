@@ -9,7 +9,7 @@ from cases.golden import read_case
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, edit_cache, prepack
-from dynattn.modeling.common.cache_edit import move_keys
+from dynattn.modeling.generation.cache_edit import move_keys
 from dynattn.modeling.positions.carope import cached_phases
 
 FIELDS = {

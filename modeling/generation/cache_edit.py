@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
+from ..common.activation_checkpointing import check_keeps_cache
 from ..ops.dtypes import at_least_float32
 from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
-from .activation_checkpointing import check_keeps_cache
 
 # Cached keys and values of these schemes hold no positions, or keys that are rotated by theirs and can be rotated on.
 EDITABLE = ("rope", "carope", "none", "alibi", "t5")
@@ -133,20 +133,18 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)} must be [{rows}, m], as many rows as are cached")
 
 
-def _cut(layer: Any, start: int, stop: int) -> dict[str, Tensor]:
+def _cut(layer: Any, start: int, stop: int) -> dict[str, Any]:
     """Cuts a layer down to its first `start` tokens, and returns what it held of the tokens from `stop` on."""
-    suffix = {"keys": layer.keys[:, :, stop:], "values": layer.values[:, :, stop:]}
+    suffix: dict[str, Any] = {"keys": layer.keys[:, :, stop:], "values": layer.values[:, :, stop:]}
     layer.keys, layer.values = layer.keys[:, :, :start], layer.values[:, :, :start]
     if isinstance(layer, ComposedDynamicLayer):
-        factors = _cut(layer.factors, start, stop)
-        suffix |= {f"factor_{name}": tensor for name, tensor in factors.items()}
+        suffix["factors"] = _cut(layer.factors, start, stop)
     return suffix
 
 
-def _append(layer: Any, suffix: dict[str, Tensor]) -> None:
+def _append(layer: Any, suffix: dict[str, Any]) -> None:
     """Appends the tokens that `_cut` returned to a layer."""
     layer.keys = torch.cat([layer.keys, suffix["keys"]], dim=2)
     layer.values = torch.cat([layer.values, suffix["values"]], dim=2)
     if isinstance(layer, ComposedDynamicLayer):
-        own = {name.removeprefix("factor_"): one for name, one in suffix.items() if name.startswith("factor_")}
-        _append(layer.factors, own)
+        _append(layer.factors, suffix["factors"])

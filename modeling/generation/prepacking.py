@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import ComposedLayerMixin
 from ..caches.names import named_cache
+from ..common.activation_checkpointing import check_keeps_cache
 from ..positions.rotary import batch_dependent_rope
-from .activation_checkpointing import check_keeps_cache
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from .foreign_attention import ADAPTERS, adapter_of, plan_composition
-from .head_composition import init_composition
+from ..layers.head_composition import init_composition
+from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 
 # Options that would change a module's projections, or keep its composition from starting as the identity: differential
@@ -37,7 +37,7 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     """Replaces every `torch.nn.MultiheadAttention` of `model`, in place, by a `ComposedMultiheadAttention`.
 
     The attention of Transformers' DETR and of timm's vision transformers gets composed heads, too (`ADAPTERS` in
-    `foreign_attention.py`). Such a module stays the same object; generators of factors are added to it.
+    `adapters.py`). Such a module stays the same object; generators of factors are added to it.
 
     The composition starts as the identity: outputs do not change. Up factors, gates and static matrices start at zero
     and get gradients from the first step on; down factors do not start at zero, and get gradients as soon as the up

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM, prepack
 from dynattn.modeling.caches.names import cache_in
-from dynattn.modeling.common.prepacking import first_fit
+from dynattn.modeling.generation.prepacking import first_fit
 
 LENGTHS = (31, 1, 17, 2, 12, 30, 7)
 PLAIN = {"compose_pre": False, "compose_post": False}

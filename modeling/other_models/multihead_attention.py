@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...configuration.multihead_config import ComposeOptions, make_config
+from ..layers.differential_heads import DifferentialHeads, init_differential
+from ..layers.head_composition import init_composition
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.eager import dcmha_eager
-from .differential_heads import DifferentialHeads, init_differential
-from .head_composition import init_composition
 from .multihead_inputs import check_masks, check_shapes, merge_masks
 from .side_generators import SideGenerators
 

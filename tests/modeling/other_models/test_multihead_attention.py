@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dynattn import ComposedMultiheadAttention, mixer_fields
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.configuration.multihead_config import ComposeOptions
-from dynattn.modeling.layers import multihead_attention
 from dynattn.modeling.ops.dcmha.attention import IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.other_models import multihead_attention
 
 # PyTorch would rather have both masks of one type; ours takes any.
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched", "ignore:The PyTorch API of nested tensors")

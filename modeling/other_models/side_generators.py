@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration.multihead_config import MultiheadConfig
+from ..layers.head_composition import DynamicComposition, init_composition, make_generators
 from ..ops.dcmha.composition import Composition
-from .head_composition import DynamicComposition, init_composition, make_generators
 
 
 class SideGenerators(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...configuration.multihead_config import make_config
+from ..layers.attention_interface import registered_implementations
 from ..ops.dcmha.attention import dcmha_attention
-from .composed_attention import registered_implementations
 from .side_generators import SideGenerators
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ViTConfig, ViTModel
 
 from dynattn import ComposedMultiheadAttention, compose_heads_of
-from dynattn.modeling.layers.side_generators import SideGenerators
+from dynattn.modeling.other_models.side_generators import SideGenerators
 
 
 def as_multihead(attention: Any, *projections: nn.Linear, cross_attention: bool) -> ComposedMultiheadAttention:

@@ -1,0 +1,126 @@
+"""The decoder of the families with composed attention: positions of every scheme, and caches that keep factors."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..caches.composed_cache import upgrade_to_composed_cache
+from ..caches.key_places import first_query_offset, key_count
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
+from ..ops.distance_tables import DistanceTables
+from ..positions.absolute import check_learned_positions, make_absolute
+from ..positions.alibi import alibi_bias
+from ..positions.carope import make_room_for_phases
+from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain, refuse_reentrant_checkpointing
+from ..positions.rotary import rotaries_by_layer_type, rotary_of
+from .composed_model import ComposedPreTrainedModel
+from .decoder import DecoderBody, DecoderPreTrainedModel
+from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask
+
+
+class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):
+    """Answers what serving engines ask of a decoder."""
+
+    @property
+    def supports_paged_cache(self) -> bool:
+        """Whether rows of a paged cache hold all that layers read of earlier tokens.
+
+        Rows have additional channels for composition factors, but none for the phases of CARoPE.
+        """
+        return "carope" not in self.config.schemes
+
+    @property
+    def attends_to_paged_cache(self) -> bool:
+        """Whether this package attends to a paged cache, or leaves that to Transformers.
+
+        It does if heads are composed, if layers read tables by distance, or if the model runs with one of this
+        package's implementations other than `eager`, a name that Transformers has too.
+        """
+        needs_ours = self.config.composes or self.config.has_distance_tables
+        return needs_ours or self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
+
+
+class ComposedDecoderBody(DecoderBody):
+    """A `DecoderBody` that passes positions of every scheme to its layers and keeps composition factors in caches."""
+
+    rotary_emb: nn.Module | None
+    embed_positions: nn.Module | None
+    position_bias: DistanceTable | None
+    position_gain: DistanceTable | None
+
+    def make_positions(self) -> None:
+        """Makes the modules of the position schemes, one of each for all layers."""
+        self.rotary_emb = rotaries_by_layer_type(self.config)
+        self.embed_positions = make_absolute(self.config)
+        self.position_bias, self.position_gain = learned_bias(self.config), learned_gain(self.config)
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Makes `cache`, in place, also keep key-side composition factors and phases of CARoPE, if there are any."""
+        if self.config.composes_keys:
+            upgrade_to_composed_cache(cache)
+        if "carope" in self.config.schemes:
+            make_room_for_phases(cache, self.config)
+
+    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
+        """As the base; for learned tables see `refuse_reentrant_checkpointing`."""
+        if self.position_bias is not None or self.position_gain is not None:
+            refuse_reentrant_checkpointing(self)
+        return super().prepare_inputs(given)
+
+    def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+        """The embeddings `[B, T, E]`, with absolute positions added, and keyword arguments for the layers of each type.
+
+        The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
+        """
+        hidden_states, cache = self._with_absolute_positions(inputs), inputs.past_key_values
+        length = hidden_states.shape[1]
+        shared = {
+            "position_ids": inputs.position_ids,
+            "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
+        }
+        first_of_type = {kind: self.config.layer_types.index(kind) for kind in set(self.config.layer_types)}
+        count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
+        tables = self._distance_tables(max(map(count_keys, first_of_type.values())), hidden_states.device)
+        arguments: dict[str, dict[str, Any]] = {}
+        for layer_type, layer in first_of_type.items():
+            offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
+            arguments[layer_type] = shared | {
+                "position_embeddings": self._rotations(layer_type, inputs),
+                "tables": tables[layer_type]._replace(offset=offset),
+            }
+            if self.config.scheme_of(layer_type) == "carope":
+                arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)
+        return hidden_states, arguments
+
+    def _with_absolute_positions(self, inputs: DecoderInputs) -> Tensor:
+        """The embeddings `[B, T, E]`, with those of their positions added if a position scheme has any."""
+        embeddings, cache = inputs.inputs_embeds, inputs.past_key_values
+        if self.embed_positions is None:
+            return embeddings
+        past_tokens = 0 if cache is None else cache.get_seq_length()
+        check_learned_positions(self.config, embeddings.shape[1], past_tokens, inputs.position_ids)
+        return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
+
+    def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""
+        embedding = rotary_of(self.rotary_emb, self.config, layer_type)
+        return None if embedding is None else embedding(inputs.inputs_embeds, inputs.position_ids)
+
+    def _distance_tables(self, keys: int, device: torch.device) -> dict[str, DistanceTables]:
+        """The tables of each layer type, without offset, with `keys` rows: one for each distance from 0."""
+        config = self.config
+        gain = None if self.position_gain is None else self.position_gain(keys)
+        biases: dict[str, Tensor] = {}
+        if "alibi" in config.schemes:
+            biases["alibi"] = alibi_bias(keys, config.num_attention_heads, device)
+        if self.position_bias is not None:
+            biases["t5"] = self.position_bias(keys)
+        tables = {}
+        for layer_type in set(config.layer_types):
+            bias = biases.get(config.scheme_of(layer_type))
+            compose_bias = config.compose_position_bias and bias is not None
+            tables[layer_type] = DistanceTables(bias, gain, None, compose_bias)
+        return tables

@@ -1,0 +1,1 @@
+"""Named places where tools read and change attention maps."""
