@@ -9,14 +9,16 @@ from .composition_config import CompositionConfig
 from .field_rules import (
     ABSOLUTE_SCHEMES,
     BIAS_SCHEMES,
+    LAYER_TYPES,
     check_buckets,
+    check_choices,
     check_content_rope,
     check_even_heads,
+    check_layer_types,
     check_rope_mapping,
     check_rope_parameters,
 )
 
-LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 POSITION_SCHEMES = ("rope", "none", "alibi", "t5", "learned", "sinusoidal", "carope")
 # These rotate queries and keys.
 ROTARY_SCHEMES = ("rope", "carope")
@@ -133,10 +135,8 @@ class ComposedConfig(CompositionConfig):
 
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""
-        types = set(self.layer_types or ())
-        if unknown := sorted(types - set(LAYER_TYPES.values())):
-            raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
-        if "sliding_attention" not in types:
+        check_layer_types(self)
+        if "sliding_attention" not in (self.layer_types or ()):
             return
         if self.sliding_window is None:
             raise ValueError(
@@ -155,9 +155,7 @@ class ComposedConfig(CompositionConfig):
             self._check_schemes_by_layer_type(self.position_scheme)
         if unknown := sorted(self.schemes - set(POSITION_SCHEMES)):
             raise ValueError(f"position_scheme {unknown[0]!r} does not exist; choose from {POSITION_SCHEMES}")
-        for name, choices in {"position_gain": POSITION_GAINS, "rotary_dtype": ROTARY_DTYPES}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r} does not exist; choose from {choices}")
+        check_choices(self, position_gain=POSITION_GAINS, rotary_dtype=ROTARY_DTYPES)
         if self.compose_position_bias and self.schemes.isdisjoint(BIAS_SCHEMES):
             raise ValueError(
                 f"compose_position_bias=True needs a position_scheme with a bias, one of {BIAS_SCHEMES}, not "

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 
+from .field_rules import check_choices
 from .mixers import mixer_fields
 from .portable_config import PortableConfig, default_head_dim
 
@@ -147,8 +148,7 @@ class CompositionConfig(PortableConfig):
 
     def validate_attention(self) -> None:
         """Part of the strict validation: the norm exists, and no dropout acts on probabilities of composed heads."""
-        if self.qk_norm_type not in QK_NORM_TYPES:
-            raise ValueError(f"qk_norm_type ({self.qk_norm_type!r}) must be one of {QK_NORM_TYPES}")
+        check_choices(self, qk_norm_type=QK_NORM_TYPES)
         if self.attention_dropout and self.composes:
             others = " or ".join(name for name in ("hidden_dropout", "compose_dropout") if hasattr(self, name))
             raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .composition_config import CompositionConfig
+from .field_rules import check_choices
 from .portable_config import model_size
 
 POSITION_EMBEDDING_TYPES = ("sinusoidal", "learned")
@@ -95,11 +96,7 @@ class DCBartConfig(CompositionConfig):
 
     def validate_positions(self) -> None:
         """Part of the strict validation: the positions exist and fit the width."""
-        if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
-            raise ValueError(
-                f"position_embedding_type {self.position_embedding_type!r} does not exist; choose from "
-                f"{list(POSITION_EMBEDDING_TYPES)}"
-            )
+        check_choices(self, position_embedding_type=POSITION_EMBEDDING_TYPES)
         if self.position_embedding_type == "learned":
             return
         if self.hidden_size % 2:

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .composed_config import LAYER_TYPES
 from .composition_config import CompositionConfig
-from .field_rules import check_rope_mapping, check_rope_parameters
+from .field_rules import check_choices, check_layer_types, check_rope_mapping, check_rope_parameters
 from .portable_config import model_size
 
 THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
@@ -115,10 +114,8 @@ class DCModernBertConfig(CompositionConfig):
 
     def validate_layers(self) -> None:
         """Part of the strict validation: layer types and pooling exist."""
-        if unknown := sorted(set(self.layer_types or ()) - set(LAYER_TYPES.values())):
-            raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
-        if self.classifier_pooling not in POOLINGS:
-            raise ValueError(f"classifier_pooling ({self.classifier_pooling!r}) must be one of {POOLINGS}")
+        check_layer_types(self)
+        check_choices(self, classifier_pooling=POOLINGS)
 
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters of both layer types are complete and fit the heads."""

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .composed_config import LAYER_TYPES, ComposedConfig
-from .field_rules import check_rope_mapping
+from .composed_config import ComposedConfig
+from .field_rules import LAYER_TYPES, check_rope_mapping
 from .portable_config import model_size
 
 

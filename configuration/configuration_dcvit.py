@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .composition_config import CompositionConfig
+from .field_rules import check_choices
 from .portable_config import model_size
 
 CHOICES = {
@@ -121,9 +122,7 @@ class DCViTConfig(CompositionConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist, and positions and tokens fit each other."""
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {choices}")
+        check_choices(self, **CHOICES)
         if self.position_embedding_type == "sincos2d" and (self.hidden_size % 4 or self.hidden_size < 8):
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of 4, and at least 8, for sines and cosines of "

@@ -9,7 +9,7 @@ from .portable_config import model_size
 from .relative_config import RelativeConfig
 
 MEMORY_TYPES = ("streaming", "segment")
-POSITION_SCHEMES = ("none", "rope", "alibi", "t5", "learned", "sinusoidal")
+MEMORY_SCHEMES = ("none", "rope", "alibi", "t5", "learned", "sinusoidal")
 
 
 @strict
@@ -96,7 +96,7 @@ class RCMHAConfig(RelativeConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and may be combined."""
-        self.require_choices(memory_type=MEMORY_TYPES, position_scheme=POSITION_SCHEMES)
+        self.require_choices(memory_type=MEMORY_TYPES, position_scheme=MEMORY_SCHEMES)
         check_buckets(self)
 
     def validate_heads(self) -> None:

@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .portable_config import model_size
 from .relative_config import RelativeConfig
 
-POSITION_SCHEMES = ("learned", "none")
+SEQ2SEQ_SCHEMES = ("learned", "none")
 
 
 @strict
@@ -77,7 +77,7 @@ class RCMHASeq2SeqConfig(RelativeConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and may be combined."""
-        self.require_choices(position_scheme=POSITION_SCHEMES)
+        self.require_choices(position_scheme=SEQ2SEQ_SCHEMES)
 
     def validate_convolution(self) -> None:
         """Part of the strict validation: a centred kernel has an odd size, so that one token is in its middle."""

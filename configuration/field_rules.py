@@ -1,7 +1,7 @@
 """The values that fields of configurations and parameters of rotary embeddings may have: one rule for each name."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# The types of layers, by their letters in a pattern of layers.
+LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 # Values of `position_scheme` whose positions are added to the embeddings, once for the whole model.
 ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
 # These add a bias to the scores that depends on the distance between query and key.
@@ -60,7 +62,6 @@ FIELD_RANGES: dict[str, Range] = {
     "conv_kernel_size": SIZE,
     "mgate_dim": SIZE,
     "compose_groups": SIZE,
-    "compose_rank": SIZE,
     "compose_hidden_size": SIZE,
     "compose_norm_eps": POSITIVE,
     "qk_norm_eps": POSITIVE,
@@ -131,6 +132,19 @@ def check_fields(config: Any) -> None:
             FIELD_RANGES[field.name].check(field.name, value)
         if field.name in ACTIVATIONS and value not in ACT2FN:
             raise ValueError(f"{field.name} {_short(value)!r} does not exist; choose from {sorted(ACT2FN)}")
+
+
+def check_choices(config: Any, **choices: Sequence[str | None]) -> None:
+    """Raises ValueError for the first of these fields of a configuration that has none of its choices."""
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} {_short(getattr(config, name))!r} does not exist; choose from {list(allowed)}")
+
+
+def check_layer_types(config: Any) -> None:
+    """Raises ValueError if `layer_types` of a configuration names a type that our models do not have."""
+    if unknown := sorted(set(config.layer_types or ()) - set(LAYER_TYPES.values())):
+        raise ValueError(f"layer_types has {unknown}; only {sorted(LAYER_TYPES.values())} exist here")
 
 
 def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
+from .field_rules import check_choices
 from .portable_config import PortableConfig, default_head_dim
 
 ATTENTION_TYPES = ("rcmha", "rmha", "mdha", "mha")
@@ -69,9 +70,7 @@ class RelativeConfig(PortableConfig):
         Args:
             choices: for each field that a subclass adds, the values that it may have.
         """
-        for field, allowed in {"attention_type": ATTENTION_TYPES, **choices}.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} {getattr(self, field)!r} does not exist; choose from {list(allowed)}")
+        check_choices(self, attention_type=ATTENTION_TYPES, **choices)
         if self.is_relative and self.position_scheme != "none":
             raise ValueError(
                 f"position_scheme {self.position_scheme!r} is for 'mdha' and 'mha'; {self.attention_type!r} has "
