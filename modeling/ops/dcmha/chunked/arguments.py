@@ -1,8 +1,11 @@
-"""The arguments of the chunked op, as autograd and compilers see them."""
+"""The arguments of the chunked op, as autograd and compilers see them, and those of a decoding step."""
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from ...distance_tables import NO_TABLES, DistanceTables
+from ..composition import Composition
 
 
 class ChunkedInputs(NamedTuple):
@@ -38,3 +41,21 @@ class ChunkedSettings(NamedTuple):
     pre_groups: int
     post_groups: int
     compose_bias: bool = False  # whether the bias is added before the first composition
+
+
+class DecodeStep(NamedTuple):
+    """The arguments for a single query, which sees all keys except those that `mask` hides."""
+
+    query: Tensor  # [B, H, 1, D]
+    key: Tensor  # [B, H_kv, S, D]
+    value: Tensor  # [B, H_kv, S, D]
+    pre: Composition | None
+    post: Composition | None
+    scaling: float
+    mask: Tensor | None = None  # four dimensions that broadcast to [B, H, 1, S]
+    tables: DistanceTables = NO_TABLES
+
+    @property
+    def groups(self) -> int:
+        """The head groups of the stages, which have the same number."""
+        return next((stage.groups for stage in (self.pre, self.post) if stage is not None), 1)

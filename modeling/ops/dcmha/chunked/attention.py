@@ -16,7 +16,7 @@ from ...masking import mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
-from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings, DecodeStep
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
@@ -204,4 +204,4 @@ def _attend_one_query(
     # Entering a context would take a noticeable part of a short step, so it is done only where autocast is on.
     autocasts = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
-        return attend_to_cache(query, key, value, pre, post, scaling, mask, tables)
+        return attend_to_cache(DecodeStep(query, key, value, pre, post, scaling, mask, tables))

@@ -10,39 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distance_tables import NO_TABLES, DistanceTables, at_distances
+from ...distance_tables import DistanceTables, at_distances
 from ...dtypes import at_least_float32
 from ...masking import join_mask, key_distances, masked_softmax, split_mask
 from ...scaled_products import scaled_bmm
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
+from .arguments import DecodeStep
 from .composers.choice import compile_mode
 from .composers.stepwise import same_group
 from .decode_native import decode_in_c, decodes_in_c
 
 
-def attend_to_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    tables: DistanceTables = NO_TABLES,
-) -> Tensor:
-    """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` that sees all keys except those that `mask` hides.
-
-    Args:
-        key, value: `[B, H_kv, S, D]`.
-        mask: four dimensions that broadcast to `[B, H, 1, S]`.
-    """
-    arguments = (query, key, value, pre, post, scaling, mask, tables)
-    if _may_call_c(query.dtype) and decodes_in_c(query, key, value, pre, post, mask, tables) and _has_c():
-        return (_decode_as_operator if torch.compiler.is_compiling() else _decode)(*arguments)
-    return _decode_in_pytorch(*arguments)
+def attend_to_cache(step: DecodeStep) -> Tensor:
+    """Attention of the query of a step, `[B, 1, H, D]`."""
+    if _calls_c(step.query.dtype) and decodes_in_c(step) and _user_allows_c():
+        return (_decode_as_operator if torch.compiler.is_compiling() else _decode)(step)
+    return _decode_in_pytorch(step)
 
 
-def _may_call_c(dtype: torch.dtype) -> bool:
+def _calls_c(dtype: torch.dtype) -> bool:
     """Whether C code can run in this place, and is faster than PyTorch's operators for queries of `dtype`.
 
     A trace records operators, not calls of C code. What Inductor generates is as fast in float32.
@@ -51,41 +37,26 @@ def _may_call_c(dtype: torch.dtype) -> bool:
     return not is_fast_anyway and not torch.jit.is_tracing()
 
 
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    tables: DistanceTables,
-) -> Tensor:
-    """`attend_to_cache` for arguments that C code serves, but in PyTorch if it cannot be compiled for their sizes.
-
-    Returns `[B, 1, H, D]`.
-    """
-    output = decode_in_c(query, key, value, pre, post, scaling, mask, tables)
-    return _decode_in_pytorch(query, key, value, pre, post, scaling, mask, tables) if output is None else output
+@torch.compiler.assume_constant_result
+def _user_allows_c() -> bool:
+    """Whether the user lets C code be compiled; while tracing, a constant."""
+    return compile_mode() != "0"
 
 
-def _decode_as_operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    tables: DistanceTables,
-) -> Tensor:
-    """`_decode` as an operator that `torch.compile` does not trace; returns `[B, 1, H, D]`."""
-    factors = [*list_tensors(pre), *list_tensors(post)]
-    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    composes = [pre is not None, post is not None]
-    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
-    given = (tables.bias, tables.gain, offset, tables.compose_bias)
-    return _decode_op(query, key, value, factors, mask, composes, groups, scaling, *given)
+def _decode(step: DecodeStep) -> Tensor:
+    """`attend_to_cache` in C, but in PyTorch if the C code cannot be compiled for these sizes."""
+    output = decode_in_c(step)
+    return _decode_in_pytorch(step) if output is None else output
+
+
+def _decode_as_operator(step: DecodeStep) -> Tensor:
+    """`_decode` as an operator that `torch.compile` does not trace."""
+    factors = [*list_tensors(step.pre), *list_tensors(step.post)]
+    composes = [step.pre is not None, step.post is not None]
+    bias, gain, offset, compose_bias = step.tables
+    offset = None if offset is None else torch.as_tensor(offset)
+    given = (step.mask, composes, step.groups, step.scaling, bias, gain, offset, compose_bias)
+    return _decode_op(step.query, step.key, step.value, factors, *given)
 
 
 @torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
@@ -103,7 +74,7 @@ def _decode_op(
     offset: Tensor | None,
     compose_bias: bool,
 ) -> Tensor:
-    """`_decode`, which returns `[B, 1, H, D]`.
+    """`_decode` of a `DecodeStep` whose stages and tables are taken apart; returns `[B, 1, H, D]`.
 
     Args:
         factors: `list_tensors` of `pre`, then of `post`.
@@ -114,7 +85,7 @@ def _decode_op(
     pre = from_list(factors[:count], groups) if composes[0] else None
     post = from_list(factors[count:], groups) if composes[1] else None
     tables = DistanceTables(position_bias, position_gain, offset, compose_bias)
-    return _decode(query, key, value, pre, post, scaling, mask, tables)
+    return _decode(DecodeStep(query, key, value, pre, post, scaling, mask, tables))
 
 
 @_decode_op.register_fake
@@ -123,17 +94,9 @@ def _(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.transpose(1, 2).shape)
 
 
-def _decode_in_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    tables: DistanceTables,
-) -> Tensor:
-    """`attend_to_cache` in differentiable PyTorch, for any arguments: returns `[B, 1, H, D]`."""
+def _decode_in_pytorch(step: DecodeStep) -> Tensor:
+    """`attend_to_cache` in differentiable PyTorch, for any arguments."""
+    query, key, value, pre, post, scaling, mask, tables = step
     bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
     if bias is not None and not tables.compose_bias:
         mask, bias = _with_bias(mask, bias), None
@@ -141,12 +104,6 @@ def _decode_in_pytorch(
     scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
     probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2), bias, gain)
     return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
-
-
-@torch.compiler.assume_constant_result
-def _has_c() -> bool:
-    """Whether the user lets C code be compiled; while tracing, a constant."""
-    return compile_mode() != "0"
 
 
 def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...distance_tables import NO_TABLES, DistanceTables
+from ...distance_tables import DistanceTables
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
+from .arguments import DecodeStep
 from .csrc.sources import DECODE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,21 +21,14 @@ ELEMENTS_PER_THREAD = 1 << 15
 LARGEST_QUERY = 1 << 17
 
 
-def decodes_in_c(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    mask: Tensor | None,
-    tables: DistanceTables = NO_TABLES,
-) -> bool:
-    """Whether `decode_in_c` takes these arguments.
+def decodes_in_c(step: DecodeStep) -> bool:
+    """Whether `decode_in_c` takes this step.
 
     It takes plain tensors and parameters on a CPU in one of `DTYPES`; the mask may be boolean. All but mask and tables
     must have the same dtype and a contiguous last dimension. No gradient may be needed, and both stages must have the
-    same head groups. The query is `[B, H, 1, D]`, and the other shapes are those of `decode_in_c`.
+    same head groups.
     """
+    query, key, value, pre, post, _, mask, tables = step
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
     for stage in stages:
@@ -53,32 +47,15 @@ def decodes_in_c(
     return all(type(one) in (Tensor, Parameter) and one.is_cpu for one in tensors)
 
 
-def decode_in_c(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    tables: DistanceTables = NO_TABLES,
-) -> Tensor | None:
-    """`attend_to_cache` for arguments that `decodes_in_c` accepts. Maps and sums are float32, whatever the dtype.
+def decode_in_c(step: DecodeStep) -> Tensor | None:
+    """Attention `[B, 1, H, D]` of a step that `decodes_in_c` accepts; None where there is no C code for its sizes.
 
-    Results do not depend on the number of threads.
-
-    Args:
-        query: `[B, H, 1, D]`.
-        key, value: `[B, H_kv, S, D]`.
-        mask: four dimensions that broadcast to `[B, H, 1, S]`.
-
-    Returns:
-        `[B, 1, H, D]`; None where there is no C code for these sizes.
+    Maps and sums are float32, whatever the dtype. Results do not depend on the number of threads.
     """
+    query, key, value, pre, post, scaling, mask, tables = step
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]
-    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    library = _load(heads, kv_heads, groups, width, query.dtype)
+    library = _load(heads, kv_heads, step.groups, width, query.dtype)
     if library is None:
         return None
     mask = _without_float16(mask)

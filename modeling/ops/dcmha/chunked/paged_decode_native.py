@@ -14,6 +14,7 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from ..composition import Composition
 from ..pages import Pages
+from .arguments import DecodeStep
 from .composers.choice import compile_mode
 from .csrc.sources import PAGED_DECODE
 from .decode_native import (
@@ -53,7 +54,7 @@ def attend_to_pages(
     Returns:
         `[N, 1, H, D]`; None where there is no C code for these arguments.
     """
-    library = _load_for(query, pages, pre, post, terms, tables)
+    library = _load_for(DecodeStep(query, pages.key, pages.value, pre, post, scaling, None, tables), terms)
     if library is None:
         return None
     items, heads, _, width = query.shape
@@ -73,19 +74,11 @@ def attend_to_pages(
     return output
 
 
-def _load_for(
-    query: Tensor,
-    pages: Pages,
-    pre: Composition | None,
-    post: Composition | None,
-    terms: int,
-    tables: DistanceTables,
-) -> CDLL | None:
-    """The library for the arguments of `attend_to_pages`; None where C code does not serve them."""
-    if compile_mode() == "0" or not decodes_in_c(query, pages.key, pages.value, pre, post, None, tables):
+def _load_for(step: DecodeStep, terms: int) -> CDLL | None:
+    """The library for a step whose keys and values are those of `Pages`; None where C code does not serve it."""
+    if compile_mode() == "0" or not decodes_in_c(step):
         return None
-    groups = next((stage.groups for stage in (pre, post) if stage is not None), 1)
-    return _load(query.shape[1], pages.key.shape[2], groups, query.shape[3], query.dtype, terms)
+    return _load(step.query.shape[1], step.key.shape[2], step.groups, step.query.shape[3], step.query.dtype, terms)
 
 
 @functools.cache

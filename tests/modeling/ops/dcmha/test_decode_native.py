@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.composed_op import ALL, DYNAMIC, MASKS, random_composition
 from cases.described import Described
+from cases.largest_tensor import LargestTensor
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import Parameter
@@ -17,7 +18,7 @@ from dynattn import dcmha_attention
 from dynattn.modeling.ops import native_library
 from dynattn.modeling.ops.dcmha.chunked import decode, decode_native
 
-from .test_chunked import Largest, make
+from .test_chunked import make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Inputs = tuple[list[Tensor], dict[str, Any]]
@@ -312,7 +313,7 @@ def test_one_warning_and_no_compiler_are_as_exact(
 def test_no_step_holds_a_matrix_of_heads_for_every_key(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNATTN_COMPILE", mode)
     tensors, keywords = step_inputs(Step(500, heads=(16, 16), terms=DYNAMIC))
-    with torch.no_grad(), Largest() as largest:
+    with torch.no_grad(), LargestTensor() as largest:
         attend((tensors, keywords))
     assert largest.elements <= tensors[1].numel() < 3 * 500 * 16 * 16
 
