@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that the memory of any operator's result has room for."""
+    """Remembers the most elements that any operator's result has; those of an expanded view are in memory only once."""
 
     elements = 0
 
@@ -16,5 +16,6 @@ class LargestTensor(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                in_memory = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.elements = max(self.elements, min(tensor.numel(), in_memory))
         return result
