@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,31 +13,27 @@ from .caches.names import takes_either_name
 from .common.composed_decoder import ComposedDecoderBody, ComposedDecoderPreTrainedModel
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
+from .layers.mlp import GatedMLP
 from .layers.rms_norm import RMSNorm
 from .ops.dtypes import at_least_float32
 
 
-class DCFormerMLP(nn.Module):
+class DCFormerMLP(GatedMLP):
     """SwiGLU. With `mgate_dim`, a softmax computed from the token scales each group of its activations."""
 
     def __init__(self, config: DCFormerConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
-        self.mgate = nn.Linear(hidden, config.mgate_dim, bias=False) if config.mgate_dim else None
-        self.act_fn = ACT2FN[config.hidden_act]
+        super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias)
+        self.mgate = nn.Linear(config.hidden_size, config.mgate_dim, bias=False) if config.mgate_dim else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
-        activations = self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
-        if self.mgate is not None:
-            logits = self.mgate(hidden_states)  # [B, T, mgate_dim]
-            gates = torch.softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
-            gates = gates.to(activations.dtype)[..., None]
-            activations = (activations.unflatten(-1, (gates.shape[-2], -1)) * gates).flatten(-2)
-        return self.down_proj(activations)
+    def activations(self, hidden_states: Tensor) -> Tensor:
+        """As the base, with groups of activations `[B, T, intermediate_size]` scaled."""
+        activations = super().activations(hidden_states)
+        if self.mgate is None:
+            return activations
+        logits = self.mgate(hidden_states)  # [B, T, mgate_dim]
+        gates = torch.softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+        gates = gates.to(activations.dtype)[..., None]
+        return (activations.unflatten(-1, (gates.shape[-2], -1)) * gates).flatten(-2)
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):

@@ -34,4 +34,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps hidden states `[B, T, E]` to `[B, T, E]`."""
-        return self.down_proj(self.dropout(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)))
+        return self.down_proj(self.dropout(self.activations(hidden_states)))
+
+    def activations(self, hidden_states: Tensor) -> Tensor:
+        """What is projected down, `[B, T, intermediate_size]`, from hidden states `[B, T, E]`."""
+        return self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
