@@ -85,6 +85,10 @@ class ComposedLayerMixin:
         super().prefetch()  # type: ignore[misc]
         self.factors.prefetch()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.factors.crop(tokens_to_remove)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects batch rows `beam_idx` `[B]`."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -93,10 +97,6 @@ class ComposedLayerMixin:
 
 class _ComposedDynamicMixin(ComposedLayerMixin):
     """Operations that only dynamic layers have."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.factors.crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]

@@ -162,11 +162,30 @@ class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingW
     """Grows up to the sliding window."""
 
 
-class StreamingStaticLayer(StreamingLayerMixin, StaticLayer):  # type: ignore[misc]
+class _StreamingStaticMixin(StreamingLayerMixin):
+    """A static layer has no room for earlier contexts, so only without convolutions can tokens be taken back."""
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put this layer back as it was."""
+        return not self.context_length and super().is_croppable  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens.
+
+        Raises:
+            RuntimeError: there are convolutions.
+        """
+        if self.context_length:
+            raise RuntimeError("a static cache cannot take convolved tokens back; use a DynamicCache")
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+
+class StreamingStaticLayer(_StreamingStaticMixin, StaticLayer):  # type: ignore[misc]
     """Allocated once, for compiled decoding."""
 
 
-class StreamingStaticSlidingWindowLayer(StreamingLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
+class StreamingStaticSlidingWindowLayer(_StreamingStaticMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
     """Allocated once, at the length of the sliding window."""
 
 

@@ -1,12 +1,14 @@
 """Speculative decoding: drafts and prompt lookup generate the tokens of greedy decoding; cropped caches are right."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from cases.models import decode, make_model
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 
@@ -114,9 +116,48 @@ def test_a_cropped_cache_is_that_of_fewer_tokens(family: str) -> None:
     torch.testing.assert_close(rest(cropped), rest(filled(25)))
 
 
-@pytest.mark.parametrize("family", ["dcformer", "rcmha"])
-def test_static_caches_are_refused_by_name(family: str) -> None:
-    model = make(family)
+def make_wide(family: str) -> PreTrainedModel:
+    """A model whose static cache never drops a token, so that Transformers may take tokens back from 5.24 on."""
+    torch.manual_seed(1)
+    if family == "rcmha":
+        return without_end(RCMHAForCausalLM(RCMHAConfig(**SMALL, **LARGE, mem_len=None)))
+    fields = {**SMALL, **LARGE, "intermediate_size": 48, "compose_init_scale": 20.0, "sliding_window": 64}
+    return without_end(DCPythiaForCausalLM(DCPythiaConfig(**fields)))
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@torch.no_grad()
+def test_a_cropped_static_cache_is_that_of_fewer_tokens() -> None:
+    model, ids = make_wide("dcpythia"), torch.randint(1, VOCAB, (2, 12))
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    model(ids[:, :8], past_key_values=cache)
+    cache.crop(-3)
+    torch.testing.assert_close(decode(model, ids[:, 5:], cache), model(ids).logits[:, 5:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+def test_speculation_with_a_static_cache_generates_the_tokens_of_greedy_decoding() -> None:
+    model, prompt = make_wide("dcpythia"), torch.randint(1, VOCAB, (1, 12))
+    greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    cache = StaticCache(config=model.config, max_cache_len=60)  # with room for the last draft
+    drafted = model.generate(prompt, **greedy, past_key_values=cache, assistant_model=close_draft(model))
+    assert torch.equal(drafted, model.generate(prompt, **greedy))
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@torch.no_grad()
+def test_a_static_cache_cannot_take_convolved_tokens_back() -> None:
+    model = make_wide("rcmha")
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    model(torch.randint(1, VOCAB, (1, 8)), past_key_values=cache)
+    assert not cache.is_croppable
+    with pytest.raises(RuntimeError, match="a static cache cannot take convolved tokens back; use a DynamicCache"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize("make_model_of", [lambda: make("dcformer"), lambda: make("rcmha"), lambda: make_wide("rcmha")])
+def test_static_caches_that_cannot_be_cropped_are_refused_by_name(make_model_of: Callable[[], PreTrainedModel]) -> None:
+    model = make_model_of()
     prompt = torch.randint(1, VOCAB, (1, 8))
     with pytest.raises(ValueError, match=r"not supported with Static cache|a cache that can be cropped"):
         model.generate(prompt, max_new_tokens=4, prompt_lookup_num_tokens=2, cache_implementation="static")

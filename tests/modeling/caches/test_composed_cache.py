@@ -11,7 +11,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dynattn import DCFormerForCausalLM
-from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
+from dynattn.modeling.caches.composed_cache import COMPOSED_LAYERS, ComposedLayerMixin
+from dynattn.modeling.caches.segment_memory import STREAMING_LAYERS
 
 
 def random_ids(batch: int, length: int) -> Tensor:
@@ -33,6 +34,15 @@ def test_each_layer_keeps_keys_values_and_factors_of_each_token(rank: int) -> No
         assert layer.keys.shape == layer.values.shape == (2, kv_heads, tokens, width)
         assert layer.factors.keys.shape == (2, 2 * (2 * rank + 1), tokens, heads)  # 10 H at rank 2
         assert layer.factors.values.numel() == 0
+
+
+@pytest.mark.parametrize(("plain", "ours"), [*COMPOSED_LAYERS.items(), *STREAMING_LAYERS.items()], ids=str)
+def test_whatever_changes_the_tokens_of_a_layer_changes_what_we_add(plain: type, ours: type) -> None:
+    """A method that a new version of Transformers adds would move keys and leave factors or contexts behind."""
+    only_tell = ("get_", "is_", "lazy_initialization", "max_", "_")
+    changing = [name for name in dir(plain) if callable(getattr(plain, name)) and not name.startswith(only_tell)]
+    assert "update" in changing
+    assert [name for name in changing if getattr(ours, name) is getattr(plain, name)] == []
 
 
 def test_query_wise_models_use_ordinary_caches() -> None:
