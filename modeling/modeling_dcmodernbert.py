@@ -72,7 +72,7 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
             return self.config.hidden_size**-0.5
         layers: Any = getattr(self, "model", self).layers
         outputs = {id(part) for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)}
-        head = getattr(self, "head", None)
+        head = getattr(self, "prediction_head", None)
         outputs |= {id(getattr(head, "dense", None)), id(getattr(self, "lm_head", None))}
         if id(module) in outputs:
             return self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)

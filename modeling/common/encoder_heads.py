@@ -45,7 +45,8 @@ class EncoderHead:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_class(config)
-        self.head = PredictionHead(config)
+        # Not `head`: Transformers' `device_map="auto"` would take the weights of `lm_head` for those of a module `head`.
+        self.prediction_head = PredictionHead(config)
         self.make_output(config)
         self.post_init()
 
@@ -57,7 +58,7 @@ class EncoderHead:
 
     def classify(self, hidden_states: Tensor) -> Tensor:
         """Class scores `[..., C]` of hidden states `[..., E]`."""
-        return self.classifier(self.dropout(self.head(hidden_states)))
+        return self.classifier(self.dropout(self.prediction_head(hidden_states)))
 
 
 class MaskedLMHead(EncoderHead):
@@ -103,7 +104,7 @@ class MaskedLMHead(EncoderHead):
             if skip_logits:
                 is_target = labels != IGNORED
                 hidden_states, labels = hidden_states[is_target], labels[is_target]
-        logits, loss = self.lm_head(self.head(hidden_states)), None
+        logits, loss = self.lm_head(self.prediction_head(hidden_states)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=None if skip_logits else logits, **_recorded(outputs))

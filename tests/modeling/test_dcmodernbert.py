@@ -165,7 +165,7 @@ def test_initial_weights_are_those_of_modernbert() -> None:
         (layer.mlp.gate_proj.weight, 0.02),
         (layer.self_attn.o_proj.weight, small),
         (layer.mlp.down_proj.weight, small),
-        (model.head.dense.weight, small),
+        (model.prediction_head.dense.weight, small),
         (model.classifier.weight, 256**-0.5),
     ):
         assert weight.abs().max() <= 2 * std

@@ -1,6 +1,7 @@
 """Adapters, compiled training and replaced linear layers leave the composition as it is."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ def test_lora_can_target_the_whole_composition_as_saved_modules() -> None:
     adapted(input_ids=IDS, labels=IDS).loss.backward()
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is not None]
     assert any("composition" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_main_model_is_spread_over_devices_when_it_is_loaded(family: Family, tmp_path: Path) -> None:
+    """Transformers finds the modules that tied weights belong to by parts of their names."""
+    model_class = family.load_model_class(family.main_auto_class)
+    model = model_class(family.load_config_class().from_size("tiny"))
+    model.save_pretrained(tmp_path)
+    loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 10**9})
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
 
 
 @torch.no_grad()

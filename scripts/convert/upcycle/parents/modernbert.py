@@ -101,9 +101,9 @@ def _head_rules(config: Any, head: str) -> list[Rule]:
     """The layer in front of the head, and the head itself."""
     if head == "Model":
         return []
-    names = {"head.dense.weight": "head.dense.weight", "head.norm.weight": "head.norm.weight"}
-    names |= {"head.dense.bias": "head.dense.bias"} if config.classifier_bias else {}
-    names |= {"head.norm.bias": "head.norm.bias"} if config.norm_bias else {}
+    names = {"head.dense.weight": "prediction_head.dense.weight", "head.norm.weight": "prediction_head.norm.weight"}
+    names |= {"head.dense.bias": "prediction_head.dense.bias"} if config.classifier_bias else {}
+    names |= {"head.norm.bias": "prediction_head.norm.bias"} if config.norm_bias else {}
     if head == "ForMaskedLM":
         names |= {"decoder.bias": "lm_head.bias"} if config.decoder_bias else {}
         names |= {} if config.tie_word_embeddings else {"decoder.weight": "lm_head.weight"}
