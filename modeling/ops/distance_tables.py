@@ -86,15 +86,21 @@ def check_table_lengths(
     Raises:
         ValueError: a table is too short; the text names it.
     """
-    reach = keys if offset is None or isinstance(offset, Tensor) else max(keys, queries + offset)
-    rows = reach if sliding_window is None else min(reach, sliding_window)
-    first = keys - queries if offset is None or isinstance(offset, Tensor) else offset
-    later = 0 if is_causal else max(keys - 1 - first, 0)
-    later = later if sliding_window is None else min(later, sliding_window - 1)
+    # Limits are compared one by one, because `torch.export` cannot prove anything about the smaller of two sizes.
+    place = None if isinstance(offset, Tensor) else offset
+    behind = [keys if place is None else max(keys, queries + place)]
+    ahead = [0 if is_causal else max(keys - 1 - (keys - queries if place is None else place), 0)]
+    if sliding_window is not None:
+        behind.append(sliding_window)
+        ahead.append(sliding_window - 1)
     for name, table in tables.items():
-        if table is not None and table.ndim > 0 and (table.shape[0] - later_rows < rows or later_rows < later):
+        if table is None or table.ndim == 0:
+            continue
+        earlier_rows = table.shape[0] - later_rows
+        if all(earlier_rows < limit for limit in behind) or all(later_rows < limit for limit in ahead):
+            rows, later = min(behind), min(ahead)
             beyond = f", and {later} keys ahead, for which it has {later_rows}" if later else ""
             raise ValueError(
-                f"{name} has {table.shape[0] - later_rows} rows, but queries reach over {rows} keys{beyond}; use fewer "
+                f"{name} has {earlier_rows} rows, but queries reach over {rows} keys{beyond}; use fewer "
                 "keys, a sliding window or a longer table"
             )

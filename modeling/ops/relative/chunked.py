@@ -85,7 +85,12 @@ def _is_small(structure: Structure) -> bool:
 
 
 def _reached_rows(structure: Structure, later_rows: int) -> slice:
-    """The rows of the tables for all distances between a query and a key that it may see."""
+    """The rows of the tables for all distances between a query and a key that it may see.
+
+    While exporting these are all rows, because `torch.export` cannot prove that the smaller of two sizes is in range.
+    """
+    if torch.compiler.is_exporting():
+        return slice(0, None)
     unbounded = structure.keys + structure.queries
     window = unbounded if structure.sliding_window is None else structure.sliding_window
     ahead = 0 if structure.is_causal else min(structure.queries, window) - 1
