@@ -13,6 +13,7 @@ from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.names import takes_either_name
 from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
+from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
@@ -95,7 +96,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
 
         For learned tables see `refuse_reentrant_checkpointing`.
         """
-        if given.past_key_values is not None and self.gradient_checkpointing and self.training:
+        if given.past_key_values is not None and drops_caches(self):
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
                 "checkpointing off, or train without past_key_values"

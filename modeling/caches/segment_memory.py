@@ -123,20 +123,23 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
         """Removes the last tokens.
 
         Raises:
-            RuntimeError: the contexts of the tokens before them are lost, because the past was not recorded.
+            RuntimeError: the contexts of the tokens before them are lost, because the past was not recorded, or was
+                recorded only since the last crop.
         """
+        removed = abs(tokens_to_remove)
         if self.contexts and self.context_length and not self.record_past:
             raise RuntimeError(
                 "a cache of convolved tokens can be cropped only while it records the past; call "
                 "activate_past_recording() before the tokens that may be taken back"
             )
+        if any(context.shape[1] - removed < self.context_length for context in self.contexts.values()):
+            raise RuntimeError(
+                f"{removed} convolved tokens cannot be taken back: fewer have been added since the last crop, which "
+                "kept only what further tokens need"
+            )
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        self._map_contexts(lambda context: self._end_of_context(context, abs(tokens_to_remove)))
-
-    def _end_of_context(self, context: Tensor, removed: int) -> Tensor:
-        """What is left of a context `[B, tokens, H * D]` when its last `removed` tokens are taken back."""
-        stop = context.shape[1] - removed
-        return context[:, max(stop - self.context_length, 0) : stop] if self.context_length else context
+        if self.context_length:
+            self._map_contexts(lambda context: context[:, : context.shape[1] - removed])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
@@ -160,6 +163,11 @@ class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: igno
 
 class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """Grows up to the sliding window."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens, and all of the recorded past that further tokens do not need."""
+        super().crop(tokens_to_remove)
+        self._map_contexts(lambda context: context[:, context.shape[1] - self.context_length :])
 
 
 class _StreamingStaticMixin(StreamingLayerMixin):

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..caches.names import CACHE_NAME, OLD_NAME
 
 OPS = torch.ops.aten
 # The ops behind `scaled_dot_product_attention` on each device.
@@ -46,7 +49,16 @@ def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def check_keeps_cache(model: Any) -> None:
-    """Raises ValueError if the model drops caches, which layers that checkpointing runs twice would fill twice."""
-    if model.training and model.is_gradient_checkpointing:
-        raise ValueError("gradient checkpointing drops caches in training; call model.eval() first")
+def drops_caches(model: Any) -> bool:
+    """Whether layers get no cache now, because checkpointing would run them twice and fill it twice.
+
+    From 5.24 on, the version that renamed caches, Transformers drops them only where gradients are computed.
+    """
+    runs_twice = torch.is_grad_enabled() or CACHE_NAME == OLD_NAME
+    return model.training and model.is_gradient_checkpointing and runs_twice
+
+
+def check_keeps_cache(model: Any, cache: Cache | None = None) -> None:
+    """Raises ValueError if the model drops caches, and with them the tokens that `cache`, if it is given, holds."""
+    if drops_caches(model) and (cache is None or int(cache.get_seq_length()) > 0):
+        raise ValueError("gradient checkpointing drops caches in training; call model.eval() first, or give no cache")

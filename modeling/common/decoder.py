@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.names import NEW_NAME, OLD_NAME, named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
+from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import (
     DecoderArguments,
     DecoderInputs,
@@ -103,6 +104,8 @@ class DecoderBody:
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
         """Checks and completes the caller's arguments."""
+        if given.past_key_values is not None:
+            check_keeps_cache(self, given.past_key_values)
         return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache, self.make_masks)
 
     def prepare_cache(self, cache: Cache) -> None:

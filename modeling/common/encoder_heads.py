@@ -45,7 +45,7 @@ class EncoderHead:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_class(config)
-        # Not `head`: Transformers' `device_map="auto"` would take the weights of `lm_head` for those of a module `head`.
+        # Not `head`: with `device_map="auto"` Transformers would take the weights of `lm_head` for those of `head`.
         self.prediction_head = PredictionHead(config)
         self.make_output(config)
         self.post_init()

@@ -167,7 +167,7 @@ def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
     goes to the next field. A YAML file may stand among the words, and comes first in what is returned. A boolean behind
     a switch, as in `--overwrite yes`, is its value.
     """
-    given = {_option_name(text) for text in argv if text.startswith("-")}
+    given = {_option_name(text) for text in argv if _is_option(text)}
     names = [f"--{field.name}" for field in dataclasses.fields(cls)[:count] if field.name not in given]
     taken = _numbers_of_values(cls)
     file: list[str] = []
@@ -175,10 +175,10 @@ def name_words(argv: Sequence[str], cls: type[Any], count: int) -> list[str]:
     expected = 0.0  # values of the last option that have not come yet
 
     def is_switch(text: str) -> bool:
-        return text.startswith("-") and "=" not in text and taken.get(_option_name(text)) == 0
+        return _is_option(text) and "=" not in text and taken.get(_option_name(text)) == 0
 
     for before, text in zip(["", *argv], argv, strict=False):
-        if text.startswith("-"):
+        if _is_option(text):
             expected = 0 if "=" in text else taken.get(_option_name(text).removeprefix("no_"), 1)
         elif expected:
             expected -= 1
@@ -200,6 +200,11 @@ def _numbers_of_values(cls: type[Any]) -> dict[str, float]:
     return {
         field.name: numbers[_conversion(field, hints[field.name]).get("nargs")] for field in dataclasses.fields(cls)
     }
+
+
+def _is_option(text: str) -> bool:
+    """Whether a word of the command line is an option, and not a value such as `-5`."""
+    return text.startswith("-") and re.fullmatch(r"-\d+|-\d*\.\d+", text) is None  # as argparse tells them apart
 
 
 def _option_name(text: str) -> str:

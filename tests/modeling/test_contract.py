@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DynamicCache,
     PreTrainedModel,
 )
 from transformers.masking_utils import AttentionMaskInterface
@@ -29,6 +30,7 @@ from dynattn import (
     RCMHAConfig,
     RCMHAForCausalLM,
 )
+from dynattn.modeling.caches.names import CACHE_NAME, NEW_NAME
 from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
@@ -101,6 +103,20 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_tokens_in_a_cache_are_not_dropped_by_gradient_checkpointing_without_a_word() -> None:
+    model, cache = make_model(), DynamicCache()
+    with torch.no_grad():
+        expected = model(IDS).logits[:, 8:]
+        model(IDS[:, :8], past_key_values=cache)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"checkpointing drops caches in training; call model.eval\(\) first"):
+        model(IDS[:, 8:], past_key_values=cache)
+    model(IDS, past_key_values=DynamicCache())  # an empty one holds nothing that could be lost
+    if CACHE_NAME == NEW_NAME:  # from this version on Transformers keeps caches where no gradient is computed
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS[:, 8:], past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

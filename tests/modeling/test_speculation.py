@@ -116,6 +116,29 @@ def test_a_cropped_cache_is_that_of_fewer_tokens(family: str) -> None:
     torch.testing.assert_close(rest(cropped), rest(filled(25)))
 
 
+@torch.no_grad()
+def test_convolved_tokens_may_be_taken_back_twice_where_all_are_kept() -> None:
+    model, ids = make("rcmha-all"), torch.randint(1, VOCAB, (1, 20))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :15], past_key_values=cache)
+    cache.crop(-2)
+    cache.crop(-3)
+    torch.testing.assert_close(decode(model, ids[:, 10:], cache), model(ids).logits[:, 10:], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_convolved_tokens_of_a_window_are_taken_back_once() -> None:
+    """A crop keeps no more of the window than further tokens need."""
+    model, ids = make("rcmha"), torch.randint(1, VOCAB, (1, 20))
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    model(ids, past_key_values=cache)
+    cache.crop(-2)
+    with pytest.raises(RuntimeError, match="1 convolved tokens cannot be taken back: fewer have been added"):
+        cache.crop(-1)
+
+
 def make_wide(family: str) -> PreTrainedModel:
     """A model whose static cache never drops a token, so that Transformers may take tokens back from 5.24 on."""
     torch.manual_seed(1)

@@ -59,8 +59,9 @@ def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, An
     else:
         try:
             parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{name} {value!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
+        except (ValueError, RecursionError) as error:  # numbers of too many digits are no JSONDecodeError
+            text = value if len(value) <= 60 else f"{value[:60]}..."
+            raise UserError(f"{name} {text!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
     if parsed is not None and not isinstance(parsed, dict):
         raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
     return parsed

@@ -75,6 +75,8 @@ class Kinds:
         ("a --output o.yaml", "--model a --output o.yaml"),
         ("--model a b", "--model a --other b"),
         ("a b c", "--model a --other b c"),
+        ("--output -5 a", "--output -5 --model a"),
+        ("--sizes 1 -2 -.5 --fast a", "--sizes 1 -2 -.5 --fast --model a"),
         ("", ""),
     ],
 )

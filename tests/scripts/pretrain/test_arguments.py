@@ -44,6 +44,8 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
         ("--init_from a --model_type llama", "already fixes the model"),
         ("--model_config {a", "is not JSON"),
+        ("--model_config " + "9" * 5000, "is not JSON"),
+        ("--model_config " + "[" * 50_000, "is not JSON"),
         ("--model_config [1]", "must be a mapping"),
     ],
 )
