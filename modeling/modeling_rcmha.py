@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_rcmha import RCMHAConfig
+from .caches.key_places import past_tokens_within
 from .caches.names import takes_either_name
 from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
@@ -123,7 +124,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added if the model has any, and the layers' `Segment`."""
         cache, length = inputs.past_key_values, inputs.inputs_embeds.shape[1]
-        past_tokens = 0 if cache is None else cache.get_seq_length()
+        past_tokens = past_tokens_within(cache, length, self.config.max_position_embeddings)
         check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
         segment = describe_segment(
             self.config,

@@ -1,7 +1,8 @@
-"""The number of keys that a layer of a cache returns, and where the new tokens are among them."""
+"""The number of keys that a layer of a cache returns, where the new tokens are among them, and how many came before."""
 
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.utils.import_utils import is_tracing
 
 
 def key_count(cache: Cache | None, layer: int, length: int) -> int:
@@ -24,3 +25,15 @@ def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor |
         return None
     # A copy, because the layer updates its count in place when it appends the tokens.
     return static.cumulative_length.clone()
+
+
+def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:
+    """How many tokens a cache holds; None if `length` new ones cannot exceed `limit` tokens, or that cannot be told.
+
+    A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
+    read only if the cache has room for more than `limit` tokens, and never while tracing.
+    """
+    past_tokens: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if not isinstance(past_tokens, Tensor):
+        return past_tokens
+    return None if key_count(cache, 0, length) <= limit or is_tracing(past_tokens) else int(past_tokens)

@@ -189,11 +189,11 @@ class _StreamingStaticMixin(StreamingLayerMixin):
         super().crop(tokens_to_remove)  # type: ignore[misc]
 
 
-class StreamingStaticLayer(_StreamingStaticMixin, StaticLayer):  # type: ignore[misc]
+class StreamingStaticLayer(_StreamingStaticMixin, StaticLayer):  # type: ignore[misc, override]
     """Allocated once, for compiled decoding."""
 
 
-class StreamingStaticSlidingWindowLayer(_StreamingStaticMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
+class StreamingStaticSlidingWindowLayer(_StreamingStaticMixin, StaticSlidingWindowLayer):  # type: ignore[misc, override]
     """Allocated once, at the length of the sliding window."""
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
-from ..caches.key_places import first_query_offset, key_count
+from ..caches.key_places import first_query_offset, key_count, past_tokens_within
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_learned_positions, make_absolute
@@ -100,8 +100,9 @@ class ComposedDecoderBody(DecoderBody):
         embeddings, cache = inputs.inputs_embeds, inputs.past_key_values
         if self.embed_positions is None:
             return embeddings
-        past_tokens = 0 if cache is None else cache.get_seq_length()
-        check_learned_positions(self.config, embeddings.shape[1], past_tokens, inputs.position_ids)
+        length = embeddings.shape[1]
+        past_tokens = past_tokens_within(cache, length, self.config.max_position_embeddings)
+        check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
         return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:

@@ -10,11 +10,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.composed_cache import QUANTIZED_LAYERS
-from ..caches.key_places import key_count
+from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
@@ -195,17 +194,11 @@ def check_cross_attention_cache(cache: Cache) -> None:
 
 
 def check_target_length(cache: EncoderDecoderCache | None, length: int, limit: int) -> None:
-    """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions.
-
-    A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
-    read only if the cache has room beyond the positions, and never while tracing.
-    """
-    past_tokens: int | Tensor = 0 if cache is None else cache.get_seq_length()
-    if cache is not None and isinstance(past_tokens, Tensor):
-        if key_count(cache.self_attention_cache, 0, length) <= limit or is_tracing(past_tokens):
-            return
-        past_tokens = int(past_tokens)
-    check_length(past_tokens + length, limit, "target")  # type: ignore[arg-type]
+    """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions."""
+    own = None if cache is None else cache.self_attention_cache
+    past_tokens = past_tokens_within(own, length, limit)
+    if past_tokens is not None:
+        check_length(past_tokens + length, limit, "target")
 
 
 def check_length(tokens: int, limit: int, what: str) -> None:

@@ -64,14 +64,19 @@ def make_absolute(config: Any) -> nn.Module | None:
     return None
 
 
-def check_learned_positions(config: PreTrainedConfig, length: int, past_tokens: Any, position_ids: Tensor) -> None:
+def check_learned_positions(
+    config: PreTrainedConfig, length: int, past_tokens: int | None, position_ids: Tensor
+) -> None:
     """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
 
     Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
-    never while tracing or with a static cache.
+    never while tracing.
+
+    Args:
+        past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
     """
     limit = config.max_position_embeddings
-    if config.position_scheme != "learned" or is_tracing(position_ids) or isinstance(past_tokens, Tensor):
+    if config.position_scheme != "learned" or is_tracing(position_ids) or past_tokens is None:
         return
     if (length == 1 and past_tokens < limit) or not position_ids.numel():
         return

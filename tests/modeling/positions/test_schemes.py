@@ -547,11 +547,11 @@ def test_learned_positions_end_with_their_table() -> None:
     model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="learned"))
     with pytest.raises(ValueError, match=r"needs 41 learned positions, but there are max_position_embeddings \(40\)"):
         model(torch.ones(1, 41, dtype=torch.long))
-    cache = DynamicCache(config=model.config)
-    model(torch.ones(1, 39, dtype=torch.long), past_key_values=cache)
-    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
-    with pytest.raises(ValueError, match="a segment of 1 tokens after 40 others needs 41 learned positions"):
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=50)):
+        model(torch.ones(1, 39, dtype=torch.long), past_key_values=cache)
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        with pytest.raises(ValueError, match="a segment of 1 tokens after 40 others needs 41 learned positions"):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])
