@@ -16,12 +16,12 @@ from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
 from ..pretrain.stopping import deadline_after
+from ..pretrain.texts import check_same_texts
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, Run, make_record, read_run
 from .study_folder import claim, draw, write_record
 from .table import table
-from .texts import check_same_texts
 from .variants import Variant, read_variants
 
 Rates = dict[str, float | None]

@@ -21,6 +21,7 @@ from .guard import DivergedError
 from .job import pretrain
 from .options.sweep import Sweep
 from .sweep_processes import Task, run_tasks
+from .texts import check_same_texts
 
 # Settings that may differ between the commands that make one sweep.
 FREE_SETTINGS = (
@@ -57,13 +58,17 @@ def run_sweep(arguments: PretrainArguments) -> str:
         For the terminal: a table of the losses, and the line with the best value for a recipe.
 
     Raises:
-        UserError: `output` holds a sweep with other settings, or a run is refused.
+        UserError: `output` holds a sweep with other settings or of other texts, or a run is refused.
         StoppedError: a signal or `max_seconds` ended the sweep; the same command continues it.
     """
     sweep, folder, started = Sweep.parse(arguments.sweep or ""), Path(arguments.output), time.monotonic()
     record = folder / "sweep.json"
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_SETTINGS}
     known = read_outcomes(record, settings)
+    check_same_texts(
+        replace(arguments.of_sweep(sweep.name, value), output=str(output_of(folder, sweep.name, value)))
+        for value in sweep.values
+    )
     left = {value: partial(run_one, arguments, sweep.name, value, folder, started) for value in sweep.values}
     for outcome in make_runs({value: run for value, run in left.items() if value not in known}, arguments):
         known[outcome.value] = outcome
@@ -103,7 +108,7 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
     Args:
         started: when the sweep began; the run may take what is then left of `max_seconds`.
     """
-    output, limit = folder / f"{name}={value:g}", arguments.max_seconds
+    output, limit = output_of(folder, name, value), arguments.max_seconds
     if (output / "model").exists():  # appears last
         result = read_json(output / "result.json", f"remove {output} to repeat the run")
         check_same_options(output, result["arguments"], arguments.of_sweep(name, value))
@@ -119,6 +124,11 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
         return Outcome(value, pretrain(replace(arguments.of_sweep(name, value), **changes)).validation_loss)
     except DivergedError as error:
         return Outcome(value, None, str(error))
+
+
+def output_of(folder: Path, name: str, value: float) -> Path:
+    """The folder of one run."""
+    return folder / f"{name}={value:g}"
 
 
 def check_same_options(output: Path, trained: dict[str, Any], asked: PretrainArguments) -> None:

@@ -146,14 +146,14 @@ def read_result(path: Path) -> Result:
 
 
 def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:
-    """The names, or all known ones if none are given.
+    """The names, each of them once, or all known ones if none are given.
 
     Raises:
         UserError: one is not known.
     """
     if unknown := sorted(set(names or ()) - set(known)):
         raise UserError(f"{noun}s {unknown} do not exist; choose from {', '.join(known)}")
-    return list(names or known)
+    return list(dict.fromkeys(names or known))
 
 
 @contextmanager

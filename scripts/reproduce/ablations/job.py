@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...common.arguments import command_line
-from ...common.errors import UserError
 from ...compare.job import compare_variants
 from ...compare.variants import Variant
 from ..attentions import ATTENTIONS
+from ..study_runs import chosen
 from .arguments import AblationsArguments
 
 # arXiv 2405.08553, abstract: "matching the performance of models with ~1.7x-2.0x compute".
@@ -62,11 +62,8 @@ def run_study(arguments: AblationsArguments) -> str:
             seeds were complete.
     """
     known = variants(arguments)
-    names = arguments.variants or list(known)
-    if unknown := sorted(set(names) - set(known)):
-        raise UserError(f"variants {unknown} do not exist; choose from {', '.join(known)}")
-    chosen = [known[name] for name in names]
-    return compare_variants(arguments.compared(names), chosen, command_of(arguments), QUOTED)
+    names = chosen("variant", arguments.variants, known)
+    return compare_variants(arguments.compared(names), [known[name] for name in names], command_of(arguments), QUOTED)
 
 
 def variants(arguments: AblationsArguments) -> dict[str, Variant]:

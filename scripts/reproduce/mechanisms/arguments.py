@@ -39,7 +39,10 @@ class MechanismsArguments:
     max_seconds: float | None = field(
         default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
     )
-    quick: bool = field(default=False, metadata={"help": "three arms, two seeds, few updates and one learning rate"})
+    quick: bool = field(
+        default=False,
+        metadata={"help": "three arms, two seeds, few updates and one learning rate, whatever else is given"},
+    )
     redraw: bool = field(
         default=False,
         metadata={"help": "make only record, table and plots, from the finished runs, or a record without its runs"},

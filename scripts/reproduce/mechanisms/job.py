@@ -46,7 +46,8 @@ class Study:
         tasks = chosen("task", arguments.tasks, self.preset.tasks)
         arms = chosen("arm", arguments.arms, ARMS)
         size = self.preset.size
-        places = product(tasks, arguments.layers or [size.layers], arguments.heads or [size.heads])
+        layers, heads = (dict.fromkeys(x) for x in (arguments.layers or [size.layers], arguments.heads or [size.heads]))
+        places = product(tasks, layers, heads)
         cells: list[Cell] = list(product(places, arms))
         refusals = {(arm, heads): ARMS[arm].refusal(replace(size, heads=heads)) for (_, _, heads), arm in cells}
         self.refused = {cell: reason for cell, reason in refusals.items() if reason is not None}

@@ -129,12 +129,14 @@ def _reading(record: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{rate:g}" for rate in grid)
     chosen = [arm["learning_rate"] for task in record["results"].values() for arm in task["arms"].values()]
     at_end = sum(rate in (min(grid), max(grid)) for rate in chosen)
+    tuned = (
+        f"Learning rates: the best of {rates} for each arm on seed {settings['tuning_seed']}, which does not count; "
+        f"{at_end} of {len(chosen)} choices are the smallest or the largest of them."
+    )
     left = f" {settings['unfinished_runs']} runs are not finished." if settings["unfinished_runs"] else ""
     return (
         f"Mean ± standard deviation over {len(settings['seeds'])} seeds.{left} Differences are paired by seed, with a "
         "95 % t interval; p is two-sided and corrected over the differences of a column (Holm). MFLOP: of a forward "
-        "pass of one example, without norms and activations. Seconds: of a processor, training and tests. Learning "
-        f"rates: the best of {rates} for each arm on seed {settings['tuning_seed']}, which does not count; "
-        f"{at_end} of {len(chosen)} choices are the smallest or the largest of them. "
-        f"{record['notes']}"
+        "pass of one example, without norms and activations. Seconds: of a processor, training and tests. "
+        f"{tuned if len(grid) > 1 else f'Learning rate: {rates}, not tuned.'} {record['notes']}"
     )

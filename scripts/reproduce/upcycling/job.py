@@ -9,7 +9,7 @@ from ...compare.job import Losses, measured_run
 from ...compare.record import Record, make_record
 from ...compare.study_folder import claim, draw, write_record
 from ...compare.table import table
-from ...compare.texts import check_same_texts
+from ...pretrain.texts import check_same_texts
 from .arguments import UpcyclingArguments
 from .runs import ARMS, Runs
 

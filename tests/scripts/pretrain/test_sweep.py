@@ -96,6 +96,17 @@ def test_results_of_other_settings_are_not_taken_for_those_of_the_sweep(corpus: 
     assert (output / "learning_rate=0.001" / "model" / "model.safetensors").exists()
 
 
+def test_a_sweep_goes_on_only_with_the_texts_that_it_began_with(tmp_path: Path):
+    text = write_corpus(tmp_path / "corpus.jsonl")
+    sweep = arguments(tmp_path / "sweep", text, **SHORT, sweep="lr=1e-3:1e-2:2")
+    told = run_sweep(sweep)
+    text.write_text(text.read_text()[:-200].rpartition("\n")[0])
+    with pytest.raises(UserError, match=r"learning_rate=0.001 has read other training data .* give those texts, or"):
+        run_sweep(sweep)
+    write_corpus(text)
+    assert run_sweep(sweep) == told
+
+
 def test_a_sweep_out_of_time_stops_at_a_checkpoint(corpus: Path, tmp_path: Path):
     with pytest.raises(StoppedError, match="stopped by max_seconds"):
         run_sweep(

@@ -1,20 +1,20 @@
-"""Checks that the runs of a study read the same texts, by the fingerprints that each run stores with its tokens."""
+"""Checks that the runs of a sweep or a study read the same texts, by the fingerprints that each run stores."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..common.atomic_file import read_json
 from ..common.errors import UserError
-from ..pretrain import PretrainArguments
-from ..pretrain.data.preparation import SOURCE_FILE, Fingerprints, fingerprints
-from ..pretrain.outputs.run_folder import RunFolder
+from .arguments import PretrainArguments
+from .data.preparation import SOURCE_FILE, Fingerprints, fingerprints
+from .outputs.run_folder import RunFolder
 
 
 def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
-    """Refuses to continue a study if the content of its texts has changed since its runs began.
+    """Refuses to continue if the content of its texts has changed since its runs began.
 
     Args:
-        planned: all runs of the study, which name the same texts; those that have not begun are passed over.
+        planned: all runs of the sweep or study, which name the same texts; those that have not begun are passed over.
 
     Raises:
         UserError: a run has read other texts than there are now.
