@@ -7,7 +7,7 @@ All that is kept is detached, so that no gradient flows from one segment into an
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class StreamingLayerMixin:
 
     contexts: dict[str, Tensor]
     context_length: int  # number of earlier tokens that the convolution of a token reads
-    record_past: bool
+    record_past: bool  # Transformers sets it for a while on any layer that has it
+    always_records: ClassVar[bool] = False
     # Provided by the plain layer.
     keys: Tensor
     values: Tensor
@@ -69,11 +70,19 @@ class StreamingLayerMixin:
         if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and context.is_inference():
             context = self.contexts[name] = context.clone()
         extended = torch.cat([context[:, context.shape[1] - self.context_length :], projected], dim=1)
-        if self.record_past:
+        kept = extended[:, extended.shape[1] - self.context_length :].detach()
+        if self.records:
             self.contexts[name] = torch.cat([context, projected.detach()], dim=1)
-        else:  # in place, because compiled decoding captures the address of the tensor
-            context.copy_(extended[:, extended.shape[1] - self.context_length :].detach())
+        elif context.shape == kept.shape:  # in place, because compiled decoding captures the address of the tensor
+            context.copy_(kept)
+        else:  # the past was recorded up to here
+            self.contexts[name] = kept
         return extended
+
+    @property
+    def records(self) -> bool:
+        """Whether contexts keep all tokens now."""
+        return self.always_records or self.record_past
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values `[B, H, T, D]` like the plain layer, and detaches what is kept for later segments."""
@@ -127,7 +136,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
                 recorded only since the last crop.
         """
         removed = abs(tokens_to_remove)
-        if self.contexts and self.context_length and not self.record_past:
+        if self.contexts and self.context_length and not self.records:
             raise RuntimeError(
                 "a cache of convolved tokens can be cropped only while it records the past; call "
                 "activate_past_recording() before the tokens that may be taken back"
@@ -154,11 +163,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
 class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: ignore[misc]
     """Grows with every token. It records contexts from the start, so that it can be cropped like the plain layer."""
 
-    @classmethod
-    def from_plain(cls, layer: CacheLayerMixin, context_length: int) -> StreamingLayerMixin:
-        streaming = super().from_plain(layer, context_length)
-        streaming.record_past = True
-        return streaming
+    always_records = True
 
 
 class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]

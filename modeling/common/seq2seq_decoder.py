@@ -16,6 +16,7 @@ from ..caches.composed_cache import QUANTIZED_LAYERS
 from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
+from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
 
 
@@ -65,6 +66,8 @@ class Seq2SeqDecoderBody:
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if past_key_values is not None:
+            check_keeps_cache(self, past_key_values)
         cache = self._cache(past_key_values, use_cache)
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         check_attention_mask(attention_mask, inputs_embeds, cache)

@@ -67,7 +67,7 @@ def refuse_reentrant_checkpointing(model: Any) -> None:
     Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows it
     only once.
     """
-    if not (model.gradient_checkpointing and model.training):
+    if not (model.gradient_checkpointing and model.training and torch.is_grad_enabled()):
         return
     if getattr(model._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
         raise ValueError(

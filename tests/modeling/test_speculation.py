@@ -126,6 +126,19 @@ def test_convolved_tokens_may_be_taken_back_twice_where_all_are_kept() -> None:
     torch.testing.assert_close(decode(model, ids[:, 10:], cache), model(ids).logits[:, 10:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["rcmha", "rcmha-all"])
+@torch.no_grad()
+def test_a_memory_goes_on_when_transformers_stops_recording(family: str) -> None:
+    model, ids = make(family), torch.randint(1, VOCAB, (1, 20))
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.record_past = True
+    model(ids[:, :6], past_key_values=cache)
+    for layer in cache.layers:
+        layer.record_past = False
+    torch.testing.assert_close(decode(model, ids[:, 6:], cache), model(ids).logits[:, 6:], atol=1e-4, rtol=0)
+
+
 @torch.no_grad()
 def test_convolved_tokens_of_a_window_are_taken_back_once() -> None:
     """A crop keeps no more of the window than further tokens need."""

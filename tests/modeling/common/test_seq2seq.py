@@ -145,6 +145,17 @@ def test_checkpointing_gives_the_same_gradients(kind: str) -> None:
         torch.testing.assert_close(grads[1][name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_tokens_in_a_cache_are_not_dropped_by_checkpointing_without_a_word(kind: str) -> None:
+    model, source, target = make_model(kind), random_tokens(2, 7), random_tokens(2, 9)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        model(input_ids=source, decoder_input_ids=target[:, :5], past_key_values=cache)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"checkpointing drops caches in training; call model.eval\(\) first"):
+        model(input_ids=source, decoder_input_ids=target[:, 5:], past_key_values=cache)
+
+
 def test_labels_are_shifted_once_and_ignored_where_padded() -> None:
     model = make_model()
     source, labels = random_tokens(2, 6), random_tokens(2, 5)
