@@ -36,7 +36,9 @@ def read_evaluation(path: Path, *, model_type: str, parameters: int, weights: st
         scored_weights = results["model"].get("weights_sha256")
         found = [entry for task in results["tasks"] for entry in _entries(task, results)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} holds no results of dynattn evaluate ({error!r})") from error
+        raise UserError(
+            f"{file} holds no scores of tasks, as dynattn evaluate --model MODEL --tasks NAME writes them ({error!r})"
+        ) from error
     if scored != (model_type, parameters):
         theirs, ours = (f"a {kind} of {count:,} parameters" for kind, count in (scored, (model_type, parameters)))
         raise UserError(f"the scores in {file} are of {theirs}, and the checkpoint is {ours}; evaluate it")

@@ -46,8 +46,8 @@ class EvaluateArguments:
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "A .txt, .jsonl or .parquet file whose documents are scored in bits per byte, instead of tasks; "
-            "with --suite long, the text to read."
+            "help": "A .txt, .json, .jsonl or .parquet file whose documents are scored in bits per byte, instead of "
+            "tasks; with --suite long, the text to read."
         },
     )
     text_column: str = field(default="text", metadata={"help": "Column of --dataset that holds the text."})

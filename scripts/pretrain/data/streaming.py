@@ -53,13 +53,13 @@ def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Datase
         UserError: the stream cannot be read, or holds too few documents.
     """
     try:
-        texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS)]
+        texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS + 1)]
     except Exception as error:  # network and parsers raise whatever they like
         raise UserError(f"cannot read the head of the stream: {first_line(error)}; check the data") from error
-    first = Dataset.from_dict({"text": texts})
+    first = Dataset.from_dict({"text": texts[:HELD_OUT_DOCUMENTS]})
     if named is not None and texts:
         return first, named
-    if len(texts) < HELD_OUT_DOCUMENTS:
+    if len(texts) <= HELD_OUT_DOCUMENTS:  # then none is left to train on
         raise UserError(
             f"the stream ends after {len(texts)} documents, and the first {HELD_OUT_DOCUMENTS} are held out; name "
             "validation_dataset, or leave out streaming"

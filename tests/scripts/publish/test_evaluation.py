@@ -93,7 +93,7 @@ def test_scores_are_of_the_weights_that_are_published(
     [
         ({"parameters": 7}, "are of a dcformer of 7 parameters, and the checkpoint is a dcformer of"),
         ({"model_type": "llama", "parameters": 7}, "are of a llama of 7 parameters"),
-        ({}, "holds no results of dynattn evaluate"),
+        ({}, "holds no scores of tasks, as dynattn evaluate"),
     ],
 )
 def test_scores_of_something_else_are_refused(

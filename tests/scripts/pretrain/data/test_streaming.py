@@ -187,7 +187,9 @@ def test_what_stops_the_reading_stops_the_training(
         run(tmp_path / "run", folder, **options)
 
 
-def test_streams_that_cannot_be_read_exactly_are_refused(options: dict[str, Any], shards: Path, tmp_path: Path):
+def test_streams_that_cannot_be_read_exactly_are_refused(
+    options: dict[str, Any], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     refused = {"mixture": {"a": {"dataset": "x", "weight": 1}}, "skip_sequences": 3, "packing": "best_fit"}
     for name, value in refused.items():
         with pytest.raises(UserError, match="stream"):
@@ -196,4 +198,7 @@ def test_streams_that_cannot_be_read_exactly_are_refused(options: dict[str, Any]
         run(tmp_path / "run", shards, **options, text_column="body")
     few = {**options, "validation_dataset": None}
     with pytest.raises(UserError, match="ends after 450 documents"):
+        run(tmp_path / "run", shards, **few)
+    monkeypatch.setattr(streaming, "HELD_OUT_DOCUMENTS", 450)
+    with pytest.raises(UserError, match="ends after 450 documents, and the first 450 are held out"):
         run(tmp_path / "run", shards, **few)
