@@ -32,6 +32,8 @@ from .subjects.selection import Selection, select, shapes_of
 
 # What a run takes from the unfinished record with which it goes on.
 CARRIED_ON = ("cases", "running", "interrupted")
+# Settings that cases do not tell, and that all cases of a record share.
+SHARED = ("seed", "rounds", "quick", "layers", "vocabulary")
 
 
 def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
@@ -82,9 +84,10 @@ def measure_to_folder(
     settings = replace(read_settings(arguments), end=end)
     selection, left_out = select(arguments, settings)
     folder.mkdir(exist_ok=True)
-    metadata = run_metadata(argv, settings.device) | {"left_out": left_out}
+    shared = {name: getattr(settings, name) for name in SHARED}
+    metadata = run_metadata(argv, settings.device) | {"settings": shared, "left_out": left_out}
     record = read_earlier(folder, metadata) if arguments.resume else None
-    if record is None or not is_complete(record):
+    if record is None or not is_complete(record) or lacks_cases(record, selection, settings):
         if record is not None:
             before = [*record.get("started_before", []), record["started"]]
             kept: dict[str, Any] = {name: record[name] for name in CARRIED_ON if name in record}
@@ -115,7 +118,7 @@ def measure(
     interruptions = Interruptions(record, save, settings.budget)
     for subject, candidates, shape, case in selected_cases(selection, settings):
         entry = describe_case(subject, shape, case, settings)
-        if any(entry.items() <= one.items() for one in record["cases"]):
+        if holds(record, entry):
             continue
         if settings.end is not None and time.monotonic() > settings.end:
             record["cases_left_out"].append(case_title(entry))
@@ -140,6 +143,17 @@ def selected_cases(
         for shape in shapes_of(subject, settings):
             for case in subject.cases(shape, settings):
                 yield subject, candidates, shape, case
+
+
+def holds(record: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Whether a record has the case that `describe_case` describes so."""
+    return any(entry.items() <= case.items() for case in record["cases"])
+
+
+def lacks_cases(record: dict[str, Any], selection: Selection, settings: BenchmarkSettings) -> bool:
+    """Whether one of the selected cases is not in a record."""
+    cases = selected_cases(selection, settings)
+    return not all(holds(record, describe_case(subject, shape, case, settings)) for subject, _, shape, case in cases)
 
 
 @contextmanager

@@ -59,13 +59,14 @@ def read_earlier(folder: Path, metadata: dict[str, Any]) -> dict[str, Any] | Non
     """The record in a folder that a run with this metadata may go on with; None if there is none.
 
     Raises:
-        UserError: the record cannot be read, or was made by other code or on another machine.
+        UserError: the record cannot be read, or was made by other code, on another machine or with other settings.
     """
     if not (folder / RECORD).exists():
         return None
     record = read_record(str(folder / RECORD))
-    for name in ("commit", "versions", "hardware", "threads"):
-        before, now = record.get(name), json.loads(json.dumps(metadata[name]))
+    for name in ("commit", "versions", "hardware", "threads", "settings"):
+        now = json.loads(json.dumps(metadata[name]))
+        before = record.get(name, now if name == "settings" else None)  # earlier versions stored no settings
         if before != now:
             made = f"{folder / RECORD} was made with {name} {before}, not {now}"
             raise UserError(f"{made}; choose another --output, or pass --overwrite")

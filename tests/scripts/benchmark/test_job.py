@@ -63,6 +63,16 @@ def test_a_second_command_measures_only_what_the_record_lacks(
     assert record["started_before"] == [before["started"]]
     lengths.clear()
     assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
+    more = [*options[:5], "2x8@32", *options[5:]]
+    assert {case["shape"]["length"] for case in run_benchmark(tmp_path, *more, "sdpa", "--resume")[1]["cases"]} == {
+        16,
+        24,
+        32,
+    }
+    assert set(lengths) == {32}
+    lengths.clear()
+    assert run_benchmark(tmp_path, *options, "sdpa", "--resume", "--seed", "1")[0] == 2
+    assert "was made with settings {'seed': 0" in capsys.readouterr().err
     (tmp_path / "record.json").write_text(json.dumps(record | {"commit": "another"}))
     assert run_benchmark(tmp_path, *options, "sdpa", "--resume")[0] == 2
     assert "was made with commit another, not" in capsys.readouterr().err
