@@ -98,6 +98,8 @@ def _run(argv: list[str]) -> int:
     try:
         if argv[:1] != ["completion"]:  # whose words are those of a command line that is not finished
             argv = import_modules(argv)
+        if argv[:1] != ["doctor"]:  # which tells what is wrong with the environment
+            check_compile_mode()
         with signals_end_the_block():
             return JOBS.run(argv)
     except UserError as error:
@@ -110,6 +112,17 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         _tell("\ninterrupted")
         return 128 + signal.SIGINT
+
+
+def check_compile_mode() -> None:
+    """Raises UserError if the environment asks for a way of compiling that does not exist."""
+    if "DYNATTN_COMPILE" in os.environ:  # else nothing heavy is imported here
+        from dynattn.modeling.ops.dcmha.chunked.composers.choice import compile_mode
+
+        try:
+            compile_mode()
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def _reader_is_gone() -> bool:

@@ -39,6 +39,8 @@ def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) 
             data.
     """
     for_all = parse_mapping("common", common) or {}  # type: ignore[arg-type]
+    if own := sorted(set(ITS_OWN) & for_all.keys()):
+        raise UserError(f"common has {', '.join(own)}, which the comparison sets for each run; leave it out")
     variants = [Variant(Path(file).stem, _options(file, for_all)) for file in files]
     names = [variant.name for variant in variants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -54,6 +56,10 @@ def _options(file: str, common: Mapping[str, Any]) -> dict[str, Any]:
     arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare", common=common)
     if arguments.sweep is not None:
         raise UserError(f"{file} has sweep={arguments.sweep!r}; a variant is one run for each seed, so leave sweep out")
+    if arguments.dry_run:
+        raise UserError(
+            f"{file} has dry_run, and a comparison trains; leave it out, or plan the run by dynattn pretrain"
+        )
     options = {}
     for argument in fields(PretrainArguments):
         default = argument.default_factory() if argument.default_factory is not MISSING else argument.default

@@ -35,6 +35,16 @@ class Arguments:
     names: list[str] | None = field(default=None, metadata={"help": "which"})
 
 
+def test_an_unknown_way_of_compiling_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", "banana")
+    assert cli.main(["report", "nowhere"]) == 2
+    assert capsys.readouterr().err == (
+        "dynattn: error: DYNATTN_COMPILE='banana' is not known; use '0', '1' or 'auto'\n"
+    )
+
+
 def test_jobs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out

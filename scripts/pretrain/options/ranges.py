@@ -107,9 +107,10 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
                 require(not math.isinf(value), name, value, "finite")
             if isinstance(value, int) and name != "seed":
                 require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
-        seed, workers, output = self.seed, self.dataloader_workers, str(self.output)
+        seed, output = self.seed, str(self.output)
         require(0 <= seed <= LARGEST_SEED, "seed", seed, f"between 0 and {LARGEST_SEED}")
-        require(workers <= MOST_WORKERS, "dataloader_workers", workers, f"at most {MOST_WORKERS}")
+        for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
+            require(getattr(self, name) <= MOST_WORKERS, name, getattr(self, name), f"at most {MOST_WORKERS}")
         require(_is_writable_name(output), "output", repr(output), "a path in UTF-8 without null bytes")
 
 

@@ -192,6 +192,7 @@ def text(tmp_path: Path) -> Path:
         ({"sequence_length": 64}, "plain has sequence_length=64 and dcformer 32; .* nor with other contexts"),
         ({"mask_documents": False}, "plain has mask_documents=False and dcformer True"),
         ({"sweep": "lr=1e-4:1e-2:3"}, "a variant is one run for each seed, so leave sweep out"),
+        ({"dry_run": True}, "has dry_run, and a comparison trains; leave it out"),
         ({"learning_rat": 1}, "unknown arguments"),
         ({"learning_rate": -1}, "learning_rate=-1.0 must be positive"),
     ],
@@ -200,6 +201,12 @@ def test_variants_that_do_not_compare_are_refused(tmp_path: Path, text: Path, op
     files = [variant(tmp_path, "dcformer", text), variant(tmp_path, "plain", text, **options)]
     with pytest.raises(UserError, match=message):
         read_variants(files, None)
+
+
+def test_what_the_comparison_sets_is_not_common(tmp_path: Path, text: Path):
+    files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text, model_type="llama")]
+    with pytest.raises(UserError, match="common has output, seed, which the comparison sets for each run"):
+        read_variants(files, {"seed": 7, "output": "runs"})
 
 
 def test_names_are_those_of_files_and_must_differ(tmp_path: Path, text: Path):

@@ -39,6 +39,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--epochs inf", "epochs=inf must be finite"),
         ("--batch_size 99999999999", "batch_size=99999999999 must be at most 2147483647"),
         ("--dataloader_workers 100000", "dataloader_workers=100000 must be at most 1024"),
+        ("--tokenizer_workers 2000000", "tokenizer_workers=2000000 must be at most 1024"),
         ("--max_steps 3 --epochs 1", "exclude each other"),
         ("--weight_decay 1e20", "weight_decay=1e+20 times the learning rate 0.001 must be below 1"),
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),

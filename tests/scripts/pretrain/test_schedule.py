@@ -5,7 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from dynattn.scripts.pretrain.schedule import RateSchedule, keeps_past
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.schedule import RateSchedule, build_schedule, keeps_past
 
 
 def test_schedule_has_the_values_of_the_formula():
@@ -17,6 +19,11 @@ def test_schedule_has_the_values_of_the_formula():
     quarter = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 0.3)) / 2)
     assert schedule(7) == pytest.approx(quarter)
     assert RateSchedule(peak=1.0, warmup_steps=0, max_steps=1, min_ratio=0.1)(0) == 1.0
+
+
+def test_more_passes_than_a_run_can_count_are_refused():
+    with pytest.raises(UserError, match=r"epochs=1e\+300 are more than 2147483647 updates; lower it"):
+        build_schedule(PretrainArguments(output="x", epochs=1e300), pass_length=100.0, global_batch=4)
 
 
 def test_wsd_stays_at_the_peak_and_falls_in_a_straight_line():
