@@ -44,6 +44,10 @@ HELD_OUT_DOCUMENTS = 1000
 BATCH_DOCUMENTS = 100
 BLOCKS_AHEAD = 2  # written beyond the block that updates read
 POLL_SECONDS = 0.05
+# In place of the number of a wanted block, asks the writing process to end.
+ENOUGH = -2
+# How long the writing process may then take before it is killed.
+SECONDS_TO_END = 2.0
 
 
 def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Dataset, Dataset]:
@@ -153,6 +157,8 @@ class StreamOrder(TrainingOrder):
             yield
         finally:
             finished.set()
+            self._wanted.value = ENOUGH  # a killed process leaves semaphores behind, about which Python warns
+            process.join(SECONDS_TO_END)
             process.kill()  # it ignores the signals that end a run; its files are complete or absent at any time
             watch.join()
 
@@ -180,7 +186,7 @@ class BlockWriter:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             blocks, number = None, 0
-            while os.getppid() == parent:
+            while os.getppid() == parent and wanted.value != ENOUGH:
                 if wanted.value < 0 or (blocks is not None and number > wanted.value + BLOCKS_AHEAD):
                     time.sleep(POLL_SECONDS)
                     continue

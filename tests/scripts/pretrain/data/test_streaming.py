@@ -92,6 +92,13 @@ def test_processes_that_tokenize_make_the_blocks_and_cursors_of_one(options: dic
                 assert (getattr(ours, name) == getattr(theirs, name)).all()
 
 
+def test_a_run_on_a_stream_ends_without_a_word_of_python(options: dict[str, Any], tmp_path: Path):
+    """A reading process that is killed leaves semaphores behind, which Python reports as leaked."""
+    settings = {**RUN, **options, "max_steps": 2, "warmup_steps": 1, "output": tmp_path / "run"}
+    ended = subprocess.run(command(settings), env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert "leaked" not in ended.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_that_reads(options: dict[str, Any], shards: Path, tmp_path: Path):
     settings = {**RUN, **options, "tokenizer_workers": 2, "max_steps": 4000, "output": tmp_path / "run"}
