@@ -124,8 +124,9 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added if the model has any, and the layers' `Segment`."""
         cache, length = inputs.past_key_values, inputs.inputs_embeds.shape[1]
-        past_tokens = past_tokens_within(cache, length, self.config.max_position_embeddings)
-        check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
+        if self.config.position_scheme == "learned":
+            limit = self.config.max_position_embeddings
+            check_learned_positions(length, past_tokens_within(cache, length, limit), inputs.position_ids, limit)
         segment = describe_segment(
             self.config,
             inputs.inputs_embeds,

@@ -100,9 +100,9 @@ class ComposedDecoderBody(DecoderBody):
         embeddings, cache = inputs.inputs_embeds, inputs.past_key_values
         if self.embed_positions is None:
             return embeddings
-        length = embeddings.shape[1]
-        past_tokens = past_tokens_within(cache, length, self.config.max_position_embeddings)
-        check_learned_positions(self.config, length, past_tokens, inputs.position_ids)
+        if self.config.position_scheme == "learned":
+            length, limit = embeddings.shape[1], self.config.max_position_embeddings
+            check_learned_positions(length, past_tokens_within(cache, length, limit), inputs.position_ids, limit)
         return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:

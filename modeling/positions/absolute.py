@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
@@ -64,10 +63,8 @@ def make_absolute(config: Any) -> nn.Module | None:
     return None
 
 
-def check_learned_positions(
-    config: PreTrainedConfig, length: int, past_tokens: int | None, position_ids: Tensor
-) -> None:
-    """Raises ValueError if a segment has positions `[B, T]` beyond the table of learned ones.
+def check_learned_positions(length: int, past_tokens: int | None, position_ids: Tensor, limit: int) -> None:
+    """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
 
     Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
     never while tracing.
@@ -75,8 +72,7 @@ def check_learned_positions(
     Args:
         past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
     """
-    limit = config.max_position_embeddings
-    if config.position_scheme != "learned" or is_tracing(position_ids) or past_tokens is None:
+    if is_tracing(position_ids) or past_tokens is None:
         return
     if (length == 1 and past_tokens < limit) or not position_ids.numel():
         return
