@@ -15,6 +15,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce.model_training import learning_rate_factor
 from dynattn.scripts.reproduce.paired_study.arguments import PairedStudyArguments
 from dynattn.scripts.reproduce.paired_study.job import Metric, Run, Study, Task, merit, run_study
+from dynattn.scripts.reproduce.study_runs import chosen
 
 QUALITY, ERROR = Metric("quality", "quality", "higher"), Metric("error", "error", "lower")
 # What two arms reach with each seed; the second learns best with the smaller of two rates.
@@ -219,3 +220,8 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert rates[0] == pytest.approx(1 / 60) and rates[59] == rates[60] == 1.0
     assert rates[59:] == sorted(rates[59:], reverse=True)
     assert rates[200] == 0
+
+
+def test_a_name_that_is_given_twice_counts_once() -> None:
+    """Its runs would otherwise be told as runs of more seeds."""
+    assert chosen("arm", ["new", "old", "new"], {"old": 1, "new": 2}) == ["new", "old"]
