@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 # What masks, caches and layers read of any configuration. A family without windows or memories has no such fields, but
 # Transformers would keep an unknown argument as an attribute, which they would then obey.
-SIGHT_NAMES = ("layer_types", "memory_type", "sliding_window")
+VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
 
 
 @strict
@@ -34,7 +34,7 @@ class PortableConfig(PreTrainedConfig):
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if foreign := [name for name in SIGHT_NAMES if kwargs.get(name) is not None]:
+        if foreign := [name for name in VISIBILITY_FIELDS if kwargs.get(name) is not None]:
             raise ValueError(f"{type(self).__name__} has no {foreign}: all layers see the same tokens; leave them out")
         # Trainers read `auto_map` of every configuration whose class is not part of Transformers.
         kwargs.setdefault("auto_map", {})
@@ -74,7 +74,7 @@ class PortableConfig(PreTrainedConfig):
     def _own_names(cls) -> set[str]:
         """The fields that are not those of every configuration, and the names that only follow from fields."""
         names = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
-        return names | {name for name in SIGHT_NAMES if hasattr(cls, name)}
+        return names | {name for name in VISIBILITY_FIELDS if hasattr(cls, name)}
 
     @classmethod
     def from_size(cls, name: str, **overrides: Any) -> Self:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -49,3 +49,10 @@ def flax_attention(official: dict[str, Tensor]) -> dict[str, Tensor]:
             ours[f"{name}.factor_weight"] = official[f"{theirs}.qkw"]
             ours[f"{name}.gate_weight"] = official[f"{theirs}.dd.kernel"].unflatten(-1, (components, -1))
     return ours
+
+
+def assert_gradients(module: nn.Module, expected: dict[str, Tensor]) -> None:
+    """Every parameter of a module has the gradient of a case, to the noise of float64."""
+    assert expected.keys() == dict(module.named_parameters()).keys()
+    for key, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")

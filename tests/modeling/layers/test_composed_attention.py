@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.golden import case_names, flax_attention, read_case, tensors_under
+from cases.golden import assert_gradients, case_names, flax_attention, read_case, tensors_under
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
@@ -54,9 +54,7 @@ def test_it_equals_the_authors_vision_transformer(name: str, implementation: str
 
     (output * tensors["weight_of_output"]).sum().backward()
     expected = flax_attention(tensors_under(tensors, "grad.sd."))
-    assert expected.keys() == dict(attention.named_parameters()).keys()
-    for key, parameter in attention.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    assert_gradients(attention, expected)
     for key, tensor in {"x": x, "y": y}.items():
         if tensor is not None:
             torch.testing.assert_close(tensor.grad, tensors[f"grad.{key}"], atol=1e-8, rtol=0)

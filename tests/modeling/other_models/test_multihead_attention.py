@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import mixers as authors
-from cases.golden import case_names, flax_attention, read_case, tensors_under
+from cases.golden import assert_gradients, case_names, flax_attention, read_case, tensors_under
 from cases.largest_tensor import LargestTensor
 from torch import Tensor, nn
 
@@ -417,9 +417,7 @@ def test_it_equals_the_authors_vision_transformer(name: str, implementation: str
 
     (output * tensors["weight_of_output"]).sum().backward()
     expected = official_weights(tensors_under(tensors, "grad.sd."))
-    assert expected.keys() == dict(module.named_parameters()).keys()
-    for key, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    assert_gradients(module, expected)
     for key, tensor in {"x": x, "y": y}.items():
         if f"grad.{key}" in tensors:
             torch.testing.assert_close(tensor.grad, tensors[f"grad.{key}"], atol=1e-8, rtol=0)
