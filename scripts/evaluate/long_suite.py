@@ -60,7 +60,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
     trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
     if trained is None:
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
-    longest = longest_readable(model) or trained * MULTIPLES[-1]
+    longest = longest_readable(model.config) or trained * MULTIPLES[-1]
     lengths = [trained * multiple for multiple in MULTIPLES if trained * multiple <= longest]
     windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:

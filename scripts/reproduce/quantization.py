@@ -39,8 +39,9 @@ class QuantizationArguments:
 def main(argv: Sequence[str]) -> int:
     """Scores every variant, and writes and prints the table."""
     arguments = parse_arguments(QuantizationArguments, argv, prog="dynattn reproduce quantization", description=__doc__)
-    from .study_files import claim_folder, describe_run, held_out_windows, write_study
+    from .study_files import check_readable, claim_folder, describe_run, held_out_windows, write_study
 
+    check_readable(arguments.run, arguments.length, f"length={arguments.length}")
     windows = held_out_windows(arguments.run, arguments.length)
     if len(windows) < 2:
         raise UserError(

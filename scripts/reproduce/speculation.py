@@ -43,12 +43,15 @@ def main(argv: Sequence[str]) -> int:
     """Decodes in every way, and writes and prints the table.
 
     Raises:
-        UserError: a run is not finished or holds out too few tokens, a draft does not fit it, or a way generates other
-            tokens than greedy decoding.
+        UserError: a run is not finished, holds out too few tokens or reads shorter texts, a draft does not fit it, or a
+            way generates other tokens than greedy decoding.
     """
     arguments = parse_arguments(SpeculationArguments, argv, prog="dynattn reproduce speculation", description=__doc__)
-    from .study_files import claim_folder, describe_run, held_out_windows, write_study
+    from .study_files import check_readable, claim_folder, describe_run, held_out_windows, write_study
 
+    longest, said = arguments.prompt_length + arguments.tokens, "prompt_length={} and tokens={}"
+    for run in (arguments.run, *arguments.drafts):
+        check_readable(run, longest, said.format(arguments.prompt_length, arguments.tokens))
     prompts = held_out_windows(arguments.run, arguments.prompt_length)[: arguments.prompts]
     if len(prompts) < arguments.prompts:
         raise UserError(

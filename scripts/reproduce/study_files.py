@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from ..common import markdown
 from ..common.atomic_file import read_json, write_json, write_whole
@@ -14,6 +15,7 @@ from ..common.environment import hardware, provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination, resolve_folder
 from ..compare.study_folder import RECORD, TABLE, claim
+from ..evaluate.long_context import longest_readable
 from ..pretrain.data.packing import TokenStream
 
 Row = dict[str, Any]
@@ -35,6 +37,18 @@ def held_out_windows(run: str, length: int) -> Tensor:
     if len(tokens) < length:
         raise UserError(f"{folder} holds out {len(tokens)} tokens, too few for a window of {length}")
     return tokens[: len(tokens) // length * length].view(-1, length)
+
+
+def check_readable(run: str, tokens: int, said: str) -> None:
+    """Refuses texts of `tokens` tokens, which the options `said` ask for, where the model of a run cannot read them.
+
+    Raises:
+        UserError: as `finished_run`, or the position scheme of the model ends earlier.
+    """
+    folder = finished_run(run)
+    longest = longest_readable(AutoConfig.from_pretrained(folder / "model"))
+    if longest is not None and tokens > longest:
+        raise UserError(f"{said}, but the model of {folder} reads {longest} tokens at most; lower it")
 
 
 def finished_run(run: str) -> Path:

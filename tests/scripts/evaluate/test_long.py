@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dynattn.scripts.cli import main
@@ -122,9 +122,9 @@ def test_losses_are_those_of_a_forward_pass_over_each_window(tokenizer: PreTrain
 
 
 def test_tables_limit_what_a_model_can_read() -> None:
-    assert longest_readable(make(position_scheme="learned")) == TRAINED
-    assert longest_readable(make()) is None
-    assert longest_readable(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32))) == 32
+    assert longest_readable(make(position_scheme="learned").config) == TRAINED
+    assert longest_readable(make().config) is None
+    assert longest_readable(GPT2Config(n_positions=32)) == 32
 
 
 def test_scaling_is_measured_beside_the_model_as_it_is(

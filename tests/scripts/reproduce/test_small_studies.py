@@ -149,3 +149,21 @@ def test_drafts_that_do_not_fit_are_refused_before_anything_is_written(
     assert not (tmp_path / "study").exists()
     assert main(["reproduce", "quantization", "--run", str(run), "--output", str(tmp_path), "--length", "40"]) == 2
     assert "one such window only" in capsys.readouterr().err
+
+
+def test_texts_beyond_a_table_of_positions_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = Path(shutil.copytree(run, tmp_path / "short"))
+    learned = {"position_scheme": "learned", "max_position_embeddings": 30}
+    make_model(num_hidden_layers=1, layer_types=["full_attention"], vocab_size=300, **learned).save_pretrained(
+        short / "model"
+    )
+    output = str(tmp_path / "study")
+    speculation = ["--run", str(run), "--drafts", str(short), "--prompts", "1", "--prompt_length", "20"]
+    assert main(["reproduce", "speculation", *speculation, "--tokens", "11", "--output", output]) == 2
+    assert "prompt_length=20 and tokens=11, but the model of" in capsys.readouterr().err
+    assert main(["reproduce", "speculation", *speculation, "--tokens", "10", "--output", output]) == 0
+    quantization = ["--run", str(short), "--length", "31", "--output", output]
+    assert main(["reproduce", "quantization", *quantization]) == 2
+    assert "length=31, but the model of" in capsys.readouterr().err
