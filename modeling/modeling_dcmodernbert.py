@@ -67,7 +67,11 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
             init.trunc_normal_(module.weight, std=std, a=-cut, b=cut)
 
     def _initial_std(self, module: nn.Module) -> float:
-        """Standard deviation of initial weights: smaller in heads and in projections onto the residual stream."""
+        """Standard deviation of initial weights, as in ModernBERT.
+
+        A classifier has one by its width. Projections onto the residual stream, the prediction head and the language
+        modeling head have a smaller one than the other modules.
+        """
         if module is getattr(self, "classifier", None):
             return self.config.hidden_size**-0.5
         layers: Any = getattr(self, "model", self).layers

@@ -23,8 +23,8 @@ from .rotary import rotate
 class FrequencyProjection(nn.Linear):
     """From hidden states `[..., E]` to `x W + b`, `[..., H_kv]`.
 
-    It is a class of its own because Transformers initializes a module that owns no parameters, as `ContentRotary`,
-    only in models of its own.
+    It is a class of its own because its bias is initialized in its own way, and Transformers calls `_init_weights` of
+    models that it does not contain only for modules that own parameters, which `ContentRotary` does not.
     """
 
     def __init__(self, hidden_size: int, kv_heads: int, head_dim: int, rope_theta: float) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import UserError
-from ..common.number_ranges import check_rates, check_seconds, check_seeds
+from ..common.number_ranges import check_rates, check_seconds, check_seed, check_seeds
 
 # More runs than anybody makes of a variant.
 MOST_SEEDS = 1000
@@ -24,7 +24,10 @@ class CompareArguments:
         metadata={"help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline"}
     )
     output: str = field(default="runs/compare", metadata={"help": "folder of all runs, the record, table and plot"})
-    seeds: int = field(default=5, metadata={"help": "runs of each variant; their seeds count from 0"})
+    seeds: int = field(default=5, metadata={"help": "runs of each variant"})
+    first_seed: int = field(
+        default=0, metadata={"help": "the seed from which they count; a later one repeats a comparison on new seeds"}
+    )
     common: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "arguments of dynattn pretrain for all variants: a mapping (YAML), or JSON as an option"},
@@ -47,9 +50,15 @@ class CompareArguments:
             raise UserError(f"variants={self.variants} must be two or more, to be compared")
         if not 2 <= self.seeds <= MOST_SEEDS:
             raise UserError(f"seeds={self.seeds} must be from 2 to {MOST_SEEDS}")
-        check_seeds(list(range(self.seeds)), self.tuning_seed)
+        check_seed("first_seed", self.first_seed)
+        check_seeds(list(self.measured_seeds), self.tuning_seed)
         if self.learning_rates is not None:
             check_rates(self.learning_rates)
         elif self.tuning_seed != TUNING_SEED:
             raise UserError(f"tuning_seed={self.tuning_seed} chooses among learning_rates; give learning_rates, too")
         check_seconds(self.max_seconds)
+
+    @property
+    def measured_seeds(self) -> range:
+        """The seeds of the runs that are compared."""
+        return range(self.first_seed, self.first_seed + self.seeds)

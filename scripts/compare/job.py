@@ -66,23 +66,23 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     """
     runs = Runs(output, deadline_after(arguments.max_seconds))
     # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
-    cells = product(variants, (arguments.tuning_seed, *range(arguments.seeds)), arguments.learning_rates or (None,))
-    planned = [runs.arguments(*cell) for cell in cells]
+    seeds = (arguments.tuning_seed, *arguments.measured_seeds)
+    planned = [runs.arguments(*cell) for cell in product(variants, seeds, arguments.learning_rates or (None,))]
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
     check_same_texts(planned)
-    ended: list[dict[str, Run | None]] = []
+    ended: dict[int, dict[str, Run | None]] = {}
     try:
         rates, losses = choose_rates(runs, variants, arguments)
-        for seed in range(arguments.seeds):
+        for seed in arguments.measured_seeds:
             trains = {one.name: partial(runs.trained, one, seed, rates[one.name]) for one in variants}
-            ended.append({name: measured_run(train) for name, train in trains.items()})
+            ended[seed] = {name: measured_run(train) for name, train in trains.items()}
     except OutOfTimeError as error:
         if len(ended) < 2:
             raise UserError(f"{error}; {len(ended)} seeds are complete, and a comparison needs 2 or more") from error
         print(f"\n{error}; {len(ended)} of {arguments.seeds} seeds are complete", flush=True)
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
-    arms = {variant.name: {seed: runs[variant.name] for seed, runs in enumerate(ended)} for variant in variants}
+    arms = {variant.name: {seed: runs[variant.name] for seed, runs in ended.items()} for variant in variants}
     return make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
 
 
@@ -197,6 +197,8 @@ class Runs:
 def command_of(arguments: CompareArguments) -> str:
     """The command line that repeats the comparison, from a folder that holds the files of the variants."""
     words = ["dynattn", "compare", *(Path(file).name for file in arguments.variants), "--seeds", str(arguments.seeds)]
+    if arguments.first_seed:
+        words += ["--first_seed", str(arguments.first_seed)]
     if arguments.common:
         common = arguments.common if isinstance(arguments.common, str) else json.dumps(arguments.common)
         words += ["--common", common]

@@ -22,7 +22,10 @@ class AblationsArguments:
     variants: list[str] | None = field(
         default=None, metadata={"help": "names of variants, the baseline first; all if not given"}
     )
-    seeds: int = field(default=3, metadata={"help": "runs of each variant; their seeds count from 0"})
+    seeds: int = field(default=3, metadata={"help": "runs of each variant"})
+    first_seed: int = field(
+        default=0, metadata={"help": "the seed from which they count; a later one repeats the study on new seeds"}
+    )
     learning_rates: list[float] | None = field(
         default=None, metadata={"help": "peak learning rates to try for each variant; the size's if not given"}
     )
@@ -49,7 +52,5 @@ class AblationsArguments:
         Raises:
             UserError: there are fewer than two variants or seeds, or a rate or the tuning seed is wrong.
         """
-        same = {
-            name: getattr(self, name) for name in ("seeds", "learning_rates", "tuning_seed", "max_seconds", "redraw")
-        }
-        return CompareArguments(variants=names, output=str(self.output), **same)
+        same = ("seeds", "first_seed", "learning_rates", "tuning_seed", "max_seconds", "redraw")
+        return CompareArguments(variants=names, output=str(self.output), **{name: getattr(self, name) for name in same})

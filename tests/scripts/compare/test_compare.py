@@ -238,6 +238,8 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
         (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "99999999999999"], "seeds=99999999999999 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "3", "--tuning_seed", "2"], "is one of the measured seeds"),
+        (["tiny.yaml", "tiny.yaml", "--first_seed", "99"], "tuning_seed=100 is one of the measured seeds"),
+        (["tiny.yaml", "tiny.yaml", "--first_seed", "-1"], "first_seed=-1 must be between 0 and"),
         (["tiny.yaml", "tiny.yaml", "--tuning_seed", "9"], "tuning_seed=9 chooses among learning_rates; give"),
         (["tiny.yaml", "tiny.yaml", "--learning_rates", "0"], "must be one or more positive numbers"),
         (["tiny.yaml", "tiny.yaml", "--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
@@ -280,6 +282,20 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
     assert cli.main(["compare", *files[::-1], "--output", str(tmp_path / "study"), "--redraw"]) == 0
     other = ["compare", *files, "--output", str(tmp_path / "study"), "--common", '{"max_steps": 5}']
     assert cli.main(other) == 2
+
+
+@pytest.mark.usefixtures("coarse_plots")
+def test_new_seeds_repeat_a_comparison_and_say_which_they_are(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained = pretend_to_train(monkeypatch, [])
+    files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text)]
+    command = ["compare", *files, "--output", str(tmp_path / "study"), "--seeds", "2", "--first_seed", "5"]
+    assert cli.main(command) == 0
+    assert trained == ["seed-5/a", "seed-5/b", "seed-6/a", "seed-6/b"]
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert [run["seed"] for run in record["arms"]["a"]["runs"]] == record["comparison"]["b"]["seeds"] == [5, 6]
+    assert record["command"] == "dynattn compare a.yaml b.yaml --seeds 2 --first_seed 5"
 
 
 def test_rates_that_all_diverge_are_told():
