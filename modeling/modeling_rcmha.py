@@ -12,7 +12,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.key_places import past_tokens_within
 from .caches.names import takes_either_name
-from .caches.segment import Segment, describe_segment
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
@@ -21,6 +20,7 @@ from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassif
 from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
+from .layers.segment import Segment, describe_segment
 from .positions.absolute import check_learned_positions, make_absolute
 from .positions.alibi import alibi_bias
 from .positions.learned_tables import learned_bias, refuse_reentrant_checkpointing

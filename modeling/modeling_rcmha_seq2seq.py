@@ -12,7 +12,6 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.names import NEW_NAME, OLD_NAME, takes_either_name
-from .caches.segment import Segment, describe_segment, real_token_mask
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_padding_token
 from .common.packed_documents import packed_starts
@@ -21,6 +20,7 @@ from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
+from .layers.segment import Segment, describe_segment, real_token_mask
 
 
 class RCMHASeq2SeqEncoderLayer(GradientCheckpointingLayer):

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...configuration.relative_config import RelativeConfig
-from ..caches.segment import Segment
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
 from .headwise_conv import HeadwiseConv
+from .segment import Segment
 
 
 class ConvolvedHeads(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.layers.segment import Segment
 
 KINDS = ("rcmha", "rmha", "mdha", "mha")
 ATTENTION_CASES = case_names(*(f"{kind}_attn_*" for kind in KINDS))

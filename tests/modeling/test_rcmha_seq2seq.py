@@ -11,8 +11,8 @@ from cases.seq2seq import SMALL, make_model, random_tokens, whole
 from huggingface_hub.errors import StrictDataclassError
 
 from dynattn import RCMHASeq2SeqConfig
-from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.layers.segment import Segment
 from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 
 

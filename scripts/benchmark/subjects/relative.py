@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dynattn import RCMHAConfig
-from dynattn.modeling.caches.segment import Segment
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
+from dynattn.modeling.layers.segment import Segment
 from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 
 from ..baselines.relative import OfficialRelativeAttention, as_official, from_official

@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
+from ..caches.key_places import first_query_offset, key_count
 from ..ops.masking import split_mask
-from .key_places import first_query_offset, key_count
 
 
 class Segment(NamedTuple):
