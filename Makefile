@@ -51,7 +51,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/dynattn
-	ln -s $(CURDIR)/package/* $(CURDIR)/configuration $(CURDIR)/modeling $(CURDIR)/scripts $(TYPES)/dynattn/
+	ln -s "$(CURDIR)"/package/* $(foreach folder,configuration modeling scripts,"$(CURDIR)/$(folder)") $(TYPES)/dynattn/
 	MYPYPATH=$(TYPES) $(BIN)/python -m mypy --config-file pyproject.toml -p dynattn
 
 # What a release must pass: archives that build and are valid, and that work in an environment with nothing else.
@@ -66,7 +66,7 @@ release-check: $(INSTALLED)
 	$(PYTHON) -m venv $(RELEASE)/empty
 	$(RELEASE)/empty/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(RELEASE)/empty/bin/pip install --quiet $(RELEASE)/dist/*.whl
-	cd $(RELEASE) && empty/bin/python $(CURDIR)/tests/package/release.py $(CURDIR)/README.md
+	cd $(RELEASE) && empty/bin/python "$(CURDIR)/tests/package/release.py" "$(CURDIR)/README.md"
 
 # The documentation as a site; extra packages go into the same environment.
 docs: $(INSTALLED)

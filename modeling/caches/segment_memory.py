@@ -65,7 +65,8 @@ class StreamingLayerMixin:
         """
         if name not in self.contexts:
             self.contexts[name] = projected.new_zeros(projected.shape[0], self.context_length, projected.shape[2])
-        context = self.contexts[name]
+        # The query of a cross-attention has its context in the layer of self-attention, which may be offloaded already.
+        context = self.contexts[name] = self.contexts[name].to(projected.device)
         # A tensor made in inference mode must not be changed in place outside of it. Compilers cannot trace this check.
         if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and context.is_inference():
             context = self.contexts[name] = context.clone()

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
+from ..caches.offloading import await_prefetch
 from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
@@ -175,6 +176,7 @@ class ComposedAttention(nn.Module):
         """
         if self.content_rotary is None:
             return query, key, None
+        await_prefetch(cache, hidden_states.device)
         past = last_phases(cache, self.layer_idx, self.head_dim, at_least_float32(key.dtype))
         phases = self.content_rotary(hidden_states, past, token_mask)
         query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...configuration.relative_config import RelativeConfig
+from ..caches.offloading import await_prefetch
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
@@ -114,6 +115,7 @@ class RCMHAAttention(ConvolvedHeads):
             implementation: of the attention op, by default the configuration's.
         """
         streaming = past_key_values if self.config.memory_type == "streaming" else None
+        await_prefetch(streaming, hidden_states.device)
         query = self._project("q", hidden_states[:, -segment.length :], segment, streaming)
         key = self._project("k", hidden_states, segment, streaming)
         value = self._project("v", hidden_states, segment, streaming)

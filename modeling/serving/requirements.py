@@ -30,6 +30,32 @@ UNSERVED: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "token_healing": False,
+}
+# What Transformers applies to all requests of a manager alike, and the value at which it does nothing. The second group
+# matters only where tokens are sampled.
+SHARED: dict[str, Any] = {
+    "do_sample": False,
+    "num_return_sequences": 1,
+    "suppress_tokens": None,
+    "sequence_bias": None,
+}
+SHARED_IN_SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "top_h": None,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
 }
 
 
@@ -97,9 +123,16 @@ def check_settings(generation_config: Any, settings: Any) -> None:
         value = getattr(generation_config, name, None)
         if value is not None and value != neutral:
             raise ValueError(
-                f"continuous batching would ignore {name}={value!r}; leave it out, or use generate() with a batch that "
-                "is padded on the left"
+                f"continuous batching does not serve {name}={value!r}; leave it out, or use generate() with a batch "
+                "that is padded on the left"
             )
+    biased = generation_config.sequence_bias or {}
+    sequences = list(biased) if isinstance(biased, dict) else [tokens for tokens, _ in biased]
+    if longer := [tokens for tokens in sequences if len(tokens) > 1]:
+        raise ValueError(
+            f"continuous batching does not serve a sequence_bias of several tokens, such as {longer[0]}, which depends "
+            "on earlier ones; give single tokens, or use generate() with a batch that is padded on the left"
+        )
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation='quantized' would quantize composition factors with the keys, and continuous "
@@ -112,6 +145,24 @@ def check_settings(generation_config: Any, settings: Any) -> None:
         )
     if settings.use_async_batching:
         raise ValueError("use_async_batching is not served with composed heads, whose steps read lengths; leave it out")
+
+
+def check_joins(running: Any, asked: Any) -> None:
+    """Raises ValueError unless the `GenerationConfig` of a request has what all requests of a manager share.
+
+    Args:
+        running: the `GenerationConfig` of the manager.
+    """
+    shared = SHARED | (SHARED_IN_SAMPLING if running.do_sample else {})
+    for name, neutral in shared.items():
+        ours, theirs = (
+            neutral if (value := getattr(config, name, None)) is None else value for config in (running, asked)
+        )
+        if ours != theirs:
+            raise ValueError(
+                f"a request asks for {name}={theirs!r}, and all requests that are served together have "
+                f"{name}={ours!r}, as the first of them asked; ask for the same, or start another server"
+            )
 
 
 def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:

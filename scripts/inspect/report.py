@@ -19,6 +19,10 @@ EXPLANATIONS = {
     "pre": "Each pair of a query and a key mixes the scores of all heads with a matrix of its own, I plus terms.",
     "post": "The same for probabilities. They can be negative afterwards, and need not sum to one.",
 }
+RANK = (
+    "The effective rank of the matrices is the exponential of the entropy of their singular values: the number of heads "
+    "for I, and 1 for a matrix of rank one."
+)
 
 
 def write_report(
@@ -37,7 +41,7 @@ def write_report(
     """
     parts = [paragraph(summary(record)), heading("Without a term"), ablation_table(record)]
     for stage in layer.stages:
-        parts += [heading(TITLES[stage]), paragraph(EXPLANATIONS[stage]), layer_table(record, stage)]
+        parts += [heading(TITLES[stage]), paragraph(EXPLANATIONS[stage]), layer_table(record, stage), paragraph(RANK)]
         for name, (figure, caption) in stage_figures(record, layer, flows[stage][shown], shown, stage).items():
             png = as_png(figure)
             (folder / f"{stage}-{name}.png").write_bytes(png)

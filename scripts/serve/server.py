@@ -11,11 +11,20 @@ import transformers
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
+from transformers.cli.serving.utils import CBGenerateManager
 from transformers.cli.transformers import app
 
-from dynattn.modeling.serving.requirements import TRANSFORMERS, check_engine
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
+from dynattn.modeling.serving.requirements import (
+    TRANSFORMERS,
+    check_engine,
+    check_joins,
+    check_settings,
+    with_defaults_of,
+)
 
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_place
@@ -23,6 +32,7 @@ from ..common.errors import UserError
 from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
+start_batching = CBGenerateManager.init_cb
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         server.build_server = build_telling_server
+        CBGenerateManager.init_cb = check_and_start_batching
         with nullcontext() if is_folder else offline_if_unreachable():
             app(["serve", *argv], standalone_mode=False)
     except click.Abort as stopped:  # Click's own name for what a signal raised
@@ -78,8 +89,26 @@ def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
     # What Transformers reads without a check: a field that is missing, or that has another type.
     application.add_exception_handler(KeyError, lambda _, error: refusal(400, f"the request lacks {error}"))
     application.add_exception_handler(TypeError, lambda _, error: refusal(400, f"the request is malformed: {error}"))
+    # What a chat template refuses, such as a role that it does not know.
+    application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
+
+
+def check_and_start_batching(engine: Any, model: Any, generation_config: Any) -> None:
+    """In the place of `CBGenerateManager.init_cb`, which Transformers calls with the settings of each request.
+
+    The first request starts the manager, and all others are computed with its settings, whatever theirs are.
+
+    Raises:
+        ValueError: a request asks for something that is not served, or for other settings than the first one.
+    """
+    start_batching(engine, model, generation_config)
+    manager = engine._cb
+    if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers
+        asked = with_defaults_of(model, generation_config)
+        check_settings(asked, manager.continuous_batching_config)
+        check_joins(manager.generation_config, asked)
 
 
 def shut_down(manager: Any, state: Any) -> None:

@@ -16,7 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # A server that imports and compiles much takes minutes to start on a busy machine; one that ends is noticed at once.
 START_SECONDS = 600
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
+# It refuses the role `nobody`, as many templates do with roles that they do not know.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'nobody' %}{{ raise_exception('nobody speaks') }}{% endif %}"
+    "{{ message['role'] }}: {{ message['content'] }} {% endfor %}assistant: "
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,9 +21,21 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.serving import paged_attention, requirements
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, with_sizes
+from dynattn.modeling.serving.requirements import SHARED, SHARED_IN_SAMPLING, UNSERVED, check_joins
 
 FULL = {"sliding_window": None, "layer_types": None}
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+# Fields of `GenerationConfig` that matter only to beams, to assistants, to caches that are not paged, or to the output
+# of `generate`, and tokens that no prompt gets.
+WITHOUT_EFFECT = {
+    *("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "constraints", "low_memory"),
+    *("assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "is_assistant"),
+    *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "target_lookbehind"),
+    *("speculation_type", "cache_config", "cache_implementation", "max_cache_len", "use_cache", "prefill_chunk_size"),
+    *("compile_config", "disable_compile", "continuous_batching_config", "return_dict_in_generate"),
+    *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "transformers_version"),
+    *("bos_token_id", "decoder_start_token_id", "pad_token_id"),
+}
 SETTINGS: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": 64}
 
 
@@ -256,15 +268,63 @@ def test_a_prompt_that_leaves_no_token_within_the_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("stop_strings", ["x"]), ("repetition_penalty", 5.0), ("prompt_lookup_num_tokens", 3)],
+    [
+        ("num_beams", 4),
+        ("stop_strings", ["x"]),
+        ("repetition_penalty", 5.0),
+        ("prompt_lookup_num_tokens", 3),
+        ("guidance_scale", 1.5),
+        ("forced_eos_token_id", 3),
+        ("bad_words_ids", [[5]]),
+    ],
 )
 def test_what_only_generate_does_is_refused_also_where_the_model_asks_for_it(name: str, value: Any) -> None:
     model = make_model()
-    with pytest.raises(ValueError, match=f"continuous batching would ignore {name}="):
+    with pytest.raises(ValueError, match=f"continuous batching does not serve {name}="):
         model.init_continuous_batching(GenerationConfig(**{name: value}))
     setattr(model.generation_config, name, value)
-    with pytest.raises(ValueError, match=f"continuous batching would ignore {name}="):
+    with pytest.raises(ValueError, match=f"continuous batching does not serve {name}="):
         model.generate_batch([[1]], GREEDY)
+
+
+def test_a_bias_of_several_tokens_is_refused_and_one_of_single_tokens_is_served() -> None:
+    model, prompt = make_model(), [5, 17, 42]
+    first = model.generate_batch([prompt], GREEDY)["req_0"].generated_tokens[0]
+    for bias in ({(first,): -100.0}, [[[first], -100.0]]):
+        biased = GenerationConfig(**{**GREEDY.to_diff_dict(), "sequence_bias": bias})
+        expected = model.generate(torch.tensor([prompt]), generation_config=biased)[0, 3:]
+        assert model.generate_batch([prompt], biased)["req_0"].generated_tokens == expected.tolist()
+    for bias in ({(3, 4): -1.0}, [[[3, 4], -1.0]]):
+        with pytest.raises(ValueError, match=r"sequence_bias of several tokens, such as .3, 4."):
+            model.generate_batch([prompt], GenerationConfig(max_new_tokens=3, sequence_bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("running", "asked", "message"),
+    [
+        ({"do_sample": True, "temperature": 0.5}, {"do_sample": True}, "temperature=1.0, and all .* temperature=0.5"),
+        ({"do_sample": True}, {"do_sample": False}, "do_sample=False, and all"),
+        ({}, {"suppress_tokens": [3]}, r"suppress_tokens=\[3\], and all"),
+        ({}, {"temperature": 0.5}, None),  # nothing is sampled
+        ({"do_sample": True, "temperature": 1.0}, {"do_sample": True, "top_p": 1.0, "max_new_tokens": 3}, None),
+    ],
+)
+def test_requests_join_only_with_the_settings_that_all_share(
+    running: dict[str, Any], asked: dict[str, Any], message: str | None
+) -> None:
+    given = GenerationConfig(**running), GenerationConfig(**asked)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_joins(*given)
+
+
+def test_every_setting_of_transformers_is_known_to_be_served_or_not() -> None:
+    """A new one would be ignored silently, or end the thread that computes all requests."""
+    of_one_request = {"max_new_tokens", "max_length", "eos_token_id"}
+    read_from_logits = {"remove_invalid_values", "renormalize_logits"}
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert (
+        fields - {*UNSERVED, *SHARED, *SHARED_IN_SAMPLING} - of_one_request - read_from_logits - WITHOUT_EFFECT == set()
+    )
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,28 @@ def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedMod
     assert "malformed" in json.loads(refused.value.read())["error"]["message"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": ["a"]}, "continuous batching does not serve stop_strings=['a']"),
+        ({"frequency_penalty": 0.5}, "continuous batching does not serve repetition_penalty=1.5"),
+        ({"generation_config": '{"guidance_scale": 1.5}'}, "continuous batching does not serve guidance_scale=1.5"),
+        ({"logit_bias": {"5": 1.0}}, "asks for sequence_bias={(5,): 1.0}, and all requests"),
+        ({"messages": [{"role": "nobody", "content": "hello"}]}, "the chat template: nobody speaks"),
+    ],
+)
+def test_what_is_not_served_is_refused_after_the_first_request_too(
+    port: int, composed: tuple[PreTrainedModel, str], options: dict[str, Any], message: str
+) -> None:
+    assert ask(port, composed[1], "hello", temperature=0)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(port, composed[1], "hello", **options)
+    assert refused.value.code == 400
+    assert message in json.loads(refused.value.read())["error"]["message"]
+    assert ask(port, composed[1], "hello")
+
+
 @pytest.mark.parametrize(
     ("place", "message"), [("a b", "there is no folder a b"), (".", ". is an empty folder"), ("x", "x is a file")]
 )

@@ -1,0 +1,73 @@
+"""Offloading caches, whose layers are on the host between their uses."""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases.models import make_model
+from cases.seq2seq import make_model as make_seq2seq
+from cases.triton_marks import on_gpu
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.caches.offloading import await_prefetch
+from dynattn.modeling.layers import composed_attention, relative_attention
+from dynattn.modeling.positions.carope import last_phases
+
+
+def make_rcmha() -> RCMHAForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return RCMHAForCausalLM(RCMHAConfig(vocab_size=97, initializer_range=0.2, **sizes)).eval()
+
+
+MODELS = {
+    "composed": make_model,
+    "carope": lambda: make_model(position_scheme="carope"),
+    "rcmha": make_rcmha,
+    "rcmha_seq2seq": lambda: make_seq2seq("rcmha"),
+}
+
+
+def test_the_device_waits_for_the_copies_of_an_offloading_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
+    cache: Any = SimpleNamespace(offloading=True, prefetch_stream="prefetch")
+    await_prefetch(cache, torch.device("cuda"))
+    assert waited == ["prefetch"]
+    for other in (None, DynamicCache(), SimpleNamespace(offloading=False, prefetch_stream="prefetch")):
+        await_prefetch(other, torch.device("cuda"))
+    await_prefetch(cache, torch.device("cpu"))
+    assert waited == ["prefetch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "reader"),
+    [
+        ("carope", composed_attention, "last_phases"),
+        ("rcmha", relative_attention.RCMHAAttention, "_project"),
+    ],
+)
+def test_layers_wait_before_they_read(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: ModuleType, reader: str
+) -> None:
+    events: list[str] = []
+    read = getattr(module, reader)
+    layers = composed_attention if name == "carope" else relative_attention
+    monkeypatch.setattr(layers, "await_prefetch", lambda *_: events.append("waited"))
+    monkeypatch.setattr(module, reader, lambda *given, **named: (events.append("read"), read(*given, **named))[1])
+    with torch.no_grad():
+        MODELS[name]()(torch.arange(1, 6)[None], use_cache=True)
+    per_layer = ["waited", "read"] if read is last_phases else ["waited", *3 * ["read"]]
+    assert events == 3 * per_layer
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in MODELS])
+def test_an_offloaded_cache_changes_no_token(name: str) -> None:
+    model: PreTrainedModel = MODELS[name]().to("cuda")
+    given = {"inputs": torch.arange(1, 20, device="cuda")[None], "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**given)  # type: ignore[operator]
+    offloaded = model.generate(**given, cache_implementation="offloaded")  # type: ignore[operator]
+    assert torch.equal(offloaded, expected)
