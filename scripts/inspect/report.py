@@ -20,8 +20,8 @@ EXPLANATIONS = {
     "post": "The same for probabilities. They can be negative afterwards, and need not sum to one.",
 }
 RANK = (
-    "The effective rank of the matrices is the exponential of the entropy of their singular values: the number of heads "
-    "for I, and 1 for a matrix of rank one."
+    "The effective rank of the matrices is the exponential of the entropy of their singular values: the number of "
+    "heads for I, and 1 for a matrix of rank one."
 )
 
 

@@ -31,7 +31,7 @@ class PublishArguments:
     )
     evaluation: str | None = field(
         default=None,
-        metadata={"help": "folder or results.json of dynattn evaluate, whose scores are added to the model card's metadata"},
+        metadata={"help": "folder or results.json of dynattn evaluate, whose scores go into the model card's metadata"},
     )
     repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
     dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})
