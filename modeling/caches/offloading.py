@@ -11,6 +11,5 @@ def await_prefetch(cache: Cache | None, device: torch.device) -> None:
     before that, such as the contexts of convolutions or the phases of CARoPE, has to wait as well. Without a CUDA
     device nothing is copied in the background.
     """
-    if device.type == "cuda" and getattr(cache, "offloading", False):
-        stream = torch.cuda.default_stream(device)
-        stream.wait_stream(cache.prefetch_stream)  # type: ignore[union-attr, arg-type]
+    if device.type == "cuda" and cache is not None and getattr(cache, "offloading", False):
+        torch.cuda.default_stream(device).wait_stream(cache.prefetch_stream)

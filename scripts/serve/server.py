@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         server.build_server = build_telling_server
-        CBGenerateManager.init_cb = check_and_start_batching
+        CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
         with nullcontext() if is_folder else offline_if_unreachable():
             app(["serve", *argv], standalone_mode=False)
     except click.Abort as stopped:  # Click's own name for what a signal raised
