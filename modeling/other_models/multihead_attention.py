@@ -53,7 +53,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
             factors of both sides for queries and for keys, and drops half of them.
         q_norm, k_norm: modules that are applied to the queries `[B, T, H, D]` and keys `[B, S, H_kv, D]` of each head,
             such as `nn.LayerNorm(D, eps=1e-6, bias=False)` in the authors' vision transformers.
-        implementation: of `dynattn.dcmha_attention`; `None` takes the fastest one that supports the call.
+        implementation: of `dynattn.dcmha_attention`; `None` takes the default, see there.
         layer_idx: number of the layer, from 0; the initial lambda of `differential_heads` depends on it.
         compose: the `compose_*` fields of the configurations, `differential_heads` and `head_norm_eps`, with the same
             meaning and defaults (`CompositionConfig`). `compose_pre=False, compose_post=False` composes nothing.

@@ -141,7 +141,7 @@ def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
     axes.set_yticks([-place for place in range(len(known))], [record["arms"][name]["label"] for _, name in known])
     arrows = "; arrows: at least, or at most" if any(ratios[name].get("bound") for _, name in known) else ""
     what = "operations the baseline needs for the same loss, as a multiple of the arm's"
-    axes.set_xlabel(f"{what} (mean, 95 % interval{arrows})")
+    axes.set_xlabel(f"{what}\n(mean, 95 % interval{arrows})")
     axes.grid(alpha=0.3)
 
 

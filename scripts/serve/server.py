@@ -1,7 +1,7 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,11 @@ def run(argv: Sequence[str]) -> int:
     try:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
-        server.build_server = build_telling_server
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
-        with nullcontext() if is_folder else offline_if_unreachable():
+        with ExitStack() as ends:
+            server.build_server = partial(build_telling_server, ends)
+            if not is_folder:
+                ends.enter_context(offline_if_unreachable())
             app(["serve", *argv], standalone_mode=False)
     except click.Abort as stopped:  # Click's own name for what a signal raised
         raise stopped.__cause__ or KeyboardInterrupt from None
@@ -74,16 +76,18 @@ def show_models_to_server() -> None:
         setattr(transformers, model_class.__name__, model_class)
 
 
-def build_telling_server(*args: Any, **kwargs: Any) -> FastAPI:
+def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     """Transformers' application, changed so that clients learn which model it serves, and why a request failed.
 
-    Otherwise a client would get an internal error without a message, which would only be in the log. The first argument
-    is Transformers' `ModelManager`, which is shut down when the server ends. With it ends the thread of continuous
-    batching, which Transformers leaves running, so that the process would never end.
+    Otherwise a client would get an internal error without a message, which would only be in the log.
+
+    Args:
+        ends: is told what to do when the server ends.
+        args: the first one is Transformers' `ModelManager`.
     """
-    manager, state = args[0], kwargs["generation_state"]
+    manager = args[0]
     manager.get_gen_models = partial(list_models, manager)
-    manager.shutdown = partial(shut_down, manager, state)
+    ends.callback(stop_batching, kwargs["generation_state"])
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
     # What Transformers reads without a check: a field that is missing, or that has another type.
@@ -111,10 +115,14 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
         check_joins(manager.generation_config, asked)
 
 
-def shut_down(manager: Any, state: Any) -> None:
-    """Ends the thread that computes requests together, and frees the models."""
-    state.shutdown()
-    type(manager).shutdown(manager)
+def stop_batching(state: Any) -> None:
+    """Ends the thread that computes requests together, which Transformers leaves running: the process would never end.
+
+    Requests that are left, as after a second interrupt, get no answer.
+    """
+    engine = state._cb_manager
+    if engine is not None and engine._cb is not None:
+        engine._cb.stop(block=True, hard_stop=True)
 
 
 def list_models(manager: Any) -> list[dict[str, Any]]:

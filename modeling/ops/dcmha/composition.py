@@ -22,15 +22,23 @@ class Composition:
     where the low-rank and gate terms of the query and those of the key are both added. Every term reads the original
     `A`. With `groups` > 1 the low-rank terms mix heads only inside each of that many groups of consecutive heads;
     `static` is then expected to be block-diagonal.
+
+    Attributes:
+        query_down, query_up: low-rank factors of the queries, `[B, T, R, H]`.
+        key_down, key_up: those of the keys, `[B, S, R, H]`.
+        query_gate: `[B, T, H]`.
+        key_gate: `[B, S, H]`.
+        static: the same for all pairs, `[H, H]`, indexed [in, out].
+        groups: number of groups of heads that the low-rank terms mix.
     """
 
-    query_down: Tensor | None = None  # [B, T, R, H]
-    query_up: Tensor | None = None  # [B, T, R, H]
-    key_down: Tensor | None = None  # [B, S, R, H]
-    key_up: Tensor | None = None  # [B, S, R, H]
-    query_gate: Tensor | None = None  # [B, T, H]
-    key_gate: Tensor | None = None  # [B, S, H]
-    static: Tensor | None = None  # [H, H], indexed [in, out]
+    query_down: Tensor | None = None
+    query_up: Tensor | None = None
+    key_down: Tensor | None = None
+    key_up: Tensor | None = None
+    query_gate: Tensor | None = None
+    key_gate: Tensor | None = None
+    static: Tensor | None = None
     groups: int = 1
 
     def tensors(self) -> dict[str, Tensor]:

@@ -11,10 +11,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from .plan import GROUPS, TYPES
 
 COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+PANELS_PER_ROW = 4
+# Variants of one type in a group.
+LINES = ("-", "--", ":", "-.")
 
 
 def draw_curves(record: Mapping[str, Any], path: Path) -> None:
@@ -23,15 +27,20 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
     Bands are one standard deviation over seeds to each side.
     """
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
-    figure, panels = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4.5), dpi=150, squeeze=False)
-    for axes, group in zip(panels[0], groups, strict=True):
+    figure, panels = _make_panels(len(groups))
+    for axes, group in zip(panels, groups, strict=True):
+        of_type: dict[str, int] = dict.fromkeys(TYPES, 0)
         for cell in (cell for cell in record["cells"] if cell["group"] == group):
-            _draw_curve(axes, cell, [run for run in record["runs"] if _is_of(run, cell)])
+            kind = _type_of(cell)
+            style = {"color": COLORS[kind], "ls": LINES[of_type[kind] % len(LINES)]}
+            _draw_curve(axes, cell, [run for run in record["runs"] if _is_of(run, cell)], style)
+            of_type[kind] += 1
         axes.set_title(_title(group), fontsize=9)
         axes.set_xlabel("update")
         axes.set_ylabel("bits per character")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)  # inside it would hide curves
+    figure.suptitle("lines: training; points: validation split at the end", fontsize=10)
     _save(figure, path)
 
 
@@ -39,34 +48,44 @@ def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     """Draws validation accuracy as bars with standard deviation and every seed, and the paper's figures beside them."""
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
     cells = {group: [cell for cell in record["cells"] if cell["group"] == group] for group in groups}
-    widths = [*(max(len(cells[group]), len(TYPES)) for group in groups), len(TYPES)]
-    size = (0.9 * sum(widths), 4.2)
-    figure, panels = plt.subplots(1, len(widths), figsize=size, dpi=150, squeeze=False, width_ratios=widths)
-    for axes, group in zip(panels[0], groups, strict=False):
+    figure, (*panels, last) = _make_panels(len(groups) + 1)
+    for axes, group in zip(panels, groups, strict=True):
         _draw_bars(axes, cells[group])
         axes.set_title(_title(group), fontsize=9)
         axes.set_ylabel("validation accuracy")
     quoted = record["quoted"]["accuracy"]
-    axes = panels[0][-1]
-    axes.bar(list(quoted), list(quoted.values()), color=[COLORS[kind] for kind in quoted], alpha=0.5, hatch="//")
-    _number(axes, quoted.values())
-    axes.set_title("quoted from the paper: training and\nvalidation mixed, since the start of training", fontsize=9)
+    last.bar(list(quoted), list(quoted.values()), color=[COLORS[kind] for kind in quoted], alpha=0.5, hatch="//")
+    _number(last, quoted.values())
+    last.set_title("quoted from the paper: training and\nvalidation mixed, since the start of training", fontsize=9)
     _save(figure, path)
 
 
-def _draw_curve(axes: Axes, cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
+def _make_panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels in rows of up to `PANELS_PER_ROW`."""
+    columns = min(count, PANELS_PER_ROW)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.8 * rows), dpi=110, squeeze=False)
+    panels = list(grid.flat)
+    for unused in panels[count:]:
+        unused.remove()
+    return figure, panels[:count]
+
+
+def _draw_curve(
+    axes: Axes, cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], style: Mapping[str, Any]
+) -> None:
     shared = min(len(run["curve"]) for run in runs)  # runs that end by themselves have curves of several lengths
     steps = [point["step"] for point in runs[0]["curve"][:shared]]
     values = np.array([[point["bits_per_character"] for point in run["curve"][:shared]] for run in runs])
     mean = values.mean(axis=0)
-    (line,) = axes.plot(steps, mean, lw=1.2, label=_label(cell), color=COLORS.get(cell["variant"]))
+    axes.plot(steps, mean, lw=1.2, label=_label(cell), **style)
     if len(runs) > 1:
         deviation = values.std(axis=0, ddof=1)
-        axes.fill_between(steps, mean - deviation, mean + deviation, alpha=0.2, color=line.get_color())
+        axes.fill_between(steps, mean - deviation, mean + deviation, alpha=0.2, color=style["color"])
     validation = cell["validation"]["bits_per_character"]
     if validation["mean"] is not None:  # no run diverged
-        spread, color = validation["sd"] or 0, line.get_color()
-        axes.errorbar(steps[-1:], [validation["mean"]], yerr=[spread], fmt="o", color=color, ms=5)
+        spread = validation["sd"] or 0
+        axes.errorbar(steps[-1:], [validation["mean"]], yerr=[spread], fmt="o", color=style["color"], ms=5)
 
 
 def _draw_bars(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
@@ -91,12 +110,18 @@ def _number(axes: Axes, heights: Collection[float]) -> None:
     """Writes the heights into the bars and sets the axis limits, which are normally the same in all panels."""
     axes.set_ylim(0, max(0.65, 1.1 * max(heights)))
     for place, height in enumerate(heights):
-        axes.text(place, height / 2, f"{height:.3f}", ha="center", fontsize=8)
+        box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}  # hatches would strike the number out
+        axes.text(place, height / 2, f"{height:.3f}", ha="center", fontsize=8, bbox=box)
 
 
 def _label(cell: Mapping[str, Any]) -> str:
     variant = cell["variant"].replace(", ", ",\n")
     return f"{variant}\n(n = {len(cell['seeds'])})"
+
+
+def _type_of(cell: Mapping[str, Any]) -> str:
+    """The attention type of a variant such as `rcmha, ReLU`."""
+    return str(cell["variant"]).partition(",")[0]
 
 
 def _title(group: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -46,14 +47,14 @@ def port(composed: tuple[PreTrainedModel, str], tmp_path_factory: pytest.TempPat
             yield number
 
 
-def ask(port: int, model: str, content: str, **options: Any) -> str:
+def ask(port: int, model: str, content: str, timeout: float = 60, **options: Any) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW, **options}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
         return answer.read().decode()
 
 
@@ -184,6 +185,27 @@ def test_a_signal_ends_a_server_that_has_answered(
     lines = log.read_text().splitlines()
     assert lines[-1] == ("stopped by SIGTERM" if number == signal.SIGTERM else "interrupted")
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_server_that_still_has_requests(
+    composed: tuple[PreTrainedModel, str], tmp_path: Path
+) -> None:
+    """After the first one it answers them; those of clients that have gone would take minutes, too."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    port = free_port()
+    words = ["serve", composed[1], "--continuous-batching", "--port", str(port), "--cb-num-blocks", "64"]
+    command = [sys.executable, "-m", "dynattn.scripts.cli", *words]
+    with running_server(command, port, tmp_path, stderr=subprocess.DEVNULL) as server:
+        assert ask(port, composed[1], "hello")
+        with ThreadPoolExecutor(16) as clients:
+            for _ in range(16):
+                clients.submit(ask, port, composed[1], "hello", max_tokens=2000, timeout=1)
+        server.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(5)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 128 + signal.SIGINT
 
 
 def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
