@@ -187,5 +187,5 @@ def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> str:
         for one in checkpoints:
             found = [line["loss"] for line in one["by_position"] if line["from"] == low]
             cells.append(f"{found[0]:.4f}" if found else "")
-        rows.append([f"{low:,} to {high:,} tokens", *cells])
+        rows.append(["1 token" if high == 1 else f"{low:,} to {high:,} tokens", *cells])
     return table(head, rows)

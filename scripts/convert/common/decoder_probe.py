@@ -13,7 +13,15 @@ from dynattn.modeling.caches.names import NEW_NAME, OLD_NAME, cache_in, named_ca
 from ...common.builtin_corpus import builtin_documents
 from ...common.errors import UserError
 from .model_loading import quiet_loading
-from .probe import PROBE_WITHOUT_WINDOW, Answers, Probe, affordable_tokens, random_ids, rounding_between
+from .probe import (
+    PROBE_WITHOUT_WINDOW,
+    Answers,
+    Probe,
+    affordable_tokens,
+    longest_within_memory,
+    random_ids,
+    rounding_between,
+)
 from .tensor_source import TensorSource, count_elements
 
 DECODED = 8
@@ -64,14 +72,17 @@ def _decoded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
     """Token ids `[2, T]` that all models can read: English if there is a tokenizer, else random.
 
-    They are longer than two windows if the models allow and the time is bearable.
+    They are longer than two windows if the models allow, and time and memory are bearable.
 
     Args:
         folder: of one of them, where a tokenizer may be.
         configs: of the models.
     """
     windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
-    affordable = affordable_tokens(count_elements(TensorSource(folder).shapes.values()))
+    heads = max(getattr(config, "num_attention_heads", 1) for config in configs)
+    affordable = min(
+        affordable_tokens(count_elements(TensorSource(folder).shapes.values())), longest_within_memory(2, heads)
+    )
     shortest = min(getattr(config, "max_position_embeddings", None) or PROBE_WITHOUT_WINDOW for config in configs)
     length = max(DECODED + 1, min(max(PROBE_WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
     vocabulary = min(config.vocab_size for config in configs)

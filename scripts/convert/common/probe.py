@@ -5,6 +5,7 @@ the comparison of two models' answers; `decoder_probe`, `encoder_probe`, `image_
 of each kind of model.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from ...common.rounding import NOISE_MULTIPLE, largest, smallest_error
 AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6
 # Tokens of the shortest probe, and of one for models without a sliding window.
 SHORTEST_PROBE, PROBE_WITHOUT_WINDOW = 16, 64
+# Elements of the maps of all heads, of which the eager attention of a layer holds several copies in float32.
+LARGEST_MAP = 2**27
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:
 def affordable_tokens(parameters: int, segments: int = 1) -> int:
     """How many tokens each of `segments` probes of a model may have so that the comparison stays bearable."""
     return max(SHORTEST_PROBE, int(AFFORDABLE_OPERATIONS / (OPERATIONS_PER_PARAMETER * parameters * segments)))
+
+
+def longest_within_memory(rows: int, heads: int) -> int:
+    """How many tokens each of `rows` texts may have so that the attention maps of `heads` heads stay in memory."""
+    return math.isqrt(LARGEST_MAP // (rows * heads))
 
 
 def random_ids(vocabulary: int, *shape: int, generator: torch.Generator | None = None) -> Tensor:

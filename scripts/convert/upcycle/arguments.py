@@ -34,7 +34,8 @@ class UpcycleArguments(ConversionArguments):
     )
     static: bool = field(default=False, metadata={"help": "add a learned mixing that does not depend on the input"})
     layer_types: str | None = field(
-        default=None, metadata={"help": "letters to repeat over the layers: L sees a window, G everything, such as LG"}
+        default=None,
+        metadata={"help": "for decoders, letters to repeat over layers: L sees a window, G all, as LG"},
     )
     sliding_window: int | None = field(
         default=None, metadata={"help": "keys that a token of an L layer sees, itself included"}

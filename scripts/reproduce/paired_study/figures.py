@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
@@ -54,5 +55,6 @@ def _draw_differences(axes: Axes, record: Mapping[str, Any], task: str) -> None:
 def _finish(axes: Axes, labels: list[str], x: str) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(7))  # more labels would run into each other
     axes.set_xlabel(x)
     axes.grid(alpha=0.3)

@@ -1,12 +1,16 @@
 """Comparing what two models answer: shapes, logits, and generated tokens, of which one may give fewer."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import MistralConfig
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.convert.common.probe import Answers, compare_answers
+from dynattn.scripts.convert.common.decoder_probe import make_probe
+from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
 
 LOGITS = torch.randn(2, 3)
 ANSWERS = Answers("6 tokens", (LOGITS,), 1e-7, generated=torch.tensor([[2, 5, 7]]))
@@ -29,3 +33,14 @@ def test_logits_that_are_not_finite_are_never_equal() -> None:
 def test_answers_of_other_shapes_are_refused() -> None:
     with pytest.raises(UserError, match=r"answers of shapes \(2, 3\) and \(2, 2\) cannot be compared"):
         compare_answers(ANSWERS, dataclasses.replace(ANSWERS, ways=(LOGITS[:, :2],)))
+
+
+@pytest.mark.parametrize(("window", "length"), [(100, 208), (4096, 2364), (None, 64)])
+def test_a_probe_is_longer_than_two_windows_if_its_maps_stay_in_memory(
+    tmp_path: Path, window: int | None, length: int
+) -> None:
+    save_file({"weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+    config = MistralConfig(vocab_size=50, hidden_size=96, num_attention_heads=12, sliding_window=window)
+    ids = make_probe(tmp_path, config, config)
+    assert ids.shape == (2, length)
+    assert 2 * 12 * length**2 <= LARGEST_MAP
