@@ -50,7 +50,7 @@ LONGEST_NAME = 255
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of `config.json`. A `generation_config.json` beside it, which jobs copy, must be JSON too.
+    """Returns the content of `config.json`. A `generation_config.json` beside it, which jobs copy, is checked, too.
 
     Raises:
         UserError: the folder, or a file, is missing or damaged, or the model is quantized or an adapter.
@@ -61,12 +61,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (folder / ADAPTER).exists():
         raise UserError(f"{folder} holds an adapter ({ADAPTER}); merge it into its model, and save that")
     check_has_config(folder)
-    content = read_json(folder / "config.json")
-    if not isinstance(content, dict):
-        raise UserError(f"{folder / 'config.json'} must hold an object, not a {type(content).__name__}")
+    content = _read_object(folder / "config.json")
     check_fields(content)
     if (generation := folder / "generation_config.json").is_file():
-        read_json(generation)
+        _check_token_ids(generation)
     return content
 
 
@@ -160,6 +158,21 @@ def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
         shutil.copyfile(source / name, destination / name)
         if name == TOKENIZER_CONFIG:
             _forget_path(destination / name)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold an object, not a {type(content).__name__}")
+    return content
+
+
+def _check_token_ids(path: Path) -> None:
+    """Refuses tokens in a `generation_config.json` that are no numbers, which Transformers itself does not check."""
+    for name, value in _read_object(path).items():
+        tokens = value if isinstance(value, list) else [value]
+        if name.endswith("_token_id") and not all(token is None or type(token) is int for token in tokens):
+            raise UserError(f"{path}: {name} ({value!r}) must be the number of a token, or a list of such numbers")
 
 
 def _forget_path(path: Path) -> None:

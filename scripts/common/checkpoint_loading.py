@@ -130,7 +130,7 @@ def _load_model(
         raise
     except Exception as error:  # damaged files and bad values in them raise errors of many types
         place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
-        hint = "; a module of yours that registers it goes with --import" if _is_unknown(error) else ""
+        hint = "; a module of yours that registers it goes with --import" if is_unknown(error) else ""
         raise UserError(f"cannot load a causal language model from {place}: {_reason(error)}{hint}") from error
     if reads_both_ways(model.config):
         raise UserError(
@@ -156,7 +156,7 @@ def _reason(error: Exception) -> str:
     return first_line(error) if isinstance(error, OSError | ValueError) else refusal_of(error)
 
 
-def _is_unknown(error: Exception) -> bool:
+def is_unknown(error: Exception) -> bool:
     """Whether the model type is one that Transformers does not know."""
     return isinstance(error, ValueError) and isinstance(error.__context__, KeyError)
 

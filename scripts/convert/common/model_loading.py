@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from ...common.checkpoint_files import read_config
-from ...common.errors import UserError, last_line, refusal_of
+from ...common.checkpoint_loading import is_unknown
+from ...common.errors import UserError, first_line, last_line, refusal_of
 from .tensor_source import TensorSource, count_elements
 
 
@@ -26,7 +27,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # Transformers checks few fields, so that a bad value ends in any exception
-        raise UserError(f"{folder / 'config.json'} is not valid: {refusal_of(error)}") from error
+        told = first_line(error) if is_unknown(error) else refusal_of(error)
+        raise UserError(f"{folder / 'config.json'} is not valid: {told}") from error
 
 
 def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> PreTrainedModel:

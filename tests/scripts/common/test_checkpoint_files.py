@@ -1,6 +1,7 @@
 """What is believed of a checkpoint folder: links, JSON, sizes."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dynattn.scripts.common.checkpoint_files import (
     copy_files,
     file_sizes,
     matching_files,
+    read_config,
     read_json,
     read_weight_map,
     require_inside,
@@ -90,6 +92,22 @@ def test_json_may_be_deep_but_not_too_deep(tmp_path: Path) -> None:
     file.write_text('{"a":' * DEEPEST + "1" + "}" * DEEPEST)
     with pytest.raises(UserError, match="levels deep"):
         read_json(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "must hold an object, not a list"),
+        ('{"eos_token_id": "x"}', r"eos_token_id \('x'\) must be the number of a token"),
+        ('{"eos_token_id": [2, true]}', r"eos_token_id \(\[2, True\]\) must be"),
+        ('{"eos_token_id": [2, 3], "pad_token_id": null, "temperature": 0.7}', None),
+    ],
+)
+def test_settings_of_generation_have_tokens_that_are_numbers(text: str, message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(text)
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        assert read_config(tmp_path) == {}
 
 
 def test_sizes_fit_the_tensors() -> None:

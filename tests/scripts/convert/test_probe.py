@@ -10,6 +10,7 @@ from transformers import MistralConfig
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.decoder_probe import make_probe
+from dynattn.scripts.convert.common.model_loading import load_config
 from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
 
 LOGITS = torch.randn(2, 3)
@@ -44,3 +45,9 @@ def test_a_probe_is_longer_than_two_windows_if_its_maps_stay_in_memory(
     ids = make_probe(tmp_path, config, config)
     assert ids.shape == (2, length)
     assert 2 * 12 * length**2 <= LARGEST_MAP
+
+
+def test_a_model_type_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    with pytest.raises(UserError, match=r"config\.json is not valid: .* has model type `no_such_type`"):
+        load_config(tmp_path)
