@@ -120,8 +120,7 @@ def check_settings(generation_config: Any, settings: Any) -> None:
         settings: a `ContinuousBatchingConfig`.
     """
     for name, neutral in UNSERVED.items():
-        value = getattr(generation_config, name, None)
-        if value is not None and value != neutral:
+        if (value := _setting(generation_config, name, neutral)) != neutral:
             raise ValueError(
                 f"continuous batching does not serve {name}={value!r}; leave it out, or use generate() with a batch "
                 "that is padded on the left"
@@ -155,14 +154,18 @@ def check_joins(running: Any, asked: Any) -> None:
     """
     shared = SHARED | (SHARED_IN_SAMPLING if running.do_sample else {})
     for name, neutral in shared.items():
-        ours, theirs = (
-            neutral if (value := getattr(config, name, None)) is None else value for config in (running, asked)
-        )
+        ours, theirs = (_setting(config, name, neutral) for config in (running, asked))
         if ours != theirs:
             raise ValueError(
                 f"a request asks for {name}={theirs!r}, and all requests that are served together have "
                 f"{name}={ours!r}, as the first of them asked; ask for the same, or start another server"
             )
+
+
+def _setting(generation_config: Any, name: str, neutral: Any) -> Any:
+    """A setting; its neutral value if it is unset or empty, as some clients send `stop` and `logit_bias`."""
+    value = getattr(generation_config, name, None)
+    return neutral if value is None or value == [] or value == {} else value
 
 
 def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:

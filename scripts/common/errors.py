@@ -56,6 +56,8 @@ def refusal_of(error: Exception) -> str:
 
     An error whose message alone says nothing, such as a KeyError with its key, is preceded by its type.
     """
+    if type(error).__name__ == "SafetensorError":  # which is not imported, so that this module stays light
+        return f"a weight file is truncated or damaged ({last_line(error)}); copy or save it again"
     is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
     return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import UserError
+from .data.indexed_names import is_indexed
 from .options.mappings import SourceOptions, parse_mapping, parse_source
 from .options.ranges import RangedOptions
 from .options.sweep import Sweep
@@ -133,6 +134,8 @@ class PretrainArguments(RangedOptions):
         for option in ("mixture", "streaming", "skip_sequences", "chat_column", "length_warmup_steps"):
             if getattr(self, option):
                 raise UserError(f"carry_memory reads one text from its start to its end; leave out {option}")
+        if indexed := [name for name in (self.dataset, self.validation_dataset) if name and is_indexed(name)]:
+            raise UserError(f"carry_memory reads text, not tokens that exist already ({indexed[0]}); give the text")
         if self.packing != "concatenate":
             raise UserError(f"carry_memory reads a stream without gaps; leave out packing={self.packing}")
         if self.mask_documents:
@@ -164,6 +167,9 @@ class PretrainArguments(RangedOptions):
             raise UserError(
                 "streaming and chat_column need a tokenizer that exists; set tokenizer to a folder or a Hub name"
             )
+        indexed = [source.dataset for source in self.sources.values() if is_indexed(source.dataset)]
+        if self.chat_column and indexed:
+            raise UserError(f"{indexed[0]} holds tokens, and chat_column={self.chat_column} is of texts; leave it out")
         if self.chat_template and not self.chat_column:
             raise UserError(f"chat_template={self.chat_template} needs conversations; name their chat_column")
 
@@ -180,6 +186,8 @@ class PretrainArguments(RangedOptions):
                 f"sequence_length={self.sequence_length} must be 3 or more with packing=anchor: a sequence holds an "
                 "anchor and at least two tokens, the second of which is predicted from the first"
             )
+        if self.shortest_length is not None and not self.length_warmup_steps:
+            raise UserError(f"shortest_length={self.shortest_length} is for length_warmup_steps; give it, too")
         limit, length = self.position_limit, self.sequence_length
         if limit is not None and self.position_sampling is None:
             raise UserError(f"position_limit={limit} is for sampled positions; give position_sampling, too")

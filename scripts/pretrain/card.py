@@ -128,7 +128,7 @@ def metadata(arguments: PretrainArguments, result: Result, model_type: str) -> M
     """What the Hub reads at the head of the card."""
     parent = arguments.init_from
     return ModelCardData(
-        datasets=[arguments.dataset] if is_hub_name(arguments.dataset) else None,
+        datasets=[source.dataset for source in arguments.sources.values() if is_hub_name(source.dataset)] or None,
         base_model=parent if parent is not None and _is_on_the_hub(parent) else None,
         library_name="transformers",
         pipeline_tag=WORDINGS[result.objective].pipeline,

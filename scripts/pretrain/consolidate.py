@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..common.arguments import name_words, parse_arguments
 from ..common.errors import UserError
+from ..common.folder_names import resolve_destination
 
 if TYPE_CHECKING:  # only for annotations: help and mistyped options need to be fast
     from torch import Tensor
@@ -59,7 +60,7 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     from ..common.atomic_folder import check_destination, recover, staged_folder
     from .outputs import checkpoint
 
-    source, destination = find_checkpoint(Path(arguments.source)), Path(arguments.destination).resolve()
+    source, destination = find_checkpoint(Path(arguments.source)), resolve_destination(arguments.destination)
     recover(destination)
     check_free = partial(check_destination, destination, source.resolve(), arguments.overwrite)
     check_free()

@@ -122,11 +122,11 @@ class Guard:
             before: the progress at the bad update.
 
         Raises:
-            UserError: there is no checkpoint.
+            DivergedError: there is no checkpoint.
         """
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         if not saved:
-            raise UserError(
+            raise DivergedError(
                 f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to; start anew with a "
                 "smaller save_every, or give on_bad_update: skip"
             )

@@ -35,7 +35,14 @@ from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
-from .engines.choice import LAUNCHED_DEEPSPEED, LAUNCHED_FSDP, LAUNCHED_MESH, build_engine, launched_engine
+from .engines.choice import (
+    LAUNCHED_ACCUMULATION,
+    LAUNCHED_DEEPSPEED,
+    LAUNCHED_FSDP,
+    LAUNCHED_MESH,
+    build_engine,
+    launched_engine,
+)
 from .engines.interface import Engine
 from .guard import Guard
 from .model import check_attention, choose_attention
@@ -126,9 +133,9 @@ def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
 
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     """An `Accelerator` that logs to TensorBoard in the output folder; without a GPU its processes run on the CPU."""
-    # The engines here shard models themselves. With these variables set, Accelerate would shard them a second time, or
-    # on a CPU ignore its configuration.
-    for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH):
+    # The engines here shard models and divide losses themselves. With these variables set, Accelerate would do it a
+    # second time, or on a CPU ignore its configuration.
+    for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH, LAUNCHED_ACCUMULATION):
         os.environ.pop(name, None)
     # Accelerate keeps its state for the whole process, but a second run in it may have another precision.
     AcceleratorState._reset_state()

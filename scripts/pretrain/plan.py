@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..common.carried_memory import CarriedMemory, NoMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
-from .data.batch_order import TrainingOrder
+from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, block_within
 from .data.length_warmup import LengthWarmup
 from .data.objectives import Objective, make_objective
 from .data.opening import open_data
@@ -110,6 +110,8 @@ def build_plan(
     config = build_config(arguments, tokenizer)
     model = build_model(arguments, config, on_meta=on_meta)
     order.pass_length = pass_length(order, len(train), resume_from)
+    if isinstance(order, MixtureOrder):
+        order.divide(mixture_block(order, arguments, resume_from))
     schedule = build_schedule(arguments, order.pass_length, global_batch)
     check_passes(order, arguments, schedule.max_steps)
     memory = build_memory(arguments, config, segments=len(train) // global_batch)
@@ -131,10 +133,18 @@ def pass_length(order: TrainingOrder, sequences: int, resume_from: Path | None) 
     return read_state(resume_from)["fingerprint"].get("pass_length", sequences)
 
 
+def mixture_block(order: MixtureOrder, arguments: PretrainArguments, resume_from: Path | None) -> int:
+    """The length of a mixture's blocks; a run that resumes keeps those that it began with."""
+    if resume_from is not None:
+        return int(read_state(resume_from)["fingerprint"].get("mixture_block", MIXTURE_BLOCK))
+    return block_within(order.pass_length, len(order.sizes)) if arguments.has_source_epochs else MIXTURE_BLOCK
+
+
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:
     """Refuses a run that would read a source more often than its `max_epochs`.
 
     The last update of a run whose length is given in epochs is filled with sequences beyond them, so it is not counted.
+    Nor is a thousandth, to which the places of the sources in a block are rounded.
 
     Raises:
         UserError: the run would read a source more often.
@@ -143,7 +153,7 @@ def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: 
     single = next(iter(sources.values()))  # a single source is not called by its name in `passes`
     for name, passes in order.passes(max_steps if arguments.max_steps else max_steps - 1).items():
         source = sources.get(name, single)
-        if source.max_epochs is not None and passes > source.max_epochs:
+        if source.max_epochs is not None and passes > 1.001 * source.max_epochs:
             raise UserError(
                 f"the run would read {name} {passes:.2f} times, and its max_epochs is {source.max_epochs}; lower "
                 "epochs, max_steps or its weight, or give more data"
@@ -170,6 +180,7 @@ def build_fingerprint(
         **dataclasses.asdict(schedule),
         "global_batch": order.global_batch,
         "pass_length": order.pass_length,
+        **({"mixture_block": order.block} if isinstance(order, MixtureOrder) else {}),
     }
     return json.loads(json.dumps(fingerprint))
 

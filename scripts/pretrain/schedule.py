@@ -16,6 +16,8 @@ from .options.ranges import LARGEST_INTEGER
 class RateSchedule:
     """Linear warmup to `peak`, then down to `peak * min_ratio` at the last of `max_steps` updates, in one of two ways.
 
+    A run whose warmup leaves a single update ends at the peak.
+
     `cosine` begins to fall at once. `wsd` (warmup, stable, decay; MiniCPM, arXiv 2404.06395) stays at the peak until
     the last `decay_share` of the updates, in which it falls in a straight line.
 

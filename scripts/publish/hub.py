@@ -59,15 +59,21 @@ def push(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Publish with dynattn",
-            delete_patterns=[*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())],
+            delete_patterns=replaced_patterns(folder),
         )
     return commit.commit_url
+
+
+def replaced_patterns(folder: Path) -> list[str]:
+    """Patterns of the files of an earlier push that are deleted where `folder` lacks them."""
+    return [*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())]
 
 
 def later_push(repo: str, folder: Path, private: bool, revision: str | None, commit_message: str | None) -> str:
     """The command of the Hub's client that makes the same push."""
     options = [*(["--private"] if private else []), *(["--revision", revision] if revision else [])]
     options += ["--commit-message", commit_message] if commit_message else []
+    options += [word for pattern in replaced_patterns(folder) for word in ("--delete", pattern)]
     return shlex.join(["hf", "upload", repo, str(folder), ".", *options])
 
 

@@ -11,10 +11,12 @@ from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 
 CURVES = (
-    (("train", "validation"), "loss", "Loss (nats per target token)", False),
+    (("train", "validation"), "loss", "Loss (nats per target)", False),
+    (("validation",), "average_loss", "Loss of the averaged weights (nats per target)", False),
     (("validation",), "bits_per_byte", "Bits per byte of held-out text", False),
     (("train",), "grad_norm", "Gradient norm before clipping", True),
     (("train",), "learning_rate", "Learning rate", False),
+    (("train",), "composition_learning_rate", "Learning rate of the weights that compose heads", False),
     (("train",), "tokens_per_second", "Tokens per second", False),
     (("train",), "mfu", "Model FLOPs utilization", False),
     (("train",), "memory_gib", "Memory (GiB) of a process at most", False),

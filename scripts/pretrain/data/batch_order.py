@@ -1,5 +1,6 @@
 """Which sequences each update sees: a pure function of the seed and the step, so that resuming needs no replay."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-# A source of a mixture has as many places in every block of this length: its weight, rounded to whole places.
+# The length of the blocks of a mixture, or the greatest one where an epoch is divided into whole blocks.
 MIXTURE_BLOCK = 1 << 14
 
 
@@ -67,8 +68,12 @@ class TrainingOrder:
 class MixtureOrder(TrainingOrder):
     """Draws every update from several sources, each of which is read epoch after epoch at its own pace.
 
-    The order consists of blocks of `MIXTURE_BLOCK` places. A source has the same number of places in each block, in
-    proportion to its weight; the order of the sources is shuffled for each block.
+    The order consists of blocks of as many places. A source has the same number of places in each block, in proportion
+    to its weight; the order of the sources is shuffled for each block. So a run that ends inside a block has read its
+    part of a source only up to chance.
+
+    Attributes:
+        block: the number of places in a block.
 
     Args:
         names: of the sources.
@@ -87,19 +92,23 @@ class MixtureOrder(TrainingOrder):
         skip: int = 0,
     ) -> None:
         super().__init__(sum(sequences), global_batch, seed, skip)
-        self.names, self.sizes = list(names), list(sequences)
-        self.quotas = apportion(weights, MIXTURE_BLOCK)
+        self.names, self.sizes, self.weights = list(names), list(sequences), list(weights)
+        self.divide(MIXTURE_BLOCK)
         self.orders = [TrainingOrder(size, 1, seed + 1 + source) for source, size in enumerate(sequences)]
         self.offsets = np.cumsum(sequences) - np.array(sequences)
-        self._block, self._sources = -1, np.empty(0, dtype=np.int64)
+
+    def divide(self, block: int) -> None:
+        """Sets the number of places in a block."""
+        self.block, self.quotas = block, apportion(self.weights, block)
+        self._shuffled_block, self._sources = -1, np.empty(0, dtype=np.int64)
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
-        blocks = places // MIXTURE_BLOCK
-        return np.concatenate([self._in_block(int(b), places[blocks == b] % MIXTURE_BLOCK) for b in np.unique(blocks)])
+        blocks, offsets = np.divmod(places, self.block)
+        return np.concatenate([self._in_block(int(block), offsets[blocks == block]) for block in np.unique(blocks)])
 
     def passes(self, steps: int) -> dict[str, float]:
-        total = steps * self.global_batch / MIXTURE_BLOCK
+        total = steps * self.global_batch / self.block
         return {
             name: float(total * quota / size)
             for name, quota, size in zip(self.names, self.quotas, self.sizes, strict=True)
@@ -116,23 +125,34 @@ class MixtureOrder(TrainingOrder):
         return chosen
 
     def _shuffle_block(self, block: int) -> None:
-        """Sets the source of each place of a block, `[MIXTURE_BLOCK]`, and how often it came before in this block."""
-        if block == self._block:
+        """Sets the source of each place of a block, `[block]`, and how often it came before in this block."""
+        if block == self._shuffled_block:
             return
         turns = np.repeat(np.arange(len(self.quotas)), self.quotas)
         self._sources = np.random.default_rng((self.seed or 0, block)).permutation(turns)
-        self._ranks = np.empty(MIXTURE_BLOCK, dtype=np.int64)
+        self._ranks = np.empty(self.block, dtype=np.int64)
         for source, quota in enumerate(self.quotas):
             self._ranks[self._sources == source] = np.arange(quota)
-        self._block = block
+        self._shuffled_block = block
+
+
+def block_within(pass_length: float, sources: int) -> int:
+    """The length of blocks into which an epoch of `pass_length` sequences can be divided, so that it ends with one.
+
+    Then each source is read as often as its epochs say. A block has a place for each source, and up to `MIXTURE_BLOCK`.
+    """
+    sequences = math.ceil(pass_length)
+    return max(math.ceil(sequences / math.ceil(sequences / MIXTURE_BLOCK)), sources)
 
 
 def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
     """Divides `places` in proportion to `weights` `[S]` (largest remainder method), with at least one for each."""
+    assert places >= len(weights)
     exact = np.array(weights) / sum(weights) * places
     shares = np.maximum(np.floor(exact), 1).astype(np.int64)
     while (left := places - int(shares.sum())) != 0:
-        chosen = int(np.argmax((exact - shares) * np.sign(left)))
+        missing = exact - shares
+        chosen = np.argmax(missing) if left > 0 else np.argmin(np.where(shares > 1, missing, np.inf))
         shares[chosen] += np.sign(left)
     return shares
 

@@ -15,7 +15,7 @@ from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from ..options.mappings import SourceOptions
 from .files import LOADERS, find_files, leave_out_empty
-from .indexed import is_indexed
+from .indexed_names import is_indexed
 
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
@@ -49,7 +49,7 @@ def load_documents(arguments: PretrainArguments) -> Documents:
         if not is_indexed(source.dataset)
     }
     validation = load_validation(arguments)
-    if validation is None and train:
+    if validation is None and arguments.validation_dataset is None and train:
         share, divisible = arguments.validation_share, arguments.chat_column is None
         parts = {name: hold_out(dataset, share, divisible=divisible) for name, dataset in train.items()}
         train = {name: part[0] for name, part in parts.items()}
@@ -61,11 +61,14 @@ def check_splits(arguments: PretrainArguments) -> None:
     """Refuses splits of files, which have none: a file named for two splits would be learned and then scored.
 
     Raises:
-        UserError: a split is named, and none of the data that could have it is on the Hub.
+        UserError: a split or a configuration is named, and none of the data that could have it is on the Hub.
     """
     trained = [source.dataset for source in arguments.sources.values()]
     if arguments.train_split != "train" and not any(map(is_hub_name, trained)):
         raise UserError(f"train_split={arguments.train_split} is a split of a Hub dataset, not of {', '.join(trained)}")
+    named = [*trained, *filter(None, [arguments.validation_dataset])]
+    if arguments.dataset_config is not None and not any(map(is_hub_name, named)):
+        raise UserError(f"dataset_config={arguments.dataset_config} is of a Hub dataset, not of {', '.join(named)}")
     validated = arguments.validation_dataset or arguments.dataset
     if arguments.validation_split is not None and not is_hub_name(validated):
         raise UserError(

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from ...common.errors import UserError
 from ...common.token_streams import IGNORE_INDEX
 from ..outputs import checksums
+from .indexed_names import DATA, INDEX
 from .sequences import Sequences, as_item, restarting_positions
 from .token_stream import TokenStream
 from .tokenization import decoded_bytes
 
-INDEX, DATA = ".idx", ".bin"
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 # Magic, version, code of the data type, number of sequences, number of document boundaries.
 HEADER = struct.Struct("<9sQBQQ")
@@ -37,11 +37,6 @@ TOKEN_TYPES: dict[int, type[np.integer]] = {
 }
 # How much of a large `.bin` is read to recognize it and to look for tokens outside the vocabulary.
 PAGES, PAGE_BYTES = 256, 4096
-
-
-def is_indexed(source: str) -> bool:
-    """Whether `source` names a file of this format."""
-    return Path(source).suffix in (INDEX, DATA)
 
 
 @dataclass(frozen=True)

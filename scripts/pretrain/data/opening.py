@@ -11,7 +11,8 @@ from ..arguments import PretrainArguments
 from ..outputs.run_folder import RunFolder
 from .anchored import AnchoredSequences
 from .batch_order import MixtureOrder, TrainingOrder
-from .indexed import IndexedSamples, IndexedTokens, is_indexed
+from .indexed import IndexedSamples, IndexedTokens
+from .indexed_names import is_indexed
 from .packing import BestFitSequences, PackedSequences, StreamSegments
 from .preparation import VALIDATION
 from .sequences import MixedSequences, Sequences
@@ -54,12 +55,13 @@ def _open_source(
 
 
 def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Sequences:
-    """The validation sequences: of documents, of tokens that the user named, or of the end of the training tokens."""
-    if (folder / VALIDATION).exists():
+    """The validation sequences: of tokens that the user named, of documents, or of the end of the training tokens."""
+    named = arguments.validation_dataset
+    if (folder / VALIDATION).exists() and not (named and is_indexed(named)):
         stream = TokenStream.open(folder / VALIDATION)
         return _pack(stream, "the validation data", arguments, tokenizer, score_all=True)
-    if arguments.validation_dataset is not None:
-        data = _open_indexed(arguments.validation_dataset, tokenizer)
+    if named is not None:
+        data = _open_indexed(named, tokenizer)
         return _as_sequences(data, range(_count(data, arguments)), arguments, tokenizer, score_all=True)
     if len(arguments.sources) > 1:
         raise UserError("a mixture of tokens that exist already holds nothing out; name validation_dataset")

@@ -109,5 +109,7 @@ def check_reads_positions(config: PreTrainedConfig, option: str) -> None:
 
 def schemes_of(config: Any) -> set[str]:
     """The position schemes of a model of this package; none for other models."""
+    if hasattr(config, "schemes"):
+        return set(config.schemes)
     scheme = getattr(config, "position_scheme", None)
-    return set(getattr(config, "schemes", {scheme} - {None}))
+    return set() if scheme is None else {scheme}

@@ -18,7 +18,8 @@ from ..outputs.run_folder import RunFolder
 from . import digests, documents, tokenizer
 from .chat_template import digest_of, give_chat_template
 from .document_encoders import ChatEncoder, Encoder, TextEncoder
-from .indexed import IndexedTokens, is_indexed
+from .indexed import IndexedTokens
+from .indexed_names import is_indexed
 from .objectives import make_objective
 from .streaming import split_stream
 from .token_cache import write_cached

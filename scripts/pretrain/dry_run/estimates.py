@@ -36,6 +36,7 @@ class Estimate:
         flops: FLOPs per token of a training step, averaged over a sequence that is one document.
         composition_share: the share of these FLOPs that composition needs.
         memory: memory of one process, for each engine.
+        precision: the dtype of matrix products.
         tokens_per_second: estimated speed of all GPUs together.
         tokens_per_update: tokens of all processes in an update.
         updates: number of updates; None if it depends on the data.
@@ -46,6 +47,7 @@ class Estimate:
     flops: float
     composition_share: float
     memory: dict[str, EngineMemory]
+    precision: str
     tokens_per_second: float
     tokens_per_update: int
     updates: int | None
@@ -89,14 +91,16 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
         "moments": moment_bytes(model, arguments),
         "averages": rehearsal.weights * (arguments.ema_decay is not None),
     }
-    memory = {name: engine_memory(name, rehearsal, count, gpu.node, bf16=bf16, **kept) for name in ENGINES}
-    rate = count * gpu.flops_per_second * ASSUMED_MFU / plain
+    group = arguments.shard_processes or gpu.node
+    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, **kept) for name in ENGINES}
+    rate = count * (gpu.bfloat16_rate if bf16 else gpu.float32_rate) * ASSUMED_MFU / plain
     tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
     return Estimate(
         parameters=count_parameters(model),
         flops=flops,
         composition_share=1 - plain / flops,
         memory=memory,
+        precision="bfloat16" if bf16 else "float32",
         tokens_per_second=rate / (RECORDED_RATIO if composes(config) else 1.0),
         tokens_per_update=tokens_per_update,
         updates=arguments.max_steps,
@@ -114,8 +118,9 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
         f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
         f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
         *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
-        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {ASSUMED_MFU:.0%} of the GPU's FLOP/s for a "
-        f"plain model, {RECORDED_RATIO} times its time for a composed one, as on a CPU; not measured on a GPU)",
+        f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {ASSUMED_MFU:.0%} of the GPU's FLOP/s in "
+        f"{found.precision} for a plain model, {RECORDED_RATIO} times its time for a composed one, as on a CPU; not "
+        "measured on a GPU)",
         *_time_lines(found, arguments, count),
     ]
     return "\n".join(lines)

@@ -12,23 +12,25 @@ class Gpu:
 
     Attributes:
         name: name for the terminal.
-        flops_per_second: peak rate of dense matrix products in bfloat16.
+        bfloat16_rate: peak FLOP/s of dense matrix products in bfloat16.
+        float32_rate: the same in float32, for which PyTorch does not use tensor cores unless it is told to.
         gib: memory.
         node: how many of them a machine usually has.
     """
 
     name: str
-    flops_per_second: float
+    bfloat16_rate: float
+    float32_rate: float
     gib: int
     node: int = 8
 
 
 # NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and L40S; rates without sparsity.
 GPUS = {
-    "a100": Gpu("A100 80GB", 312e12, 80),
-    "h100": Gpu("H100 SXM", 989e12, 80),
-    "h200": Gpu("H200 SXM", 989e12, 141),
-    "l40s": Gpu("L40S", 362e12, 48),
+    "a100": Gpu("A100 80GB", 312e12, 19.5e12, 80),
+    "h100": Gpu("H100 SXM", 989e12, 67e12, 80),
+    "h200": Gpu("H200 SXM", 989e12, 67e12, 141),
+    "l40s": Gpu("L40S", 362e12, 91.6e12, 48),
 }
 
 

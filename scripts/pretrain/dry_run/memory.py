@@ -241,18 +241,19 @@ class EngineMemory:
 
 
 def engine_memory(
-    name: str, rehearsal: Rehearsal, gpus: int, node: int, *, bf16: bool, moments: int, averages: int = 0
+    name: str, rehearsal: Rehearsal, gpus: int, group: int, *, bf16: bool, moments: int, averages: int = 0
 ) -> EngineMemory:
-    """What one process of the engine `name` needs on `gpus` GPUs, of which a machine has `node`.
+    """What one process of the engine `name` needs on `gpus` GPUs.
 
-    Weights are float32 in all engines, even if computation is in bfloat16. HSDP shards them inside a machine.
+    Weights are float32 in all engines, even if computation is in bfloat16.
 
     Args:
+        group: how many GPUs share the weights of a replica in HSDP.
         moments: bytes of the optimizer's state for all weights.
         averages: bytes of the weights' moving averages, if they are kept.
     """
     whole = rehearsal.weights
-    share = {"ddp": 1, "hsdp": min(gpus, node)}.get(name, gpus)
+    share = {"ddp": 1, "hsdp": min(gpus, group)}.get(name, gpus)
     if name.startswith("zero"):
         return _zero_memory(int(name[-1]), rehearsal, gpus, moments + averages)
     if name == "ddp":

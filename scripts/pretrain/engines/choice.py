@@ -17,11 +17,15 @@ logger = logging.getLogger(__name__)
 LAUNCHED_FSDP = "ACCELERATE_USE_FSDP"
 LAUNCHED_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 LAUNCHED_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
-# Those that stand for settings of DeepSpeed which runs here do not read, with the names of these settings.
+LAUNCHED_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+# Those that stand for settings of DeepSpeed which runs here do not read: the names of these settings, and values that
+# change nothing.
 IGNORED_OF_DEEPSPEED = {
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", "none"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", "none"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", "none"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", "none"),
+    LAUNCHED_ACCUMULATION: ("gradient_accumulation_steps", "1"),
 }
 LAUNCHED_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
@@ -71,15 +75,16 @@ def launched_stage(environment: Mapping[str, str]) -> str:
     """The ZeRO engine that the launcher's configuration of DeepSpeed names.
 
     Raises:
-        UserError: it names none, or has a setting that would have no effect here (a file, offloading).
+        UserError: it names none, or has a setting that would have no effect here (a file, offloading, accumulation).
     """
     stage = environment.get(LAUNCHED_STAGE, "2")
     if stage not in ("1", "2", "3"):
         raise UserError(f"`accelerate launch` is configured for zero_stage={stage}; give 1, 2 or 3, or --engine ddp")
-    for name, what in IGNORED_OF_DEEPSPEED.items():
-        if (value := environment.get(name, "none")) != "none":
+    for name, (what, unset) in IGNORED_OF_DEEPSPEED.items():
+        if (value := environment.get(name, unset)) not in (unset, "none"):
             raise UserError(
-                f"`accelerate launch` is configured for {what}={value}, which runs here do not read; leave it out"
+                f"`accelerate launch` is configured for {what}={value}, which runs here do not read; leave it out, and "
+                "give dynattn pretrain what it has an option for"
             )
     return f"zero{stage}"
 

@@ -112,6 +112,11 @@ class RunFolder:
             raise UserError(
                 f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
             )
+        if chosen is not None and not in_place and _is_inside(chosen, self.path):
+            raise UserError(
+                f"a run in {self.path} that resumes from {chosen} would delete it with the run that is there; give "
+                f"another output, or copy the checkpoint into {self.checkpoints}"
+            )
         if not overwrite and not (in_place and self._is_shorter(max_steps)):
             self._check_free(checkpoints_too=not in_place)
         if chosen is not None:
@@ -196,9 +201,7 @@ class RunFolder:
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""
-        # Unlike `Path.resolve`, `realpath` does not raise for links in a circle; `verify` refuses these later.
-        parent, own = (os.path.realpath(path) for path in (chosen.parent, self.checkpoints))
-        return parent == own
+        return _real_path(chosen.parent) == _real_path(self.checkpoints)
 
     def _own_paths(self) -> tuple[Path, ...]:
         """All files and folders of a run, except for the marker."""
@@ -247,6 +250,15 @@ class RunFolder:
                 f"output={self.path} already holds a run with {found[-1].name}; give another folder, --resume auto to "
                 "continue it, or --overwrite to replace it"
             )
+
+
+def _real_path(path: Path) -> Path:
+    """Where links lead. Unlike `Path.resolve` it does not raise for links in a circle; `verify` refuses these later."""
+    return Path(os.path.realpath(path))
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return _real_path(path).is_relative_to(_real_path(folder))
 
 
 def remove(path: Path) -> None:

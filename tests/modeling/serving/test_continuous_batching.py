@@ -306,6 +306,7 @@ def test_a_bias_of_several_tokens_is_refused_and_one_of_single_tokens_is_served(
         ({"do_sample": True}, {"do_sample": False}, "do_sample=False, and all"),
         ({}, {"suppress_tokens": [3]}, r"suppress_tokens=\[3\], and all"),
         ({}, {"temperature": 0.5}, None),  # nothing is sampled
+        ({}, {"sequence_bias": {}, "suppress_tokens": []}, None),
         ({"do_sample": True, "temperature": 1.0}, {"do_sample": True, "top_p": 1.0, "max_new_tokens": 3}, None),
     ],
 )

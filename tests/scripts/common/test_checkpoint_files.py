@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError, deserialize
 
 from dynattn.scripts.common.checkpoint_files import (
     DEEPEST,
@@ -135,3 +136,6 @@ def test_names_in_an_index(tmp_path: Path) -> None:
 def test_reasons_are_sentences_or_name_their_kind() -> None:
     assert refusal_of(ValueError("first\nheads (0) must be positive")) == "heads (0) must be positive"
     assert refusal_of(KeyError("gelu2")) == "KeyError: 'gelu2'"
+    with pytest.raises(SafetensorError) as damaged:
+        deserialize(b"cut")
+    assert refusal_of(damaged.value).startswith("a weight file is truncated or damaged (")

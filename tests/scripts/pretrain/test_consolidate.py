@@ -74,3 +74,7 @@ def test_what_cannot_be_consolidated_is_one_line(interrupted: Path, tmp_path: Pa
         assert message in error
         assert error.count("\n") == 1
     assert not (tmp_path / "model").exists()
+    for destination, message in (("", "name of a folder"), ("/", "holds the current folder"), ("a\nb", "")):
+        assert main(["convert", "consolidate", str(interrupted), destination]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 from cases.training import ENVIRONMENT, LLAMA, RUN, arguments, as_options, curve
@@ -16,6 +17,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.engines.choice import build_engine, launched_engine, shards_of, warn_of_missing_processes
 from dynattn.scripts.pretrain.engines.interface import Engine
 from dynattn.scripts.pretrain.engines.sharded import ShardedEngine
+from dynattn.scripts.pretrain.job import build_accelerator
 from dynattn.scripts.pretrain.main import RECIPES
 from dynattn.scripts.pretrain.outputs import checkpoint
 
@@ -41,6 +43,15 @@ def test_the_configuration_of_the_launcher_names_an_engine(environment: dict[str
     assert launched_engine(environment) == engine
 
 
+def test_accumulation_of_the_launcher_divides_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Losses are divided here already, and Accelerate would divide them again."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    given = arguments(tmp_path, tmp_path)
+    weight = torch.nn.Parameter(torch.ones(()))
+    build_engine(given, build_accelerator(given), None).backward(3 * weight)
+    assert weight.grad is not None and weight.grad.item() == 3
+
+
 def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="configured for FSDP 1; set fsdp_version: 2"):
         launched_engine({"ACCELERATE_USE_FSDP": "true"})
@@ -49,6 +60,9 @@ def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch:
         launched_engine({**deepspeed, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"})
     with pytest.raises(UserError, match="configured for offload_param_device=cpu, which runs here do not read"):
         launched_engine({**deepspeed, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"})
+    for name, value in (("GRADIENT_ACCUMULATION_STEPS", "4"), ("GRADIENT_CLIPPING", "1.0")):
+        with pytest.raises(UserError, match=f"configured for {name.lower()}={value}, which runs here do not read"):
+            launched_engine({**deepspeed, f"ACCELERATE_{name}": value})
     given = arguments(tmp_path, tmp_path, engine="ddp")
     with pytest.raises(UserError, match="engine=ddp, but `accelerate launch` is configured for fsdp2"):
         build_engine(given, processes(2), "fsdp2")

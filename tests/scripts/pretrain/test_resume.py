@@ -92,6 +92,10 @@ def test_going_back_moves_later_checkpoints_out_of_the_way_for_good(
     assert sorted(path.name for path in saved.iterdir()) == ["abandoned-1", "step-000004"]
     assert (left / "metrics.jsonl").read_text() == metrics
     assert checkpoint.find_damage(left / "step-000008") is None
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"resumes from .*step-000008 would delete it with the run that is there"):
+            run(output, corpus, resume=str(left / "step-000008"), overwrite=overwrite)
+    assert checkpoint.find_damage(left / "step-000008") is None
     run(tmp_path / "fork", corpus, resume=str(left / "step-000008"))
     assert is_same(output=tmp_path / "fork", finished=finished, after=8)
     killed_run(output, corpus, 11)

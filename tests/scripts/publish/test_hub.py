@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish import publish
 from dynattn.scripts.publish.arguments import PublishArguments
-from dynattn.scripts.publish.hub import push
+from dynattn.scripts.publish.hub import STALE, push
 
 TOKEN = "hf_loopback"
 
@@ -215,7 +216,7 @@ def test_refusals_are_one_line_that_says_what_to_do(hub: Hub, folder: Path, stat
     with pytest.raises(UserError, match=advice) as error:
         push(folder, "me/tiny")
     assert "\n" not in str(error.value)
-    assert f"hf upload me/tiny {folder} .`" in str(error.value)
+    assert f"push it later with `hf upload me/tiny {folder} . --delete" in str(error.value)
     assert contents(folder) == before
 
 
@@ -224,7 +225,8 @@ def test_advice_for_a_later_push_names_branch_visibility_and_message(hub: Hub, f
     with pytest.raises(UserError) as error:
         push(folder, "me/tiny", private=True, revision="dev", commit_message="the third try")
     command = f"hf upload me/tiny {folder} . --private --revision dev --commit-message 'the third try'"
-    assert f"push it later with `{command}`" in str(error.value)
+    assert f"push it later with `{command} --delete " in str(error.value)
+    assert all(f"--delete {shlex.quote(pattern)}" in str(error.value) for pattern in STALE)
 
 
 def test_a_wrong_token_is_refused(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,14 @@ from datasets import Dataset
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
-from dynattn.scripts.pretrain.data.documents import cut_tail, hold_out, is_hub_name, load_documents, load_stream
+from dynattn.scripts.pretrain.data.documents import (
+    check_splits,
+    cut_tail,
+    hold_out,
+    is_hub_name,
+    load_documents,
+    load_stream,
+)
 
 
 def test_held_out_documents_are_not_training_documents():
@@ -126,5 +133,7 @@ def test_data_mistakes_are_told(tmp_path: Path):
             load_documents(PretrainArguments(output="x", dataset=str(tmp_path / name)))
     with pytest.raises(UserError, match=r"holds .*int64.*, not text"):
         load_documents(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), text_column="number"))
+    with pytest.raises(UserError, match=r"dataset_config=en is of a Hub dataset, not of .*good\.jsonl"):
+        check_splits(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), dataset_config="en"))
     with pytest.raises(UserError, match="cannot load the split 'train' of the dataset 'no_such_dataset'"):
         load_documents(PretrainArguments(output="x", dataset="no_such_dataset"))

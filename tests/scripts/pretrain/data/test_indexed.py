@@ -12,6 +12,7 @@ from cases.training import curve, killed_run, run
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain.arguments import PretrainArguments
+from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
 from dynattn.scripts.pretrain.data.opening import _as_sequences
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
@@ -118,6 +119,29 @@ def test_documents_of_other_lengths_are_packed(tokenizer: Path, tmp_path: Path):
     source = write_indexed(tmp_path / "data", documents)
     result = run(tmp_path / "run", source, **options(source, tokenizer, mask_documents=True))
     assert result.steps == 6
+
+
+def test_tokens_validate_a_run_on_text(samples: Path, tokenizer: Path, corpus: Path, tmp_path: Path):
+    """And none of the text is held out."""
+    given = options(
+        samples, tokenizer, dataset=str(corpus), validation_dataset=str(samples), max_steps=1, warmup_steps=0
+    )
+    assert load_documents(PretrainArguments(output="x", **given)).validation is None
+    result = run(tmp_path / "run", corpus, **given)
+    assert not (result.output / "data" / "validation").exists()
+    assert result.validation_targets == 40 * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"carry_memory": True, "mask_documents": False}, r"not tokens that exist already \(tokens\.idx\)"),
+        ({"chat_column": "messages", "tokenizer": "x"}, r"tokens\.idx holds tokens, and chat_column=messages"),
+    ],
+)
+def test_what_reads_text_does_not_read_tokens(given: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        PretrainArguments(output="x", dataset="tokens.idx", **given)
 
 
 def damage(path: Path, kind: str) -> None:

@@ -10,7 +10,7 @@ from cases.training import curve, killed_run, run, write_corpus, write_state
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments, plan
-from dynattn.scripts.pretrain.data.batch_order import MIXTURE_BLOCK, MixtureOrder, apportion
+from dynattn.scripts.pretrain.data.batch_order import MIXTURE_BLOCK, MixtureOrder, apportion, block_within
 from dynattn.scripts.pretrain.outputs import checkpoint
 
 SIZES, WEIGHTS = [100, 30, 1000], [0.5, 0.2, 0.3]
@@ -24,6 +24,23 @@ def test_every_block_has_exactly_the_shares():
     quotas = apportion([0.5, 0.2, 0.3, 1e-9], MIXTURE_BLOCK)
     assert quotas.sum() == MIXTURE_BLOCK
     assert quotas.tolist() == [8192, 3276, 4915, 1]
+    assert apportion([1, 1, 200_000], MIXTURE_BLOCK).tolist() == [1, 1, MIXTURE_BLOCK - 2]
+    assert apportion([1e-9] * 4 + [1], 5).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(("epochs", "sizes"), [([2, 1], [300, 300]), ([1, 1, 3], [9_000, 70, 4_001]), ([0.5], [7])])
+def test_a_run_of_whole_epochs_reads_each_source_exactly_as_often(epochs: list[float], sizes: list[int]):
+    weights = [count * size for count, size in zip(epochs, sizes, strict=True)]
+    block = block_within(sum(weights), len(sizes))
+    order = MixtureOrder(list("abc")[: len(sizes)], sizes, weights, global_batch=1, seed=3)
+    order.divide(block)
+    blocks = round(sum(weights) / block)
+    read = Counter(order.at(np.arange(blocks * block)).tolist())
+    first = np.cumsum([0, *sizes])
+    for source, (count, size) in enumerate(zip(epochs, sizes, strict=True)):
+        times = [read[index] for index in range(first[source], first[source + 1])]
+        assert sum(times) == pytest.approx(count * size, abs=blocks)
+        assert max(times) - min(times) <= 1
 
 
 def test_sources_get_their_shares_and_are_read_epoch_after_epoch():

@@ -95,6 +95,7 @@ def test_a_run_with_random_positions_resumes_bit_for_bit(corpus: Path, tmp_path:
         ({"position_sampling": "jitter", "length_warmup_steps": 4}, "counts positions anew"),
         ({"position_sampling": "jitter", "carry_memory": True, "mask_documents": False}, "from update to update"),
         ({"position_sampling": "random"}, "position_sampling"),
+        ({"shortest_length": 16}, "shortest_length=16 is for length_warmup_steps; give it, too"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
@@ -113,6 +114,11 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
             "position_limit=301 is above the max_position_embeddings=300",
         ),
         (LlamaConfig(), {}, "this is a llama"),
+        (
+            DCFormerConfig.from_size("tiny", position_scheme={"sliding_attention": "t5", "full_attention": "alibi"}),
+            {},
+            r"position_scheme=\['alibi', 't5'\] counts places",
+        ),
     ],
 )
 def test_models_that_cannot_read_them_are_refused(config: Any, options: dict[str, Any], message: str) -> None:

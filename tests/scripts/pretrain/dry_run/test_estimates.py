@@ -130,6 +130,7 @@ def test_checkpointing_and_sharding_need_less():
     assert [zero.gradients for zero in (zero1, zero2, zero3)] == [weights, weights // 16, weights // 16]
     assert [zero.weights for zero in (zero1, zero2, zero3)] == [weights, weights, weights // 16]
     assert fsdp.weights == weights // 16
+    assert engine_memory("hsdp", plain, 16, 2, bf16=False, moments=2 * weights).weights == weights // 2
     hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, moments=2 * weights, averages=weights)
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
 
