@@ -213,7 +213,7 @@ def draw(sweep: Sweep, outcomes: list[Outcome], path: Path) -> None:
         axes.plot([value], [0.97], "x", color="tab:gray", transform=axes.get_xaxis_transform())
     title = f"{len(outcomes)} runs, the best at {best.value:g} with {best.loss:.4f}"
     title += f", {len(diverged)} diverged (crosses)" if diverged else ""
-    axes.set(xscale="log", xlabel=sweep.name, ylabel="validation loss (nats per target token)", title=title)
+    axes.set(xscale="log", xlabel=sweep.name, ylabel="validation loss (nats per target)", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,5 +1,6 @@
 """Offloading caches, whose layers are on the host between their uses."""
 
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -64,10 +65,23 @@ def test_layers_wait_before_they_read(
     assert events == 3 * per_layer
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in MODELS])
-def test_an_offloaded_cache_changes_no_token(name: str) -> None:
-    model: PreTrainedModel = MODELS[name]().to("cuda")
-    given = {"inputs": torch.arange(1, 20, device="cuda")[None], "max_new_tokens": 30, "do_sample": False}
+class NoStream(nullcontext):
+    """In the place of CUDA's streams, without which Transformers makes no offloading cache."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_offloaded_cache_changes_no_token(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is moved, but all that moves a cache is called."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda _: NoStream())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model: PreTrainedModel = MODELS[name]().to(device)
+    given = {"inputs": torch.arange(1, 20, device=device)[None], "max_new_tokens": 30, "do_sample": False}
     expected = model.generate(**given)  # type: ignore[operator]
     offloaded = model.generate(**given, cache_implementation="offloaded")  # type: ignore[operator]
     assert torch.equal(offloaded, expected)
