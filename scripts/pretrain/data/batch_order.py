@@ -68,9 +68,9 @@ class TrainingOrder:
 class MixtureOrder(TrainingOrder):
     """Draws every update from several sources, each of which is read epoch after epoch at its own pace.
 
-    The order consists of blocks of as many places. A source has the same number of places in each block, in proportion
-    to its weight; the order of the sources is shuffled for each block. So a run that ends inside a block has read its
-    part of a source only up to chance.
+    The order consists of blocks of equal length. A source has the same number of places in each block, in proportion to
+    its weight; the order of the sources is shuffled for each block. So a run that ends inside a block may have read a
+    source a little more or less often than its weight says.
 
     Attributes:
         block: the number of places in a block.
