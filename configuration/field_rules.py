@@ -15,6 +15,15 @@ LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 ABSOLUTE_SCHEMES = ("learned", "sinusoidal")
 # These add a bias to the scores that depends on the distance between query and key.
 BIAS_SCHEMES = ("alibi", "t5")
+# Names that configurations of other families, such as BART, GPT-2 and T5, have for fields of ours.
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("d_model", "n_embd"), "hidden_size"),
+    **dict.fromkeys(("encoder_layers", "n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("encoder_attention_heads", "n_head", "n_heads", "num_heads"), "num_attention_heads"),
+    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "n_inner"), "intermediate_size"),
+    **dict.fromkeys(("n_ctx", "n_positions"), "max_position_embeddings"),
+    "activation_function": "hidden_act",
+}
 
 
 class Range(NamedTuple):
@@ -156,7 +165,8 @@ def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:
     own = [field.name for field in fields(config)]
     warnings = []
     for name in names:
-        near = get_close_matches(name, own, n=1, cutoff=0.8)
+        elsewhere = NAMES_ELSEWHERE.get(name)
+        near = [elsewhere] if elsewhere in own else get_close_matches(name, own, n=1, cutoff=0.8)
         if (near or name.startswith("compose_")) and name not in config.attribute_map:
             suggestion = f"; did you mean {near[0]}?" if near else ""
             warnings.append(f"{type(config).__name__} has no field {name}, which changes nothing{suggestion}")

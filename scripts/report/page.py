@@ -7,6 +7,7 @@ from typing import Any
 from ..common.atomic_file import write_whole
 from ..common.errors import UserError
 from ..common.html_page import DOCTYPE, gallery, heading, page, table
+from ..common.plot_labels import literal_label
 from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 
@@ -26,6 +27,7 @@ RESULTS = (
     "steps", "tokens", "parameters", "train_loss", "validation_loss", "perplexity", "bits_per_byte",
     "tokens_per_second", "mfu", "train_seconds", "hardware",
 )  # fmt: skip
+PASSES = "passes_"
 HEALTH = "composition"
 TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 STAGES = {"pre": "scores", "post": "probabilities"}
@@ -62,11 +64,18 @@ def render(runs: Sequence[Run]) -> str:
     sections = [
         ("Results", values_table(runs, {run.name: _chosen(run.result, RESULTS) for run in runs})),
         ("Settings" if len(runs) == 1 else "Settings that differ", _settings(runs)),
-        ("Curves", gallery([draw_curves(runs, s, f, label, log=log) for s, f, label, log in CURVES])),
+        ("Curves", gallery([draw_curves(runs, s, f, label, log=log) for s, f, label, log in curves_of(runs)])),
         *((f"Composition of {run.name}", gallery(draw_health(run))) for run in runs if run.fields(HEALTH)),
     ]
     parts = [part for name, content in sections if content for part in (heading(name), content)]
     return page(title, parts)
+
+
+def curves_of(runs: Sequence[Run]) -> list[tuple[tuple[str, ...], str, str, bool]]:
+    """`CURVES`, and for mixtures the passes over each source."""
+    fields = dict.fromkeys(field for run in runs for field in run.fields("train") if field.startswith(PASSES))
+    labels = {field: literal_label(f"Passes over {field.removeprefix(PASSES)}") for field in fields}
+    return [*CURVES, *((("train",), field, label, False) for field, label in labels.items())]
 
 
 def draw_health(run: Run) -> list[str]:

@@ -322,6 +322,8 @@ def test_rotary_fields_that_rcmha_does_not_have_are_refused(name: str) -> None:
             {"layer_norm_epsilon": 1e-6},
             "no field layer_norm_epsilon, which changes nothing; did you",
         ),
+        (DCFormerConfig, {"d_model": 64}, "no field d_model, which changes nothing; did you mean hidden_size?"),
+        (DCBartConfig, {"encoder_layers": 2}, "no field encoder_layers, which changes nothing; did you mean num_"),
         (RCMHAConfig, {"compose_rank": 1}, "RCMHAConfig has no field compose_rank, which changes nothing"),
         (DCFormerConfig, {"torch_dtype": "float32", "rope_theta": 2e4, "temperature": 0.5, "_name_or_path": "x"}, None),
         (DCBartConfig, {"vocab_size": 100, "num_hidden_layers": 2, "decoder_layers": 2}, None),

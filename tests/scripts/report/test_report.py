@@ -63,6 +63,14 @@ def test_a_page_of_two_runs_shows_what_differs_and_needs_nothing_else(
     assert "output" not in page.texts
 
 
+def test_each_source_of_a_mixture_has_a_curve(tmp_path: Path):
+    folder = write_run(tmp_path / "mixed")
+    lines = [{"step": step, "split": "train", "passes_web": step / 10, "passes_$code$": step / 40} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["report", str(folder)]) == 0
+    assert {"Passes over web", "Passes over $code$"} <= set(Page((folder / "report.html").read_text()).texts)
+
+
 def test_one_run_is_written_beside_its_metrics(tmp_path: Path):
     run = write_run(tmp_path / "run")
     (run / "result.json").write_text(json.dumps({"validation_loss": 1.25, "steps": 30, "hardware": "a & b"}))
