@@ -143,12 +143,13 @@ def _chunk_loss(
     ignored = (targets == IGNORED)[:, None]
     logits = F.linear(hidden[chunk], weight, bias)
     log_probs = F.log_softmax(logits, -1, dtype=dtype)  # [c, V]
-    # A log probability is its logit minus log Z, so any token of the vocabulary gives log Z.
-    log_z = (logits[:, :1] - log_probs[:, :1]).masked_fill_(ignored, 0.0)  # [c, 1]
-    del logits
     loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
-        loss_sum += z_loss * log_z.square().sum()
+        # A log probability is its logit minus log Z. The largest logit is finite, while others can be minus infinity.
+        top = logits.argmax(-1, keepdim=True)
+        log_z = (logits.gather(-1, top) - log_probs.gather(-1, top)).masked_fill(ignored, 0.0)  # [c, 1]
+        loss_sum = loss_sum + z_loss * log_z.square().sum()
+    del logits
     if grads is not None:
         # The gradient of the logits is `probs`, minus 1 at the target. The z-loss adds `2 * z_loss * log_z * probs`,
         # because `probs` is also the gradient of log Z.

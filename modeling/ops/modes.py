@@ -9,12 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on for a device; never for `meta`, which has none and of which PyTorch must not be asked."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, which are all on one device, in the dtype of autocast if it is on; float64 stays as it is."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    device = tensors[0].device
+    if not is_autocast_on(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in tensors)
 
 

@@ -37,9 +37,10 @@ def plain_attention(
         raise ValueError(f"implementation='sdpa' would round position_bias to {query.dtype}; use 'chunked'")
     queries, keys = query.shape[-2], key.shape[-2]
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
-    # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys.
-    aligned = queries == keys and tables.offset is None
-    if is_causal and aligned and sliding_window is None and attention_mask is None and tables.bias is None:
+    # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys. On
+    # CPUs PyTorch multiplies its -inf by the scaling, which gives infinity or NaN unless the scaling is positive.
+    has_own_mask = queries == keys and tables.offset is None and scaling > 0
+    if is_causal and has_own_mask and sliding_window is None and attention_mask is None and tables.bias is None:
         return attend_with_mask(query, key, value, None, None, scaling, is_causal=True), None
     given, bias = split_mask(attention_mask)
     structural = visible_keys(

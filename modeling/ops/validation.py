@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .modes import is_autocast_on
+
 LARGEST_INTEGER = torch.iinfo(torch.int64).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,7 +73,7 @@ def check_dtype(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) 
     """
     if tensor.dtype == query.dtype or tensor.dtype in others:
         return
-    if not (tensor.dtype in DTYPES and torch.is_autocast_enabled(query.device.type)):
+    if not (tensor.dtype in DTYPES and is_autocast_on(query.device)):
         raise ValueError(f"{name} is {tensor.dtype}; cast it to {query.dtype}, the dtype of query")
 
 
@@ -93,7 +95,7 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     if not dtypes <= {*DTYPES}:
         raise ValueError(f"query, key and value must be floating point, not {query.dtype}, {key.dtype}, {value.dtype}")
-    if len(dtypes) > 1 and not torch.is_autocast_enabled(query.device.type):
+    if len(dtypes) > 1 and not is_autocast_on(query.device):
         raise ValueError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them to one dtype"
         )

@@ -12,6 +12,7 @@ from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import init_composition
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.eager import dcmha_eager
+from ..ops.modes import is_autocast_on
 from .multihead_inputs import check_masks, check_shapes, merge_masks
 from .side_generators import SideGenerators
 
@@ -303,7 +304,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         check_shapes(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         dtypes = [x.dtype for x in (query, key, value)]
-        if set(dtypes) != {weight.dtype} and not torch.is_autocast_enabled(query.device.type):
+        if set(dtypes) != {weight.dtype} and not is_autocast_on(query.device):
             raise ValueError(
                 f"query, key and value are {', '.join(map(str, dtypes))} and the weights {weight.dtype}; "
                 "convert inputs or module with .to(dtype)"

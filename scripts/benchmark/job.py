@@ -14,6 +14,7 @@ import torch
 
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 
+from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
 from .gpu_preset import GPU, SECONDS, check_gpu, run_preset
@@ -30,6 +31,7 @@ from .report.tables import case_title, format_case
 from .subjects.profile import PROFILE, add_profiles, pass_rate
 from .subjects.selection import Selection, select, shapes_of
 
+LOCK = ".lock"
 # What a run takes from the unfinished record with which it goes on.
 CARRIED_ON = ("cases", "running", "interrupted")
 # Settings that cases do not tell, and that all cases of a record share.
@@ -52,7 +54,8 @@ def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
             return run_preset_in_workers(argv, arguments, folder)
         select(arguments, read_settings(arguments))
         make_output(folder, folder / RECORD, arguments)
-        return 0 if measure_to_folder(argv, arguments, folder) else 1
+        with FolderLock(folder / LOCK):
+            return 0 if measure_to_folder(argv, arguments, folder) else 1
     except DeviceLostError as error:
         print(f"\n{error}; --resume goes on without it", flush=True)
         return DEVICE_LOST
@@ -63,7 +66,8 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
     check_gpu()
     if END not in os.environ:
         make_output(folder, folder / GPU[0].name / RECORD, arguments)
-        return run_workers(argv, SECONDS)
+        with FolderLock(folder / LOCK):
+            return run_workers(argv, SECONDS)
     if GOES_ON in os.environ:
         arguments = replace(arguments, resume=True, overwrite=False)
     is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), end=float(os.environ[END]))

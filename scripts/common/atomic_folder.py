@@ -93,16 +93,14 @@ def recover(destination: Path) -> None:
     for kind in (REPLACED, STAGING):
         for leftover, machine, process in _leftovers(destination, kind):
             is_only_copy = kind == REPLACED and not destination.exists()
+            fix = f"rename {leftover} to {destination.name}" if is_only_copy else f"remove {leftover}"
             if machine != MACHINE:
-                fix = f"rename {leftover} to {destination.name}" if is_only_copy else f"remove {leftover}"
                 raise UserError(
                     f"process {process} of another machine is writing {destination}, or was stopped; wait for it, or "
                     f"{fix} if it does not run"
                 )
             if _runs(process):
-                raise UserError(
-                    f"process {process} is writing {destination}; wait for it, or remove {leftover} if it is not"
-                )
+                raise UserError(f"process {process} is writing {destination}; wait for it, or {fix} if it is not")
             if is_only_copy:
                 leftover.replace(destination)
             else:

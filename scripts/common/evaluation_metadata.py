@@ -70,6 +70,14 @@ def _entries(task: Mapping[str, Any], results: Mapping[str, Any]) -> list[EvalRe
     ]
 
 
+def _measured(score: EvalResult) -> tuple[Any, ...]:
+    """What a score measures, whatever came out and whichever version measured it."""
+    return (
+        score.task_type, score.dataset_type, score.dataset_config, score.dataset_name, score.dataset_split,
+        score.metric_type, score.metric_name,
+    )  # fmt: skip
+
+
 def merge_evaluation(own: list[EvalResult], added: list[EvalResult], name: str) -> list[EvalResult]:
     """A card's `own` scores and the `added` ones, which replace those of the same task, data and metric.
 
@@ -79,7 +87,8 @@ def merge_evaluation(own: list[EvalResult], added: list[EvalResult], name: str) 
     Raises:
         UserError: written as metadata and read back, as the Hub does, a score is lost or changed.
     """
-    kept = [one for one in own if not any(one.is_equal_except_value(other) for other in added)]
+    replaced = {_measured(one) for one in added}
+    kept = [one for one in own if _measured(one) not in replaced]
     merged = [*kept, *added]
     try:
         _, read = model_index_to_eval_results(eval_results_to_model_index(name, merged))

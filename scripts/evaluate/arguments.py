@@ -27,7 +27,10 @@ class EvaluateArguments:
     """
 
     model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
-    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer folder or Hub name; by default MODEL."})
+    tokenizer: str | None = field(
+        default=None,
+        metadata={"help": "Tokenizer folder or Hub name, for all checkpoints; by default each has its own."},
+    )
     suite: Literal["builtin", "dcformer", "pythia", "long"] = field(
         default="builtin",
         metadata={

@@ -27,6 +27,7 @@ from .rolling import roll_texts
 from .suites import HELDOUT, SUITES
 from .windows import check_context, encode_document
 
+ROLLING = "loglikelihood_rolling"  # lm-eval's type of tasks that measure perplexities
 DIRECT = f"{HELDOUT} (direct)"
 AGREEMENT = 0.01  # relative difference up to which two measurements of bits per byte agree
 BOOTSTRAPS = 1000  # resamplings for lm-eval's standard errors
@@ -145,6 +146,8 @@ def evaluate_model(
         for number in shots:
             items, missing = catalog.load()
             results.unavailable |= missing
+            if carry_memory and items and not any(task.OUTPUT_TYPE == ROLLING for task in leaf_tasks(items)):
+                raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
             if items:
                 _set_examples(items, number, seed)
                 results.raw.append(_run(lm, items, limit, log_samples))

@@ -62,9 +62,11 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
     longest = longest_readable(model.config) or trained * MULTIPLES[-1]
     lengths = [trained * multiple for multiple in MULTIPLES if trained * multiple <= longest]
+    if not lengths:
+        raise UserError(f"{name} can read {longest} tokens and not {trained}; give a smaller --max_length")
     windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:
-        raise UserError(f"the text is shorter than {lengths[:1] or trained} tokens; give a longer one with --dataset")
+        raise UserError(f"the text is shorter than {lengths[0]} tokens; give a longer one with --dataset")
     return {
         "model": describe_model(model),
         "trained_length": trained,

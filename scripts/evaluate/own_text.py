@@ -1,5 +1,6 @@
 """Scores checkpoints on texts of the user's: bits per byte of all text and of each document, and loss by position."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files
 from .text_files import read_documents
 from .windows import check_context, encode_document, predict, segments, windows
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 1024
 
@@ -99,11 +102,10 @@ def score_texts(
     least. With `carry_memory` they do not overlap, and the model's cache carries its memory along.
 
     Raises:
-        UserError: the scores are NaN.
+        UserError: a document has no tokens, or the scores are NaN.
     """
     nats, depths = [], []
-    for document in documents:
-        tokens = encode_document(tokenizer, document)
+    for tokens in encode_documents(tokenizer, documents):
         memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
         stride = max(1, max_length // 2)
         parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
@@ -119,6 +121,23 @@ def score_texts(
         if np.isnan(nats[-1]).any():
             raise UserError(NAN_LOGITS)
     return Scores(nats, depths)
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[list[int]]:
+    """The start token and the tokens of each document; warns where some of them stand for whatever is unknown.
+
+    Raises:
+        UserError: the tokenizer finds nothing in a document, whose bits per byte would be zero.
+    """
+    encoded = [encode_document(tokenizer, document) for document in documents]
+    for document, tokens in zip(documents, encoded, strict=True):
+        if len(tokens) == 1:
+            raise UserError(f"the tokenizer finds no tokens in the document {document[:40]!r}; remove it")
+    unknown = sum(tokens[1:].count(tokenizer.unk_token_id) for tokens in encoded)
+    if unknown:
+        message = "%d of %d tokens are %s: what they stand for is not scored, and bits per byte are too low"
+        logger.warning(message, unknown, sum(len(tokens) - 1 for tokens in encoded), tokenizer.unk_token)
+    return encoded
 
 
 def summarize(scores: Scores, sizes: Sequence[int]) -> dict[str, Any]:

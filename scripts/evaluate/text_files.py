@@ -62,7 +62,7 @@ def read_documents(path: str, column: str) -> Documents:
 
 
 def _read_text(path: Path, column: str) -> Iterator[Row]:
-    yield "the text", {column: path.read_text(encoding="utf-8-sig")}
+    yield "the text", {column: path.read_bytes().decode("utf-8-sig")}  # with its line ends as they are
 
 
 def _read_json(path: Path, column: str) -> Iterator[Row]:

@@ -32,6 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..common.atomic_file import partial_path, put_in_place
 from ..common.environment import source_commit
 from ..common.errors import UserError
+from ..common.folder_lock import FolderLock
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
@@ -50,7 +51,6 @@ from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
-from .outputs.folder_lock import FolderLock
 from .outputs.metrics import MetricsLog, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.throughput import Throughput

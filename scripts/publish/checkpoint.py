@@ -77,7 +77,9 @@ def read_checkpoint(path: str) -> Checkpoint:
         )
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer else ()))
     files = list(dict.fromkeys([*weights.files, *matching_files(folder, patterns)]))
-    return Checkpoint(folder, config, auto_class, model_class, weights, tokenizer, files)
+    # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
+    copies = getattr(model_class, "_tied_weights_keys", {}) if config.tie_word_embeddings else {}
+    return Checkpoint(folder, config, auto_class, model_class, weights.without(copies), tokenizer, files)
 
 
 def _find_config_class(model_type: object, folder: Path) -> type[PreTrainedConfig]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,29 @@ class Weights:
     """The files with the weights, with the index if there are several, and the contents of their headers."""
 
     files: list[str]
-    elements: Counter[str] = field(default_factory=Counter)  # by dtype as safetensors spells it, such as "BF16"
-    shapes: dict[str, Sequence[int]] = field(default_factory=dict)  # by the name of the tensor
+    dtypes: dict[str, str] = field(default_factory=dict)  # as safetensors spells them, such as "BF16", by tensor
+    shapes: dict[str, Sequence[int]] = field(default_factory=dict)  # by tensor
+
+    @property
+    def elements(self) -> Counter[str]:
+        """Elements by dtype."""
+        counter: Counter[str] = Counter()
+        for name, shape in self.shapes.items():
+            counter[self.dtypes[name]] += math.prod(shape)
+        return counter
 
     @property
     def total(self) -> int:
         """Elements of all dtypes."""
         return self.elements.total()
+
+    def without(self, names: Collection[str]) -> "Weights":
+        """The same files, with the tensors of these names left out of the contents."""
+        dtypes, shapes = (
+            {name: value for name, value in content.items() if name not in names}
+            for content in (self.dtypes, self.shapes)
+        )
+        return Weights(self.files, dtypes, shapes)
 
 
 def read_weights(folder: Path) -> Weights:
@@ -36,12 +52,12 @@ def read_weights(folder: Path) -> Weights:
     index, shards = folder / WEIGHTS_INDEX, _find_shards(folder)
     weights = Weights([*shards, *([] if (folder / WEIGHTS).is_file() else [WEIGHTS_INDEX])])
     for name, expected in shards.items():
-        counted, shapes = _read_header(folder / name)
+        dtypes, shapes = _read_header(folder / name)
         if absent := sorted(expected - shapes.keys()):
             raise UserError(f"{index} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
         if twice := sorted(shapes.keys() & weights.shapes.keys()):
             raise UserError(f"{twice[0]} is in {name} and in another shard of {folder}; save the checkpoint again")
-        weights.elements.update(counted)
+        weights.dtypes.update(dtypes)
         weights.shapes.update(shapes)
     return weights
 
@@ -64,18 +80,16 @@ def _find_shards(folder: Path) -> dict[str, set[str]]:
     return dict(sorted(shards.items()))
 
 
-def _read_header(path: Path) -> tuple[Counter[str], dict[str, Sequence[int]]]:
-    """The number of elements by dtype, and the shape of each tensor."""
-    elements: Counter[str] = Counter()
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Sequence[int]]]:
+    """The dtype and the shape of each tensor."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  the handle is no mapping
+            dtypes = {key: part.get_dtype() for key, part in slices.items()}
             shapes = {key: part.get_shape() for key, part in slices.items()}
-            for key, part in slices.items():
-                elements[part.get_dtype()] += math.prod(shapes[key])
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes"
         raise UserError(
             f"{path} ({size}) is truncated or no safetensors file: {error}; copy or save it again"
         ) from error
-    return elements, shapes
+    return dtypes, shapes

@@ -17,8 +17,8 @@ import torch
 from ..common.atomic_file import read_json, without_nan, write_json
 from ..common.environment import provenance, source_commit
 from ..common.errors import StoppedError, UserError
+from ..common.folder_lock import FolderLock
 from ..common.signals import signals_received
-from ..pretrain.outputs.folder_lock import FolderLock
 from ..pretrain.stopping import deadline_after
 
 Result = dict[str, Any]

@@ -23,7 +23,9 @@ def locate(source: str, revision: str | None = None) -> Path:
     folder = resolve_folder(source)
     if folder.exists():
         if revision is not None:
-            raise UserError(f"--revision {revision} only matters for a name on the Hub, and {source} is a folder")
+            raise UserError(
+                f"revision {revision} only matters for a name on the Hub, and {source} is a folder; leave it out"
+            )
         return folder
     if not may_be_on_the_hub(source):
         raise UserError(f"{source} does not exist; give the folder of a checkpoint, or its name on the Hub")

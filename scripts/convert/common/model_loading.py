@@ -109,8 +109,8 @@ def require_memory(folder: Path) -> None:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise UserError(
-            f"verifying needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
-            "--no-verify, or use a larger machine"
+            f"comparing logits needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
+            "use a larger machine, or convert with --no-verify"
         )
 
 

@@ -39,8 +39,9 @@ class OfficialArguments(ConversionArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None and self.window < 1:
-            raise UserError(f"window must be at least 1 (the token itself), not {self.window}")
+        least = 1 if self.official_prefill_window else 2  # which adds a key
+        if self.window is not None and self.window < least:
+            raise UserError(f"window must be at least {least}, a token and one before it, not {self.window}")
         given = self.given(("window", "official_prefill_window", "prefer_merged", "family", "static"))
         if self.reverse and given:
             raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")

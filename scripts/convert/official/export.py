@@ -26,7 +26,6 @@ CONSTANTS: dict[str, Any] = {
     "compose_act": "gelu",
     "compose_norm_eps": 1e-6,
     "attention_scaling": None,
-    "qk_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     **ROTARY_ALONE,
 }
@@ -93,7 +92,7 @@ def refusals(config: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     if config.attention_output_bias is not None:
         needed["attention_output_bias"] = config.attention_bias
     if config.use_qk_norm:
-        needed["qk_norm_type"] = "rms_norm"
+        needed |= {"qk_norm_type": "rms_norm", "qk_norm_eps": 1e-6}
     if config.compose_hidden_size is not None:
         needed["compose_hidden_size"] = 4 * heads
     for name, value in needed.items():

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
+from ..common.dropout import warn_of_dropout
 from ..common.logits_check import LogitsCheck
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
@@ -117,7 +118,7 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
         source=source,
         steps=in_file_order(steps, source),
         dtype=choose_dtype(arguments.dtype, source, steps),
-        warnings=list(pattern_warnings(official)),
+        warnings=[*pattern_warnings(official), *warn_of_dropout(config)],
         official=official,
         config=config,
     )

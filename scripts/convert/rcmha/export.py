@@ -78,10 +78,3 @@ def memory_length(config: RCMHAConfig, from_streaming: bool) -> int:
     if from_streaming and not is_streaming:
         raise UserError("--from-streaming, but memory_type is 'segment' already; leave it out")
     return config.mem_len
-
-
-def export_warnings(config: RCMHAConfig) -> Iterator[str]:
-    """Warnings about dropout, which the official `config.json` has no field for; the logits do not depend on it."""
-    for name in ("attention_dropout", "hidden_dropout"):
-        if value := getattr(config, name):
-            yield f"{name} {value} is not kept: the official config.json has no field for it"

@@ -9,6 +9,7 @@ from dynattn import RCMHAConfig
 
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
+from ..common.dropout import warn_of_dropout
 from ..common.logits_check import LogitsCheck
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
@@ -17,7 +18,7 @@ from ..common.weight_map import plan_export, plan_import, written_shapes
 from ..common.writing import write_json, write_ours
 from .arguments import RCMHAArguments
 from .config import OfficialRCMHAConfig, field_warnings
-from .export import export_warnings, to_official
+from .export import to_official
 from .layout import rcmha_map
 from .reference import OfficialRCMHA
 from .verify import verify_segments
@@ -142,7 +143,7 @@ def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], source: TensorS
         source=source,
         steps=in_file_order(steps, source),
         dtype=choose_dtype(arguments.dtype, source, steps),
-        warnings=list(export_warnings(config)),
+        warnings=list(warn_of_dropout(config)),
         official=official,
         config=config,
     )

@@ -35,7 +35,7 @@ class UpcycleArguments(ConversionArguments):
     static: bool = field(default=False, metadata={"help": "add a learned mixing that does not depend on the input"})
     layer_types: str | None = field(
         default=None,
-        metadata={"help": "for decoders, letters to repeat over layers: L sees a window, G all, as LG"},
+        metadata={"help": "letters to repeat over layers: L sees a window, G all, as LG"},
     )
     sliding_window: int | None = field(
         default=None, metadata={"help": "keys that a token of an L layer sees, itself included"}
@@ -62,8 +62,8 @@ class UpcycleArguments(ConversionArguments):
         self._check_windows()
 
     def _check_windows(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise UserError(f"sliding_window must be at least 1 (the token itself), not {self.sliding_window}")
+        if self.sliding_window is not None and self.sliding_window < 2:
+            raise UserError(f"sliding_window must be at least 2 (a token and one before it), not {self.sliding_window}")
         if self.layer_types is None:
             return
 

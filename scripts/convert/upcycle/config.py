@@ -1,5 +1,6 @@
 """The configurations of a plain model and of the one that it is upcycled to."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from dynattn.configuration.composed_config import repeat_layer_types
 from ...common.errors import UserError, last_line
 from ..common.model_loading import load_config
 from .arguments import UpcycleArguments
-
-LAYERDROPS = ("encoder_layerdrop", "decoder_layerdrop")
 
 
 def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:
@@ -58,6 +57,8 @@ def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
     if slides and not (arguments.sliding_window or plain.sliding_window):
         raise UserError("--layer-types has L, but the model has no window; say how many keys with --sliding-window")
     if arguments.sliding_window is not None:
+        if "sliding_window" not in {field.name for field in dataclasses.fields(plain)}:
+            raise UserError(f"--sliding-window, but a {plain.model_type} has its parent's window; leave it out")
         if not slides:
             raise UserError("--sliding-window, but no layer has one; say which with --layer-types, such as LG")
         fields["sliding_window"] = arguments.sliding_window
@@ -82,14 +83,6 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
         )
     if arguments.qk_norm and plain.use_qk_norm:
         raise UserError("--qk-norm, but the model has a query-key norm, which is kept; leave it out")
-
-
-def warn_of_dropout(theirs: PreTrainedConfig) -> Iterator[str]:
-    """Warnings about dropout that the conversion does not keep."""
-    of_probabilities = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-    for name in (*of_probabilities, "hidden_dropout", "resid_pdrop", "embd_pdrop", *LAYERDROPS):
-        if value := getattr(theirs, name, 0.0):
-            yield f"{name} {value} is not kept: our model has no such dropout"
 
 
 def warn_of_absent(folder: Path, names: Sequence[str]) -> Iterator[str]:

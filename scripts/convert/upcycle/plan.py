@@ -1,6 +1,6 @@
 """Reads a plain model, or one of ours that composes nothing, and plans its conversion."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from ...common.checkpoint_files import read_config
 from ...common.errors import UserError
 from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
+from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.probe import Comparison, Probe, compare_answers
 from ..common.tensor_source import TensorSource, count_elements
 from ..common.translation_probe import TRANSLATION
-from ..common.weight_map import WeightMap, plan_export, plan_import
+from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
 from .by_model_type import write_generation_settings, write_preprocessors
@@ -31,11 +32,10 @@ from .config import (
     read_family,
     starts_as_parent,
     warn_of_absent,
-    warn_of_dropout,
 )
 from .identity import require_identity
 from .new_parameters import generators_of, new_steps
-from .parents.interface import HEAD, Parent
+from .parents.interface import Parent
 
 
 @dataclass(kw_only=True)
@@ -127,7 +127,7 @@ def plan_upcycling(
     weight_map = parent.weight_map(plain)
     steps, dropped = plan_import(weight_map, source.headers)
     check_import(config, source, steps, auto_class_with_head(config))
-    check_tied(source, weight_map)
+    check_copies(source, {drop.theirs: drop.copy_of for drop in weight_map.drops if drop.copy_of is not None})
     written = [key for step in steps for key in step.writes]
     return Upcycling(
         arguments=arguments,
@@ -135,7 +135,7 @@ def plan_upcycling(
         steps=[*in_file_order(steps, source), *new_steps(config, written, arguments.seed)],
         dtype=choose_dtype(arguments.dtype, source, steps),
         dropped=dropped,
-        warnings=[*warn_of_dropout(theirs), *warn_of_absent(source.folder, parent.needs)],
+        warnings=[*warn_of_dropout(theirs, config), *warn_of_absent(source.folder, parent.needs)],
         config=config,
         twin=config if starts_as_parent(config, plain) else plain,
         probe=parent.probe,
@@ -157,9 +157,11 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     )
     if absent := [key for key in composition if key not in source.headers]:
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
-    tied = {HEAD} if getattr(ours, "tie_word_embeddings", False) else set()
-    steps = plan_export(parent.weight_map(ours), source.headers.keys() - tied - set(composition))
-    check_shapes(source, {key: shape for key, shape in expected.items() if key in source.headers.keys() - tied})
+    tied: dict[str, str] = model.all_tied_weights_keys
+    own = source.headers.keys() - tied.keys()
+    steps = plan_export(parent.weight_map(ours), own - set(composition))
+    check_shapes(source, {key: shape for key, shape in expected.items() if key in own})
+    check_copies(source, tied)
     require_identity(source, ours)
     return Upcycling(
         arguments=arguments,
@@ -167,6 +169,7 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
         steps=in_file_order(steps, source),
         dtype=choose_dtype(arguments.dtype, source, steps),
         dropped={"a composition that is the identity": composition} if composition else {},
+        warnings=list(warn_of_dropout(ours, config)),
         config=config,
         twin=config,
         probe=parent.probe,
@@ -183,12 +186,8 @@ def auto_class_with_head(config: PreTrainedConfig) -> str:
     return heads.get(name, family.main_auto_class)
 
 
-def check_tied(source: TensorSource, weight_map: WeightMap) -> None:
-    """Raises UserError where a tensor that is dropped as a copy of another one differs from it."""
-    for drop in weight_map.drops:
-        if drop.copy_of is None or drop.theirs not in source.headers:
-            continue
-        if not torch.equal(source.read(drop.theirs), source.read(drop.copy_of)):
-            raise UserError(
-                f"config.json ties {drop.theirs} to {drop.copy_of}, but they differ; set tie_word_embeddings to false"
-            )
+def check_copies(source: TensorSource, originals: Mapping[str, str]) -> None:
+    """Raises UserError where a tensor that is dropped as a copy differs from the one that `originals` names for it."""
+    for copy, original in originals.items():
+        if copy in source.headers and not torch.equal(source.read(copy), source.read(original)):
+            raise UserError(f"config.json ties {copy} to {original}, but they differ; set tie_word_embeddings to false")

@@ -10,8 +10,8 @@ from datasets import Dataset
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
+from ...common.folder_lock import FolderLock
 from ..outputs import checksums
-from ..outputs.folder_lock import FolderLock
 from .document_encoders import Encoder
 from .token_stream import STREAM
 from .tokenization import write_stream

@@ -6,10 +6,10 @@ from pathlib import Path
 from ...common.atomic_file import read_json, without_nan, write_json, write_whole
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
+from ...common.folder_lock import FolderLock
 from ...common.folder_names import make_folder, resolve_folder
 from ...common.token_streams import TokenStreams
 from ...compare.study_folder import other_commits
-from ...pretrain.outputs.folder_lock import FolderLock
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan

@@ -76,6 +76,25 @@ def test_z_loss_is_the_square_of_the_logarithm_of_the_softmax_sum() -> None:
     assert torch.autograd.gradcheck(lambda *given: chunked_causal_loss(*given, labels, z_loss=0.3), tensors)
 
 
+@pytest.mark.parametrize("token", [0, -1])
+def test_z_loss_takes_tokens_that_are_switched_off(token: int) -> None:
+    (hidden, weight, bias), labels = problem(torch.float64)
+    bias = bias.detach().clone()
+    bias[token] = -math.inf
+    labels = labels.where(labels != token % len(bias), 1)
+    log_z = torch.logsumexp(F.linear(hidden, weight, bias)[:, :-1], -1)[labels[:, 1:] != -100]
+    expected = chunked_causal_loss(hidden, weight, bias, labels) + 0.3 * log_z.square().mean()
+    torch.testing.assert_close(chunked_causal_loss(hidden, weight, bias, labels, z_loss=0.3), expected)
+
+
+def test_labels_may_be_a_dimension_of_a_transform() -> None:
+    tensors, labels = problem()
+    several = torch.stack([labels, labels.flip(0)])
+    found = torch.func.vmap(lambda one: chunked_causal_loss(*tensors, one, z_loss=0.3))(several)
+    expected = torch.stack([chunked_causal_loss(*tensors, one, z_loss=0.3) for one in several])
+    torch.testing.assert_close(found, expected)
+
+
 def test_z_loss_is_refused_where_the_loss_has_logits() -> None:
     model = make_model()
     ids = torch.arange(8)[None]

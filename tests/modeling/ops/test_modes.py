@@ -10,7 +10,9 @@ from cases.composed_op import CASES, Case, in_dtype, random_inputs, run
 from cases.models import make_model
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
+import dynattn
 from dynattn import dcmha_attention, relative_attention
 from dynattn.modeling.ops.chunked_loss import chunked_causal_loss
 
@@ -171,3 +173,24 @@ def test_a_cache_under_autocast_keeps_keys_in_the_dtype_of_values(scheme: str, k
         cache = model.generate(IDS, cache_implementation=kind, **options).past_key_values
     assert {layer.keys.dtype for layer in cache.layers} == {layer.values.dtype for layer in cache.layers}
     assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["DCFormer", "DCPythia", "RCMHA"])
+def test_shapes_and_operations_can_be_found_without_memory(family: str) -> None:
+    config = getattr(dynattn, f"{family}Config").from_size("tiny", vocab_size=97)
+    models = []
+    for device, implementation in (("meta", None), ("meta", "eager"), ("cpu", "eager")):
+        with torch.device(device):
+            models.append(getattr(dynattn, f"{family}ForCausalLM")(config))
+        if implementation:
+            models[-1].set_attn_implementation(implementation)
+    output = models[0](IDS.to("meta"), labels=IDS.to("meta"))
+    output.loss.backward()
+    assert output.logits.shape == (*IDS.shape, 97)
+    assert all(parameter.grad.shape == parameter.shape for parameter in models[0].parameters())
+    counts = []
+    for model in models[1:]:
+        with FlopCounterMode(display=False) as counter:
+            model(IDS.to(model.device))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -16,12 +16,14 @@ from cases.benchmark import row_of, run_benchmark
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha import attention as dcmha
+from dynattn.scripts import cli
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.harness import process
 from dynattn.scripts.benchmark.job import measure_to_folder
 from dynattn.scripts.benchmark.report import plots
 from dynattn.scripts.benchmark.report.tables import format_record
 from dynattn.scripts.benchmark.subjects.selection import SUBJECTS
+from dynattn.scripts.common.folder_lock import FolderLock
 
 
 def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: Callable[..., None]) -> None:
@@ -35,6 +37,13 @@ def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, register: 
     status, record = run_benchmark(tmp_path, *arguments, "--implementations", "eager", "brittle", "sdpa")
     assert status == 128 + signal.SIGINT
     assert {case["shape"]["length"] for case in record["cases"]} == {16}
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FolderLock(tmp_path / ".lock"):
+        assert cli.main(["benchmark", "--quick", "--subjects", "attention", "--output", str(tmp_path)]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("no_plots", "known_machine")

@@ -297,7 +297,7 @@ def test_a_destination_that_may_not_be_written(place: Path, refused: Callable[..
         ("org/name", "a\0b", "is no branch, tag or commit"),
         ("org/name", "", "is no branch, tag or commit"),
         ("org/name", "x" * 300, "is no branch, tag or commit"),
-        (".", "main", "only matters for a name on the Hub"),
+        (".", "main", "revision main only matters for a name on the Hub"),
     ],
 )
 def test_hostile_names_on_the_hub(

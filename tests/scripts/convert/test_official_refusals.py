@@ -213,7 +213,7 @@ def test_missing_shards(official: Path, refused: Callable[..., str]) -> None:
 def test_options_without_meaning(official: Path, refused: Callable[..., str]) -> None:
     assert "no size" in refused("--max-shard-size", "big")
     assert "holds nothing" in refused("--max-shard-size", "0GB")
-    assert "at least 1" in refused("--window", "0")
+    assert "at least 2" in refused("--window", "1")
     assert "no static matrix" in refused("--static", "keep")
     assert "only matter for reading" in refused("--reverse", "--prefer-merged")
     assert "not in our format" in refused("--reverse")
@@ -259,6 +259,14 @@ def test_models_that_the_official_code_cannot_run(
     save_ours(tmp_path / "ours", **overrides)
     assert says in refusal(capsys, "official", tmp_path / "ours", tmp_path / "official", "--reverse")
     assert not (tmp_path / "official").exists()
+
+
+def test_a_norm_that_is_off_refuses_nothing_and_dropout_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_ours(tmp_path / "ours", use_qk_norm=False, qk_norm_eps=1e-5, compose_dropout=0.2)
+    assert run(tmp_path / "ours", tmp_path / "official", "--reverse") == 0
+    assert "compose_dropout 0.2 is not kept" in capsys.readouterr().err
 
 
 def test_destinations_are_not_overwritten_by_accident(
@@ -331,6 +339,18 @@ def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Pa
         time.sleep(0.01)
     assert run(official, tmp_path / "ours", "--no-verify") == 0
     assert not list(tmp_path.glob(f".ours.*-{os.getpid()}"))
+
+
+@pytest.mark.parametrize("machine", [MACHINE, "00c0ffee"])
+@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
+def test_nobody_is_told_to_remove_the_only_copy(
+    official: Path, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of a killed process is that of another one after a restart of the machine."""
+    only_copy = tmp_path / f".ours.replaced-{machine}-1"
+    only_copy.mkdir()
+    said = refusal(capsys, "official", official, tmp_path / "ours")
+    assert f"or rename {only_copy} to ours if" in said and "or remove" not in said
 
 
 @pytest.mark.parametrize("official", ["dcformer"], indirect=True)

@@ -75,3 +75,11 @@ def test_encoders_with_absolute_positions_are_told_apart(tmp_path: Path) -> None
         BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / name)
     assert main(["convert", "check", str(tmp_path / "one"), str(tmp_path / "other")]) == 1
     assert main(["convert", "check", str(tmp_path / "one"), str(tmp_path / "one")]) == 0
+
+
+def test_a_window_is_the_parents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
+    assert (
+        main(["convert", "modernbert", str(tmp_path / "parent"), str(tmp_path / "ours"), "--sliding_window", "4"]) == 2
+    )
+    assert "a dcmodernbert has its parent's window; leave it out" in capsys.readouterr().err

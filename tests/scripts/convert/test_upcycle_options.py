@@ -130,7 +130,7 @@ def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFi
         (("--layer-types", "LX"), "must be letters L"),
         (("--layer-types", "LG"), "--sliding-window"),
         (("--sliding-window", "4"), "--layer-types"),
-        (("--sliding-window", "0"), "at least 1"),
+        (("--sliding-window", "1"), "at least 2"),
         (("--seed", "-1"), "seed=-1 must be between 0 and"),
         (("--reverse", "--rank", "3"), "leave out --reverse"),
         (("--reverse",), "holds a 'gpt_neox' model"),
@@ -188,6 +188,17 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path: Path, capsys: pytest.Ca
     assert convert("llama", folder, tmp_path / "ours") == 0
     save_file({**weights, "lm_head.weight": head + 1}, folder / "model.safetensors")
     assert "but they differ" in refusal(capsys, "llama", folder, tmp_path / "other")
+
+
+def test_a_tied_head_of_ours_that_is_not_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {"use_qk_norm": False, "layer_types": ["full_attention"] * 2, "compose_init_scale": 0}
+    ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain}, tie_word_embeddings=True))
+    weights = load_file(ours / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file({**weights, "lm_head.weight": head}, ours / "model.safetensors")
+    assert convert("llama", ours, tmp_path / "back", "--reverse") == 0
+    save_file({**weights, "lm_head.weight": head + 1}, ours / "model.safetensors")
+    assert "but they differ" in refusal(capsys, "llama", ours, tmp_path / "other", "--reverse", "--no-verify")
 
 
 def test_a_destination_is_never_lost(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,3 +286,10 @@ def test_a_share_of_rotation_that_llama_ignores_is_dropped(tmp_path: Path) -> No
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     parent = save(tmp_path / "parent", LlamaConfig(**NEOX, rope_parameters=rope))
     assert convert("llama", parent, tmp_path / "ours") == 0  # the logits were compared
+
+
+def test_dropout_that_the_way_back_does_not_keep_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {"use_qk_norm": False, "layer_types": ["full_attention"] * 2, "compose_pre": False, "compose_post": False}
+    ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain, "attention_dropout": 0.1}))
+    assert convert("llama", ours, tmp_path / "back", "--reverse") == 0
+    assert "attention_dropout 0.1 is not kept" in capsys.readouterr().err

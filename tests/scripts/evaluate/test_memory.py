@@ -151,6 +151,11 @@ def test_a_checkpoint_is_scored_on_the_command_line(
     assert "memory" not in capsys.readouterr().out
 
 
+def test_memory_without_a_perplexity_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"carry_memory changes perplexities only, and \['dynattn_owner'\] have none"):
+        evaluate_model(make(), tokenizer, ["dynattn_owner"], carry_memory=True, limit=1)
+
+
 def test_models_that_cannot_carry_memory_are_told(tokenizer: PreTrainedTokenizerBase) -> None:
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **SIZES))
     with pytest.raises(UserError, match="carry_memory is for models whose cache is a memory, like rcmha, and llama is"):

@@ -79,6 +79,21 @@ def test_a_tokenizer_that_adds_bos_gives_the_same_scores(checkpoints: list[str],
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_texts_that_a_tokenizer_cannot_express_are_told(checkpoints: list[str], caplog: pytest.LogCaptureFixture):
+    words = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, "known": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
+    model = LlamaForCausalLM.from_pretrained(checkpoints[0]).eval()
+    score_texts(model, tokenizer, ["known", "known"], max_length=16)
+    assert not caplog.messages
+    score_texts(model, tokenizer, ["known word", "other"], max_length=16)
+    assert caplog.messages == [
+        "2 of 3 tokens are <unk>: what they stand for is not scored, and bits per byte are too low"
+    ]
+    with pytest.raises(UserError, match=r"no tokens in the document ' \\n'; remove it"):
+        score_texts(model, tokenizer, ["known", " \n"], max_length=16)
+
+
 def test_the_summary_adds_up():
     scores = Scores([np.array([1.0, 3.0]), np.array([2.0])], [np.array([1, 2]), np.array([1])])
     summary = summarize(scores, [4, 1])
@@ -168,6 +183,8 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
 
     (tmp_path / "text [v2].txt").write_text("one\n\ntwo\n", encoding="utf-8")
     assert read_documents(str(tmp_path / "text [v2].txt"), "text") == Documents(["one\n\ntwo\n"], [0], 0)
+    (tmp_path / "crlf.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert read_documents(str(tmp_path / "crlf.txt"), "text").texts == ["one\r\ntwo\r\n"]
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone")  # a byte order mark is no text
     assert read_documents(str(tmp_path / "marked.txt"), "text").texts == ["one"]
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))

@@ -17,11 +17,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.folder_lock import FolderLock
 from dynattn.scripts.pretrain import Result
 from dynattn.scripts.pretrain.data import document_encoders
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.outputs.checksums import measure
-from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
 
 TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
 

@@ -16,9 +16,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dynattn.modeling.caches.names import cache_in, named_cache
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.folder_lock import FolderLock
 from dynattn.scripts.common.paired import paired_difference
 from dynattn.scripts.common.token_streams import TokenStreams
-from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
 from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting

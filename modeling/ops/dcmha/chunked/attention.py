@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import mask_one_query, with_first_keys
-from ...modes import autocast, refuse_second_derivatives, under_transforms
+from ...modes import autocast, is_autocast_on, refuse_second_derivatives, under_transforms
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings, DecodeStep
@@ -202,6 +202,5 @@ def _attend_one_query(
         if mask is not None and mask.shape[-1] > 1:
             mask = mask[..., window]
     # Entering a context would take a noticeable part of a short step, so it is done only where autocast is on.
-    autocasts = torch.is_autocast_enabled(query.device.type)
-    with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():
+    with torch.autocast(query.device.type, enabled=False) if is_autocast_on(query.device) else nullcontext():
         return attend_to_cache(DecodeStep(query, key, value, pre, post, scaling, mask, tables))

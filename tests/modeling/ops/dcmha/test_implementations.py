@@ -88,3 +88,14 @@ def test_additive_masks_may_be_of_any_floating_dtype(name: str, dtype: torch.dty
     expected = dcmha_attention(query, key, value, attention_mask=bias, implementation="eager")
     output = dcmha_attention(query, key, value, attention_mask=bias.to(dtype), implementation=name)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", [0.0, -0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_attention_takes_any_scaling(dtype: torch.dtype, scaling: float) -> None:
+    """PyTorch's kernels multiply the minus infinity of their own causal mask by it."""
+    query, key, value = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected, found = (
+        dcmha_attention(query, key, value, scaling=scaling, implementation=name) for name in ("eager", None)
+    )
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)

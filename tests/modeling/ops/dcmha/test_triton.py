@@ -609,6 +609,29 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("small")
+def test_first_keys_beyond_32_bits_hide_all_keys() -> None:
+    tensors, keywords = cast(*random_inputs(Case(5, 5)), torch.float32)
+    first_keys = torch.tensor([[0, -(2**40), 2**32, 2**32 + 1, torch.iinfo(torch.int64).max]])
+    output, _ = dcmha_triton(*tensors[:3], **keywords, first_keys=first_keys)
+    visible = (torch.arange(5) < 2)[:, None].expand(5, 5)
+    expected, _ = dcmha_eager(*tensors[:3], **{**keywords, "attention_mask": visible})
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.usefixtures("small")
+@torch.no_grad()
+def test_keys_of_a_mask_may_lie_farther_apart_than_32_bits_count() -> None:
+    tensors, keywords = cast(*random_inputs(Case(5, 40)), torch.float32)
+    mask = torch.rand(5, 40) < 0.5
+    distance = 1 << 26
+    apart = torch.empty(39 * distance + 5, dtype=torch.bool).as_strided((5, 40), (1, distance)).copy_(mask)
+    found, expected = (dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": one})[0] for one in (apart, mask))
+    assert torch.equal(found, expected)
+
+
+@interpreted
 def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "LARGEST_MAP", 1)
     query, key, value = (torch.empty(1, 2, 1024, 2) for _ in range(3))

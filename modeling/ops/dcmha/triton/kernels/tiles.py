@@ -107,12 +107,12 @@ def make_penalty(where, patch):
         visible = visible & (key >= tl.load(first, mask=is_real, other=0))
     if where.mask is not None:
         row = (patch.item // where.groups) * where.mask_of_row
-        mask = where.mask + row + t.to(tl.int64) * where.mask_of_query + key * where.mask_of_key
+        mask = where.mask + row + t.to(tl.int64) * where.mask_of_query + key.to(tl.int64) * where.mask_of_key
         visible = visible & (tl.load(mask, mask=visible, other=0) != 0)
     penalty = tl.where(visible, 0.0, float("-inf"))
     if where.bias is not None:
         row = (patch.item // where.groups) * where.bias_of_row
-        bias = where.bias + row + t.to(tl.int64) * where.bias_of_query + key * where.bias_of_key
+        bias = where.bias + row + t.to(tl.int64) * where.bias_of_query + key.to(tl.int64) * where.bias_of_key
         penalty += tl.load(bias, mask=visible, other=0.0).to(tl.float32) * LOG2_E
     return penalty
 

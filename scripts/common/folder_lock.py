@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from ...common.errors import UserError
+from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self._made: list[Path] = []  # folders above the lock's own that `take` had to make, innermost first
+        self._made: list[Path] = []  # folders that `take` had to make, innermost first
 
     @property
     def is_held(self) -> bool:
@@ -50,7 +50,7 @@ class FolderLock:
             OSError: the folder cannot be made or written.
         """
         while self._file is None:
-            self._made += [folder for folder in self.path.parent.parents if not folder.exists()]
+            self._made += [folder for folder in self.path.parents if not folder.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+", encoding="utf-8")
             self._lock(file)
@@ -85,7 +85,7 @@ class FolderLock:
             return
         with suppress(OSError):
             self.path.unlink()
-            for folder in (self.path.parent, *self._made):
+            for folder in self._made:
                 folder.rmdir()
         with suppress(OSError):
             # Processes that were forked meanwhile have the file open too, so closing it here would not unlock it.

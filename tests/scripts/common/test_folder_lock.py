@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dynattn.scripts.common import folder_lock
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain.outputs import folder_lock
-from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
+from dynattn.scripts.common.folder_lock import FolderLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from dynattn.scripts.pretrain.outputs.folder_lock import FolderLock
+from dynattn.scripts.common.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.take()
 print("taken", flush=True)

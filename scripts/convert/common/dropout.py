@@ -1,0 +1,25 @@
+"""Dropout that a conversion does not keep, which matters only where the result is trained."""
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig
+
+# What the families on either side of a conversion call dropout.
+OF_PROBABILITIES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+OF_ACTIVATIONS = ("hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop")
+OF_FACTORS = ("compose_dropout",)
+OF_LAYERS = ("encoder_layerdrop", "decoder_layerdrop")
+# BART's names, by ours.
+RENAMED = {"hidden_dropout": "dropout"}
+
+
+def warn_of_dropout(source: PreTrainedConfig, result: PreTrainedConfig | None = None) -> Iterator[str]:
+    """Warnings about dropout of the source that the result does not have.
+
+    Args:
+        result: the configuration of the result; None if its format has no fields for dropout.
+    """
+    for name in (*OF_PROBABILITIES, *OF_ACTIVATIONS, *OF_FACTORS, *OF_LAYERS):
+        value = getattr(source, name, 0.0)
+        if value and value not in (getattr(result, name, None), getattr(result, RENAMED.get(name, name), None)):
+            yield f"{name} {value} is not kept: config.json of the result does not have it"
