@@ -148,7 +148,7 @@ def _chunk_loss(
         # A log probability is its logit minus log Z. The largest logit is finite, while others can be minus infinity.
         top = logits.argmax(-1, keepdim=True)
         log_z = (logits.gather(-1, top) - log_probs.gather(-1, top)).masked_fill(ignored, 0.0)  # [c, 1]
-        loss_sum = loss_sum + z_loss * log_z.square().sum()
+        loss_sum = loss_sum.add(log_z.square().sum(), alpha=z_loss)
     del logits
     if grads is not None:
         # The gradient of the logits is `probs`, minus 1 at the target. The z-loss adds `2 * z_loss * log_z * probs`,

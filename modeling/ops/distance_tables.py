@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .dtypes import at_least_float32
 from .validation import is_integer
 
 
@@ -39,9 +40,11 @@ NO_TABLES = DistanceTables()
 def at_distances(table: Tensor, distance: Tensor) -> Tensor:
     """The rows of a table `[L, H]` at distances `[T, S]`, as `[H, T, S]`.
 
-    Distances outside the table read the nearest row; the caller must hide these keys.
+    Distances outside the table read the nearest row; the caller must hide these keys. The gradient of a row is a sum
+    over all pairs at its distance, which half precision is too coarse for.
     """
-    return table[distance.clamp(0, table.shape[0] - 1)].permute(2, 0, 1)
+    rows = table.to(at_least_float32(table.dtype))[distance.clamp(0, table.shape[0] - 1)]
+    return rows.to(table.dtype).permute(2, 0, 1)
 
 
 def table_options(name: str, attend: Callable[..., Any], tables: DistanceTables) -> dict[str, DistanceTables]:
@@ -58,11 +61,12 @@ def table_options(name: str, attend: Callable[..., Any], tables: DistanceTables)
 
 
 def check_offset(offset: Any) -> None:
-    """Raises ValueError unless the offset is None, an integer or an integer tensor of one element."""
-    is_tensor = isinstance(offset, Tensor)
-    if is_tensor and (offset.numel() != 1 or offset.is_floating_point() or offset.dtype == torch.bool):
-        raise ValueError(f"offset must be one integer, not {tuple(offset.shape)} of {offset.dtype}")
-    if not is_tensor and offset is not None and not is_integer(offset):
+    """Raises ValueError unless the offset is None, an integer or an integer tensor `[]` or `[1]`."""
+    if isinstance(offset, Tensor):
+        is_integral = not offset.is_floating_point() and offset.dtype != torch.bool
+        if offset.ndim > 1 or offset.numel() != 1 or not is_integral:
+            raise ValueError(f"offset must be one integer, not {tuple(offset.shape)} of {offset.dtype}")
+    elif offset is not None and not is_integer(offset):
         raise ValueError(f"offset must be an integer, the position of the first query among the keys, not {offset!r}")
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,11 @@ from torch.autograd import forward_ad
 def is_autocast_on(device: torch.device) -> bool:
     """Whether autocast is on for a device; never for `meta`, which has none and of which PyTorch must not be asked."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Switches autocast off on a device; does nothing, in no time, where it is off."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_on(device) else nullcontext()
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .distance_tables import NO_TABLES, DistanceTables, at_distances
 from .masking import both, join_mask, key_distances, split_mask, visible_keys, with_first_keys
+from .modes import autocast, without_autocast
 
 
 def plain_attention(
@@ -28,13 +30,10 @@ def plain_attention(
     key gives zeros. A bias by distance becomes an additive mask with an element for every pair.
 
     Raises:
-        ValueError: there is a gain, which SDPA cannot apply, or a bias with half precision inputs, whose dtype SDPA
-            would round it to.
+        ValueError: there is a gain, which SDPA cannot apply.
     """
     if tables.gain is not None:
         raise ValueError("implementation='sdpa' cannot multiply probabilities (position_gain); use 'chunked'")
-    if tables.bias is not None and query.dtype.itemsize < 4:
-        raise ValueError(f"implementation='sdpa' would round position_bias to {query.dtype}; use 'chunked'")
     queries, keys = query.shape[-2], key.shape[-2]
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
     # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys. On
@@ -48,7 +47,7 @@ def plain_attention(
     )
     if tables.bias is not None:
         by_distance = at_distances(tables.bias, key_distances(queries, keys, tables.offset, query.device))
-        bias = by_distance.to(query.dtype) if bias is None else bias + by_distance.to(query.dtype)
+        bias = by_distance if bias is None else bias + by_distance
     return attend_with_mask(query, key, value, both(structural, given), bias, scaling), None
 
 
@@ -68,26 +67,31 @@ def attend_with_mask(
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H_kv, S, D]`.
-        visible, bias: broadcastable to `[B, H, T, S]`.
+        visible, bias: broadcastable to `[B, H, T, S]`. With a bias of more precision than the queries, all is computed
+            in its dtype: SDPA takes a single one, and in theirs far keys may not be told apart.
         dropout: the share of the probabilities that become zero.
         is_causal: uses SDPA's own causal mask. It takes no other mask then, and as many queries as keys.
 
     Returns:
         `[B, T, H, D]`.
     """
-    if bias is not None and bias.dtype != query.dtype:
-        bias = bias.to(query.dtype)  # SDPA takes no other dtype
+    query, key, value = autocast(query, key, value)
+    dtype = query.dtype
+    if bias is not None and bias.dtype != dtype:
+        wider = torch.promote_types(bias.dtype, dtype)
+        query, key, value, bias = (tensor.to(wider) for tensor in (query, key, value, bias))
     mask = join_mask(visible, bias)
-    output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if mask is None else mask[(None,) * (4 - mask.ndim)],
-        dropout_p=dropout,
-        is_causal=is_causal,
-        scale=scaling,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),  # `torch.jit.trace` makes tensors of sizes
-    )
+    with without_autocast(query.device):
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if mask is None else mask[(None,) * (4 - mask.ndim)],
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scaling,
+            enable_gqa=bool(query.shape[1] != key.shape[1]),  # `torch.jit.trace` makes tensors of sizes
+        )
     if visible is not None:
         output = output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).to(dtype)

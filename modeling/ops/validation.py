@@ -90,12 +90,13 @@ def is_number(value: Any) -> bool:
 def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless `[B, H, T, D]` and twice `[B, H_kv, S, D]` are floating point and of one dtype.
 
-    Under autocast dtypes may differ, since it casts them to one.
+    Under autocast dtypes other than float64 may differ, since it casts them to one.
     """
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     if not dtypes <= {*DTYPES}:
         raise ValueError(f"query, key and value must be floating point, not {query.dtype}, {key.dtype}, {value.dtype}")
-    if len(dtypes) > 1 and not is_autocast_on(query.device):
+    are_cast = is_autocast_on(query.device) and torch.float64 not in dtypes
+    if len(dtypes) > 1 and not are_cast:
         raise ValueError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them to one dtype"
         )

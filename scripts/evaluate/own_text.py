@@ -170,13 +170,14 @@ def compare(bits: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
 
 def format_results(results: Mapping[str, Any]) -> str:
     """The results in Markdown: a row for each checkpoint, then the loss by position."""
-    head = ["checkpoint", "parameters", "tokens", "bits per byte", "loss per token", "difference, documents", "p"]
+    head = ["checkpoint", "parameters", "tokens", "context", "bits per byte", "loss per token"]
+    head += ["difference, documents", "p"]
     rows = []
     for index, one in enumerate(results["checkpoints"]):
         difference = _difference(results["comparison"][index - 1]) if index else ["", ""]
-        parameters, tokens = f"{one['model']['parameters']:,}", f"{one['tokens']:,}"
+        sizes = [f"{number:,}" for number in (one["model"]["parameters"], one["tokens"], one["max_length"])]
         measured = [f"{one['bits_per_byte']:.4f}", f"{one['loss']:.4f}"]
-        rows.append([str(one["model"]["path"]), parameters, tokens, *measured, *difference])
+        rows.append([str(one["model"]["path"]), *sizes, *measured, *difference])
     return "\n\n".join([table(head, rows), _note(results), _positions(results["checkpoints"])])
 
 
@@ -192,7 +193,8 @@ def _note(results: Mapping[str, Any]) -> str:
     return (
         f"{results['documents']:,} documents of {results['bytes']:,} bytes in {results['dataset']}{memory}. "
         "Difference: mean over documents of bits per byte minus the first checkpoint's, 95 % interval, p of a "
-        "two-sided paired t-test. Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
+        "two-sided paired t-test. Context: the most tokens that one is predicted from, without memory; give "
+        "--max_length where it differs. Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
     )
 
 

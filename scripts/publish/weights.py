@@ -35,11 +35,8 @@ class Weights:
 
     def without(self, names: Collection[str]) -> "Weights":
         """The same files, with the tensors of these names left out of the contents."""
-        dtypes, shapes = (
-            {name: value for name, value in content.items() if name not in names}
-            for content in (self.dtypes, self.shapes)
-        )
-        return Weights(self.files, dtypes, shapes)
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return Weights(self.files, {name: self.dtypes[name] for name in shapes}, shapes)
 
 
 def read_weights(folder: Path) -> Weights:

@@ -88,7 +88,7 @@ class RelativeChunk(NamedTuple):
         grad_query = grad_scores @ operands.key[:, :, self.keys]
         grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
         if grads.content_bias is not None:
-            grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True))
+            grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True, dtype=grads.content_bias.dtype))
         if operands.embeddings is not None or operands.bias is not None:
             unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
             unshifted = unshifted[..., self._real_columns(operands)]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dtypes import at_least_float32
 from ..masking import Structure, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
 from .chunk import Operands, relative_chunks
@@ -152,7 +153,7 @@ def _backward_op(
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        grads = Operands(*(None if t is None else torch.zeros_like(t) for t in operands[:DIFFERENTIABLE]), None, None)  # type: ignore[call-arg, arg-type]
+        grads = _zeros_like(operands)
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
         structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
         for chunk in relative_chunks(structure, later_rows):
@@ -168,7 +169,7 @@ def _backward_op(
             # These maps would otherwise be kept beside those by distance.
             del probs, weights, grad_probs
             chunk.accumulate(operands, grads, grad_scores.mul_(scaling).to(query.dtype))
-        return _as_given(grads)
+        return _as_given(grads, operands)
 
 
 @_forward_op.register_fake
@@ -233,8 +234,22 @@ def _four_dimensions(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _as_given(grads: Operands) -> list[Tensor]:
-    """Gradients in the layout of the op's arguments, `query` `[B, H, T, D]` first; absent operands are left out."""
+def _zeros_like(operands: Operands) -> Operands:
+    """Gradients of the operands, all zero, in the dtype in which chunks are summed."""
+    zeros = (
+        None if one is None else torch.zeros_like(one, dtype=at_least_float32(one.dtype))
+        for one in operands[:DIFFERENTIABLE]
+    )
+    return Operands(*zeros, visible=None, added=None)  # type: ignore[arg-type]
+
+
+def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:
+    """Gradients `[B, H, T, D]` of `query` and so on in the layout of the op's arguments; absent operands are left out.
+
+    They have the dtypes of `operands`.
+    """
+    pairs = zip(grads, operands, strict=True)
+    grads = Operands(*(None if grad is None else grad.to(own.dtype) for grad, own in pairs))  # type: ignore[arg-type]
     given = [
         *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
         None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),

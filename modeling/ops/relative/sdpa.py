@@ -45,7 +45,4 @@ def relative_sdpa(
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
     if positions is not None:
         bias = positions * scaling if bias is None else positions * scaling + bias
-        # SDPA would round a bias in float32 to the dtype of the queries.
-        content_query, key, value = (x.to(positions.dtype) for x in (content_query, key, value))
-    output = attend_with_mask(content_query, key, value, visible, bias, scaling, dropout=dropout)
-    return output.to(query.dtype), None
+    return attend_with_mask(content_query, key, value, visible, bias, scaling, dropout=dropout), None

@@ -16,6 +16,8 @@ from ...common.checkpoint_loading import is_unknown
 from ...common.errors import UserError, first_line, last_line, refusal_of
 from .tensor_source import TensorSource, count_elements
 
+logger = logging.get_logger(__name__)
+
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """Reads the configuration in `folder` with Transformers.
@@ -64,6 +66,8 @@ def load_for_probe(
 ) -> PreTrainedModel:
     """Loads any model with weights rounded to `dtype`, to compute in float32 with eager attention.
 
+    Warns of stored tensors that the model does not read, since another program may read them.
+
     Args:
         folder: of the checkpoint.
         dtype: weights are rounded to it.
@@ -84,6 +88,8 @@ def load_for_probe(
     model, info = loaded
     if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):
         raise UserError(f"the weights in {folder} do not fit its config.json: {misfits}")
+    if unread := find_misfits(info, "unexpected_keys"):
+        logger.warning("%s stores tensors that its model does not read: %s", folder, unread)
     if dtype.itemsize < torch.float32.itemsize:
         round_weights(model, dtype)
     return model.eval()

@@ -25,3 +25,10 @@ def test_a_difference_has_the_interval_and_the_p_of_students_test():
     found, test = paired_difference(ours, others), stats.ttest_rel(ours, others)
     assert found["p"] == pytest.approx(float(test.pvalue))
     assert found["interval_95"] == pytest.approx(list(test.confidence_interval(0.95)))
+
+
+def test_a_spread_of_rounding_is_not_tested_and_a_small_one_is():
+    others = [1.0, 2.0, 3.0]
+    assert paired_difference([1.1, 2.1, 3.1], others)["p"] is None
+    ours = [1.1, 2.1 + 1e-9, 3.1]
+    assert paired_difference(ours, others)["p"] == pytest.approx(float(stats.ttest_rel(ours, others).pvalue))

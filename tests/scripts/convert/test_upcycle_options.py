@@ -104,12 +104,19 @@ def test_reverse_refuses_a_model_that_composes(
     assert not back.exists()
 
 
-def test_check_tells_equal_from_different(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_tells_equal_from_different(
+    parent: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     ours = parent.with_name("ours")
     assert convert("pythia", parent, ours, "--no-verify") == 0
     assert convert("check", parent, ours) == 0
     assert "equal       128 tokens" in capsys.readouterr().out
+    weights = load_file(ours / "model.safetensors")
+    save_file({**weights, "model.layers.1.mlp.scale": torch.ones(1)}, ours / "model.safetensors")
+    assert convert("check", parent, ours) == 0
+    assert "stores tensors that its model does not read: model.layers.1.mlp.scale" in caplog.text
     change(ours, "model.layers.1.mlp.up_proj.bias", 0.5)
+    capsys.readouterr()
     assert convert("check", parent, ours) == 1
     assert capsys.readouterr().out.startswith("different")
     # Any causal model will do.

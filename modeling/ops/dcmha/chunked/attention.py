@@ -5,7 +5,6 @@ reuses their memory. Only the inputs are saved for the backward pass, which comp
 passes are custom operators, so that autograd and `torch.compile` see one node each.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import mask_one_query, with_first_keys
-from ...modes import autocast, is_autocast_on, refuse_second_derivatives, under_transforms
+from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings, DecodeStep
@@ -201,6 +200,5 @@ def _attend_one_query(
         pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
         if mask is not None and mask.shape[-1] > 1:
             mask = mask[..., window]
-    # Entering a context would take a noticeable part of a short step, so it is done only where autocast is on.
-    with torch.autocast(query.device.type, enabled=False) if is_autocast_on(query.device) else nullcontext():
+    with without_autocast(query.device):
         return attend_to_cache(DecodeStep(query, key, value, pre, post, scaling, mask, tables))

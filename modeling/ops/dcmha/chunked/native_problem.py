@@ -16,7 +16,8 @@ from .distance_blocks import DistanceGrid
 
 # The dtypes that C code reads, with their numbers in elements.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# The most bytes that a function of compose.c may put on the stack of a thread; stages that need more run in PyTorch.
+# The most bytes that a function may put on the stack of a thread, for its stages or for the width of a head; what needs
+# more runs in PyTorch.
 LARGEST_STACK = 1 << 20
 # The lowest float32 element of a mask that does not hide a key, approximately.
 LOWEST_BIAS = torch.finfo(torch.float32).min * (1 - torch.finfo(torch.float32).eps)

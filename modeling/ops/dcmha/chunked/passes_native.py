@@ -20,7 +20,7 @@ from .arguments import TABLES, ChunkedInputs, ChunkedSettings
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
 from .distance_blocks import DistanceGrid
-from .native_problem import BLOCK_KEYS, TYPES, Problem, band_of, load_stage, stages_of, table_grid
+from .native_problem import BLOCK_KEYS, LARGEST_STACK, TYPES, Problem, band_of, load_stage, stages_of, table_grid
 
 # How many queries a chunk has: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS`
 # elements, or the last one. They are multiples of `GROUP_QUERIES` of chunk.h, so that the output does not depend on the
@@ -43,6 +43,8 @@ def runs_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
     stages = stages_of(inputs, settings)
     tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]
     if any(not one.is_cpu or one.dtype not in TYPES for one in tensors) or load_passes() is None:
+        return False
+    if torch.float32.itemsize * inputs.query.shape[-1] > LARGEST_STACK:
         return False
     return all(stage.shape is None or load_stage(stage.shape) is not None for stage in stages)
 

@@ -57,7 +57,7 @@ class Workspace:
         self.mask, self.bias = self._masks(inputs.mask)
         self.first_keys = None
         if inputs.first_keys is not None:
-            first_keys = inputs.first_keys.clamp(0, self.structure.keys).to(self.device, torch.int32)
+            first_keys = inputs.first_keys.to(self.device, torch.int64).clamp(0, self.structure.keys).to(torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
         elements = self.heads * self.tiling.largest if maps else 0  # of an item's map
         most = min(items_of_a_chunk(elements * self.groups), MOST_PROGRAMS // self.groups)

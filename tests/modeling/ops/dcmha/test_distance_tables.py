@@ -137,12 +137,11 @@ def test_tables_in_float32_beside_half_precision_tell_far_distances_apart() -> N
     bias = -0.5 * torch.arange(600.0)[:, None].expand(-1, 2)
     exact = dcmha_attention(*(one.double() for one in (query, key, value)), position_bias=bias, implementation="eager")
     low = [one.bfloat16() for one in (query, key, value)]
-    for implementation in ("eager", "chunked"):
+    for implementation in ("eager", "chunked", "sdpa"):
         output = dcmha_attention(*low, position_bias=bias, implementation=implementation)
+        assert output.dtype == torch.bfloat16
         noise = (dcmha_attention(*low, implementation="eager") - output).abs().max()
         assert noise > 0.1 and (output - exact).abs().max() < 0.03
-    with pytest.raises(ValueError, match=r"'sdpa' would round position_bias to torch\.bfloat16; use 'chunked'"):
-        dcmha_attention(*low, position_bias=bias, implementation="sdpa")
 
 
 def test_compiled_calls_take_tables() -> None:
@@ -167,6 +166,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"position_bias": torch.zeros(7, 4).half()}, "position_bias is torch.float16; cast it to torch.float32"),
     ({"position_bias": torch.zeros(7, 4), "offset": 1.5}, "offset must be an integer"),
     ({"offset": torch.zeros(2, dtype=torch.long)}, "offset must be one integer"),
+    ({"offset": torch.ones(1, 1, dtype=torch.long)}, r"offset must be one integer, not \(1, 1\) of torch.int64"),
     ({"offset": torch.tensor(True)}, r"offset must be one integer, not \(\) of torch.bool"),
     ({"offset": 3, "position_gain": torch.ones(7, 4)}, "position_gain has 7 rows, but queries reach over 10 keys"),
     ({"compose_position_bias": True, "position_gain": torch.ones(7, 4)}, "needs a position_bias to compose"),

@@ -8,7 +8,8 @@ from cases.composed_op import ALL, DYNAMIC, Case, in_dtype, random_inputs, run
 from cases.triton_marks import interpreted, on_gpu
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmha_attention
+from dynattn import dcmha_attention, relative_attention
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 
 # Small, since kernels of a GPU are interpreted where there is none.
 CASES = [
@@ -99,3 +100,16 @@ def test_plain_attention_takes_any_scaling(dtype: torch.dtype, scaling: float) -
         dcmha_attention(query, key, value, scaling=scaling, implementation=name) for name in ("eager", None)
     )
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "chunked", "sdpa"])
+@pytest.mark.parametrize("attend", [dcmha_attention, relative_attention])
+def test_a_mask_in_float32_beside_half_precision_tells_far_keys_apart(attend: Any, implementation: str) -> None:
+    """ALiBi as the paper's code adds it: with the index of the key, which is large for all near ones."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 900, 8).bfloat16()
+    bias = 0.05 * torch.arange(900.0)[None].expand(900, 900)
+    output = attend(query, key, value, attention_mask=bias, implementation=implementation)
+    exact = attend(query.double(), key.double(), value.double(), attention_mask=bias.double(), implementation="eager")
+    assert output.dtype == torch.bfloat16
+    assert (output - exact).abs().max() < 0.03

@@ -172,6 +172,24 @@ def test_stages_that_do_not_fit_on_a_stack_are_composed_without_c_code(
     assert_as_exact_as_the_reference(Case(66, 66, rank=rank, terms=DYNAMIC, batch=1))
 
 
+def test_heads_that_do_not_fit_on_a_stack_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
+    case, attend = Case(33, 33, batch=1), passes_native.attend_in_c
+    width = random_inputs(case)[0][0].shape[-1]
+    calls: list[bool] = []
+
+    def count(*arguments: Any) -> Tensor:
+        calls.append(True)
+        return attend(*arguments)
+
+    monkeypatch.setattr(passes, "attend_in_c", count)
+    assert_as_exact_as_the_reference(case)
+    assert calls
+    calls.clear()
+    monkeypatch.setattr(passes_native, "LARGEST_STACK", 4 * width - 1)
+    assert_as_exact_as_the_reference(case)
+    assert not calls
+
+
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 @pytest.mark.parametrize("case", [Case(130, 130, heads=(16, 16)), Case(77, 200, mask="padding")], ids=str)
 def test_lesser_processors_get_the_same(

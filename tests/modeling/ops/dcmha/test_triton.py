@@ -614,6 +614,8 @@ def test_first_keys_beyond_32_bits_hide_all_keys() -> None:
     tensors, keywords = cast(*random_inputs(Case(5, 5)), torch.float32)
     first_keys = torch.tensor([[0, -(2**40), 2**32, 2**32 + 1, torch.iinfo(torch.int64).max]])
     output, _ = dcmha_triton(*tensors[:3], **keywords, first_keys=first_keys)
+    narrow = torch.tensor([[0, 0, 5, 5, 127]], dtype=torch.int8)
+    assert torch.equal(dcmha_triton(*tensors[:3], **keywords, first_keys=narrow)[0], output)
     visible = (torch.arange(5) < 2)[:, None].expand(5, 5)
     expected, _ = dcmha_eager(*tensors[:3], **{**keywords, "attention_mask": visible})
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)

@@ -33,11 +33,15 @@ def inputs(queries: int, keys: int, terms: tuple[int, ...] = (1, 1, 1)) -> dict[
     }
 
 
+def in_dtype(dtype: torch.dtype, given: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if one is None else one.to(dtype) for name, one in given.items()}
+
+
 def run(given: dict[str, Tensor | None], implementation: str, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the gradients of a fixed random projection of it."""
     leaves = {name: x.clone().requires_grad_() for name, x in given.items() if x is not None}
     output = relative_attention(**{**given, **leaves}, implementation=implementation, **options)  # type: ignore[arg-type]
-    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    weights = torch.randint(-4, 10, output.shape, generator=torch.Generator().manual_seed(1))  # exact in any dtype
     (output * weights).sum().backward()
     return output.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
@@ -277,6 +281,23 @@ def test_under_autocast_a_bias_without_embeddings_stays_exact() -> None:
         found = relative_attention(**given, implementation="chunked")
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).abs().max() < 2**-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
+def test_gradients_in_half_precision_do_not_lose_more_with_more_tokens(implementation: str) -> None:
+    """A running sum in bfloat16 loses what each of many chunks, or pairs of a distance, adds to it."""
+    given = {name: None if one is None else 0.3 * one for name, one in inputs(1500, 1500).items()}
+    low = in_dtype(torch.bfloat16, given)
+    _, exact = run(in_dtype(torch.float64, low), "eager")
+    for name, ours in run(low, implementation)[1].items():
+        assert (ours - exact[name]).norm() < 0.005 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "eager"])
+def test_autocast_gives_its_dtype(implementation: str) -> None:
+    given = in_dtype(torch.float32, inputs(9, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(given, implementation)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
